@@ -1,0 +1,121 @@
+"""Checkpoints: written aside, synced, renamed, and only then pointed at by `latest`.
+
+A checkpoint is a folder that `from_pretrained` loads (model and tokenizer), with `optimizer.pt`
+and `state.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config import UserError
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Where a run stands."""
+
+    stage: str = "start"
+    step: int = 0  # optimizer steps done
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
+    training: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # summaries of finished stages
+
+    def evaluated(self, after: str) -> bool:
+        return any(evaluation["after"] == after for evaluation in self.evaluations)
+
+
+def save(
+    folder: Path, name: str, model: Any, tokenizer: Any, optimizer: Any | None, state: TrainState
+) -> Path:
+    """Write `folder/name` and point `latest` at it; an interrupted call leaves every earlier
+    checkpoint as it was.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".{name}.writing"
+    shutil.rmtree(aside, ignore_errors=True)
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    if optimizer is not None:
+        torch.save(optimizer.state_dict(), aside / "optimizer.pt")
+    (aside / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+    for path in aside.rglob("*"):
+        _sync(path)
+    _sync(aside)
+    final = folder / name
+    if final.exists():  # from before a resume; the name stays free for a moment only
+        old = folder / f".{name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        aside.rename(final)
+        shutil.rmtree(old)
+    else:
+        aside.rename(final)
+    write_text(folder / "latest", name + "\n")
+    return final
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file in one step."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text, encoding="utf-8")
+    _sync(aside)
+    aside.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def prune(folder: Path, limit: int) -> None:
+    """Remove all but the newest `limit` checkpoints of `save_steps`; those of stages and "
+    "`latest` are kept."""
+    latest = (folder / "latest").read_text(encoding="utf-8").strip()
+    for path in sorted(folder.glob("step-*"))[:-limit]:
+        if path.name != latest:  # newer ones may stand there from before a resume
+            shutil.rmtree(path)
+
+
+def find(output_dir: Path, name: str) -> Path:
+    """The checkpoint that `--resume-from-checkpoint` names; UserError where there is none."""
+    folder = output_dir / "checkpoints"
+    if name == "latest":
+        pointer = folder / "latest"
+        if not pointer.is_file():
+            raise UserError(
+                f"resume_from_checkpoint: {output_dir} holds no checkpoint; start it without "
+                "this flag"
+            )
+        name = pointer.read_text(encoding="utf-8").strip()
+    path = folder / name if (folder / name).is_dir() else Path(name)
+    if not (path / "state.json").is_file():
+        known = sorted(p.name for p in folder.glob("[!.]*") if p.is_dir())
+        raise UserError(
+            f"resume_from_checkpoint: got {name!r}; checkpoints here: {', '.join(known) or 'none'}"
+        )
+    return path
+
+
+def load_state(path: Path) -> TrainState:
+    return TrainState(**json.loads((path / "state.json").read_text(encoding="utf-8")))
+
+
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer if the checkpoint has one (that of the warm start has none)."""
+    if (path / "optimizer.pt").is_file():
+        optimizer.load_state_dict(
+            torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
+        )

@@ -1,0 +1,313 @@
+"""One typed tree of settings: a recipe (YAML) and flags fill it, and nothing else does.
+
+Sections group the settings for reading; every setting has one flat flag (`--learning-rate`), and
+the settings of the warm start carry its prefix (`--warm-start-steps`). TRL's names are used where
+TRL has one. Nothing is read from environment variables. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+EMBEDDED_DOMAINS = ("airline", "retail", "telecom")
+MIXED_STAGE = "mixed"
+
+
+class UserError(ValueError):
+    """The user's mistake, in one line: what, got, do this."""
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The one of `names` that was probably meant, or the empty string where none is near."""
+    return next(iter(get_close_matches(word, list(names), n=1)), "")
+
+
+class Section(BaseModel):
+    """A group of settings: closed, immutable, validated."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_what_pydantic_would_convert(cls, value: Any, info: ValidationInfo) -> Any:
+        """`seed: true` is not 1, and an empty text is no model, path or name."""
+        assert info.field_name is not None
+        wants_bool = cls.model_fields[info.field_name].annotation is bool
+        if value == "" or (isinstance(value, bool) and not wants_bool):
+            raise PydanticCustomError("wrong_type", "wrong type")
+        return value
+
+
+class ModelSettings(Section):
+    """model"""
+
+    model: str = Field("tiny", description="`tiny` (made by the pipeline), a folder, or a hub id")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    attn_implementation: str = Field("sdpa", description="attention implementation of transformers")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="passed to the chat template, e.g. {enable_thinking: false}"
+    )
+    tool_call_format: Literal["auto", "hermes"] = Field(
+        "auto", description="how tool calls are read from the model's text"
+    )
+    mixed_precision: Literal["auto", "bf16", "no"] = Field(
+        "auto", description="auto: bf16 on CUDA, fp32 on CPU"
+    )
+
+
+class DataSettings(Section):
+    """tasks"""
+
+    domains: list[str] = Field(
+        list(EMBEDDED_DOMAINS), description="domains, in the order of the stages", min_length=1
+    )
+    environments: dict[str, str] = Field(
+        {}, description="a domain of your own: {bank: my_pkg.bank:BankEnvironment}"
+    )
+    tasks_per_domain: PositiveInt = Field(800, description="training tasks of each domain")
+    eval_tasks_per_domain: PositiveInt = Field(120, description="held-out tasks of each domain")
+    eval_split: Literal["validation", "test"] = Field(
+        "test", description="split of the evaluations before and after each stage"
+    )
+    difficulty: Literal["easy", "medium", "hard"] = Field(
+        "medium", description="difficulty of generated tasks"
+    )
+    task_seed: int = Field(
+        0, description="seed of the generated tasks; `seed` does not change them"
+    )
+    airline_tasks: Path | None = Field(
+        None, description="JSON or JSONL file of training tasks in place of generated ones"
+    )
+    retail_tasks: Path | None = Field(None, description="the same for retail")
+    telecom_tasks: Path | None = Field(None, description="the same for telecom")
+
+    @model_validator(mode="after")
+    def _domains_are_known_and_unique(self) -> Self:
+        for name, target in self.environments.items():
+            if name in (*EMBEDDED_DOMAINS, MIXED_STAGE):
+                raise UserError(f"environments: got {name}, which is taken; choose another name")
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise UserError(
+                    f"environments: got the name {name!r}; use letters, digits, _ and - only"
+                )
+            if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", target):
+                raise UserError(
+                    f"environments: got {name}: {target!r}; write module:Class, "
+                    "such as my_pkg.bank:BankEnvironment"
+                )
+        known = self.known_domains
+        for position, name in enumerate(self.domains):
+            if name not in known:
+                raise UserError(
+                    f"domains: got {name!r}, known are {', '.join(known)}; choose among them "
+                    "or name its class in `environments`"
+                )
+            if name in self.domains[:position]:
+                raise UserError(f"domains: got {name} twice; name each domain once")
+        return self
+
+    @property
+    def known_domains(self) -> tuple[str, ...]:
+        """What `domains` may name: the embedded ones and the user's own."""
+        return (*EMBEDDED_DOMAINS, *self.environments)
+
+
+class WarmStartSettings(Section):
+    """warm start (supervised)"""
+
+    steps: NonNegativeInt = Field(440, description="optimizer steps; 0 skips the warm start")
+    batch_size: PositiveInt = Field(32, description="demonstrations per step, over all ranks")
+    learning_rate: PositiveFloat = Field(2e-3, description="peak learning rate")
+    warmup_steps: NonNegativeInt = Field(30, description="steps of linear warm-up")
+    rule_share: float = Field(
+        0.3, ge=0, le=1, description="how often a demonstration's first decision follows the rule"
+    )
+    data: Path | None = Field(
+        None,
+        description="JSONL file of demonstrations ({messages, tools}) in place of the expert's",
+    )
+
+
+class CurriculumSettings(Section):
+    """curriculum"""
+
+    curriculum: Literal["sequential", "mixed"] = Field(
+        "sequential", description="one stage a domain, or one stage of all"
+    )
+    stage_weights: dict[str, PositiveFloat] = Field(
+        {}, description="share of max_steps per stage, relative; missing: 1"
+    )
+    replay: float = Field(
+        0.3, ge=0, lt=1, description="share of each step's groups drawn from earlier domains"
+    )
+
+
+class RolloutSettings(Section):
+    """rollout"""
+
+    num_generations: int = Field(8, ge=2, description="episodes of one task, a group")
+    tasks_per_step: PositiveInt = Field(24, description="groups per optimizer step over all ranks")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
+    max_turns: PositiveInt = Field(8, description="assistant messages per episode")
+    max_tokens_per_turn: PositiveInt = Field(40, description="sampled tokens per assistant message")
+    max_tokens: PositiveInt = Field(
+        256, description="tokens of an episode in all: prompt, replies and sampled"
+    )
+    max_malformed_calls: NonNegativeInt = Field(
+        1, description="malformed calls answered with an error before the episode ends"
+    )
+    max_tool_result_tokens: PositiveInt = Field(
+        64, description="a longer tool result is replaced by an error"
+    )
+    max_live_episodes: PositiveInt = Field(512, description="episodes a rank plays side by side")
+
+    @model_validator(mode="after")
+    def _an_episode_holds_a_turn(self) -> Self:
+        if self.max_tokens <= self.max_tokens_per_turn:
+            raise UserError(
+                f"max_tokens: got {self.max_tokens}, with max_tokens_per_turn "
+                f"{self.max_tokens_per_turn}; give an episode (prompt included) more than one turn"
+            )
+        return self
+
+
+class GRPOSettings(Section):
+    """GRPO"""
+
+    use_grpo: bool = Field(True, description="--no-grpo: evaluate only")
+    max_steps: NonNegativeInt = Field(120, description="optimizer steps in total, over all stages")
+    learning_rate: PositiveFloat = Field(3e-4, description="peak learning rate")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="decay over each stage's steps, to lr_end_share"
+    )
+    lr_end_share: float = Field(
+        0.1, ge=0, le=1, description="share of the peak learning rate at a stage's end"
+    )
+    warmup_steps: NonNegativeInt = Field(5, description="steps of linear warm-up of each stage")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    adam_beta2: float = Field(0.98, ge=0, lt=1, description="AdamW")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW")
+    max_grad_norm: PositiveFloat = Field(1.0, description="gradient clipping, global norm")
+    beta: NonNegativeFloat = Field(
+        0.0, description="weight of the KL divergence (k3) to the reference policy; 0 needs none"
+    )
+    epsilon: PositiveFloat = Field(0.2, description="lower clip of the ratio")
+    epsilon_high: PositiveFloat | None = Field(
+        0.28, description="upper clip of the ratio; null: epsilon"
+    )
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
+        "dapo", description="normalisation of the loss, as in TRL"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="what advantages are divided by"
+    )
+    num_iterations: PositiveInt = Field(1, description="updates per batch of trajectories")
+    entropy_coef: NonNegativeFloat = Field(0.005, description="weight of the entropy bonus")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        2048, description="padded tokens of one forward pass"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    drop_dead_groups: bool = Field(
+        True, description="groups whose rewards are all equal take no part in the update"
+    )
+    permute_rewards: bool = Field(
+        False, description="control: permute the rewards among the episodes of each step"
+    )
+
+    @model_validator(mode="after")
+    def _the_upper_clip_is_the_wider(self) -> Self:
+        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+            raise UserError(
+                f"epsilon_high: got {self.epsilon_high}, below epsilon {self.epsilon}; "
+                "give epsilon or more, or null"
+            )
+        return self
+
+
+class EvaluationSettings(Section):
+    """evaluation"""
+
+    eval_trials: PositiveInt = Field(2, description="sampled trials per held-out task")
+    eval_steps: NonNegativeInt = Field(
+        20, description="evaluate on validation tasks every so many steps; 0: never"
+    )
+    eval_steps_tasks: PositiveInt = Field(
+        40, description="validation tasks of each domain in those evaluations"
+    )
+
+
+class RunSettings(Section):
+    """run"""
+
+    num_gpus: PositiveInt | None = Field(
+        None, description="number of ranks; missing: what was launched, or 1"
+    )
+    seed: NonNegativeInt = Field(1, description="seed of the model, the warm start and every draw")
+    output_dir: Path | None = Field(None, description="run folder; missing: runs/<recipe>-<time>")
+    save_steps: NonNegativeInt = Field(
+        50, description="checkpoint every so many steps; 0: at stage ends only"
+    )
+    save_total_limit: PositiveInt = Field(
+        2, description="checkpoints of save_steps kept; those of stages always are"
+    )
+    resume_from_checkpoint: str | None = Field(
+        None, description="`latest`, or a checkpoint folder of this output folder"
+    )
+    timeout: PositiveFloat = Field(600.0, description="deadline of every collective, in seconds")
+    check: bool = Field(False, description="check recipe, tasks, template and memory, then exit")
+
+
+class TrackingSettings(Section):
+    """tracking"""
+
+    report_to: list[Literal["wandb", "tensorboard"]] = Field(
+        ["wandb"], description="trackers besides the files; `none` for none"
+    )
+    project: str = Field("three-domain-grpo", description="W&B project")
+    run_name: str | None = Field(None, description="W&B run name; missing: the run folder's name")
+    tags: list[str] = Field([], description="W&B tags")
+
+
+class Config(Section):
+    """The resolved settings of one run."""
+
+    recipe: str = Field("three_domain_tiny", description="name of the recipe, for the run folder")
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
+    curriculum: CurriculumSettings = CurriculumSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    grpo: GRPOSettings = GRPOSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    run: RunSettings = RunSettings()
+    tracking: TrackingSettings = TrackingSettings()
+
+    @model_validator(mode="after")
+    def _stage_weights_name_stages(self) -> Self:
+        stages = (*self.data.known_domains, MIXED_STAGE)
+        for name in self.curriculum.stage_weights:
+            if name not in stages:
+                raise UserError(f"stage_weights: got {name!r}; name stages ({', '.join(stages)})")
+        return self

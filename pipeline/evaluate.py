@@ -1,0 +1,159 @@
+"""Evaluation: the same held-out tasks, before the first stage and after each, in training and
+stand-alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from pipeline.distributed import Ranks
+from pipeline.draws import stream_key
+from pipeline.environments.base import call_tool, tool_schemas
+from pipeline.rollout import Rollout, Start
+from pipeline.tasks import Task, shard_tasks
+from pipeline.trajectory import RunRecord, Trajectory
+
+Success = dict[str, Any]
+
+
+def evaluate(
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    num_trials: int,
+    seed: int,
+    ranks: Ranks,
+    greedy: bool = False,
+) -> tuple[list[RunRecord], list[Trajectory]]:
+    """Play every task `num_trials` times, spread over the ranks, without any gradient.
+
+    Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
+    The draws depend on task and trial alone, so two evaluations differ by the policy only. Raises
+    RuntimeError when a trial is missing or double.
+    """
+    trials = [(task, trial) for task in tasks for trial in range(num_trials)]
+    mine = [trials[index] for index in shard_tasks(len(trials), ranks.rank, ranks.num_ranks)]
+    starts = [
+        Start(task=t, trial=k, key=stream_key(seed, "evaluation", *t.key, k)) for t, k in mine
+    ]
+    trajectories = rollout(starts, greedy=greedy)
+    gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
+    found = {(r.domain, r.task_id, r.trial): r for records in gathered for r in records}
+    total = sum(map(len, gathered))
+    wanted = [(*task.key, trial) for task, trial in trials]
+    if total != len(wanted) or set(found) != set(wanted):
+        raise RuntimeError(
+            f"evaluation: {len(wanted)} trials expected, {total} came, {len(found)} different; "
+            "nothing is scored"
+        )
+    return [found[key] for key in wanted], trajectories
+
+
+def success(
+    sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], num_trials: int
+) -> dict[str, Success]:
+    """Success of each domain, as `results.json` holds it: sampled and greedy side by side, never
+    mixed.
+
+    Per family and per branch of each decision as well. An episode counts by its reward.
+    """
+    domains = list(dict.fromkeys(record.domain for record in sampled))
+    return {
+        domain: {
+            **_rates(_of(sampled, domain=domain), _of(greedy, domain=domain)),
+            "num_trials": num_trials,
+            "tasks": _task_means(sampled, domain),
+            "families": _by(sampled, greedy, domain, lambda r: r.family),
+            "branches": _by(sampled, greedy, domain, lambda r: f"{r.family}/{r.branch}"),
+        }
+        for domain in domains
+    }
+
+
+def _task_means(sampled: Sequence[RunRecord], domain: str) -> dict[str, float]:
+    """Sampled success of each task: what paired comparisons of two evaluations need."""
+    rewards: dict[str, list[float]] = {}
+    for record in sampled:
+        if record.domain == domain:
+            rewards.setdefault(record.task_id, []).append(record.reward)
+    return {task_id: fmean(values) for task_id, values in rewards.items()}
+
+
+def _of(records: Iterable[RunRecord], domain: str) -> list[RunRecord]:
+    return [record for record in records if record.domain == domain]
+
+
+def _rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
+    return {
+        "mean": fmean(record.reward for record in sampled),
+        "greedy": fmean(record.reward for record in greedy),
+        "num_tasks": len({record.task_id for record in sampled}),
+    }
+
+
+def _by(
+    sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], domain: str, name: Any
+) -> dict[str, Success]:
+    names = sorted({name(record) for record in sampled if record.domain == domain} - {"", "/"})
+    return {
+        key: _rates(
+            [r for r in sampled if r.domain == domain and name(r) == key],
+            [r for r in greedy if r.domain == domain and name(r) == key],
+        )
+        for key in names
+    }
+
+
+def floors(
+    environments: Mapping[str, type[Any]], tasks: Mapping[str, Sequence[Task]]
+) -> dict[str, dict[str, float]]:
+    """What policies earn that never look: doing nothing, always transferring (best single reason),
+    every tool in turn.
+    """
+    return {domain: _floor(environments[domain], tasks[domain]) for domain in tasks}
+
+
+def _floor(environment_class: type[Any], tasks: Sequence[Task]) -> dict[str, float]:
+    schemas = [schema["function"] for schema in tool_schemas(environment_class)]
+    nothing = fmean(_play_blind(environment_class, task, []) for task in tasks)
+    every = fmean(_play_blind(environment_class, task, schemas) for task in tasks)
+    transfer = next((schema for schema in schemas if schema["name"].startswith("transfer")), None)
+    reasons = _first_enum(transfer) if transfer else []
+    best = 0.0
+    for reason in reasons:
+        fixed = [{**transfer, "fixed": reason}] if transfer else []
+        best = max(best, fmean(_play_blind(environment_class, task, fixed) for task in tasks))
+    return {"nothing": nothing, "transfer": best, "every_tool": every}
+
+
+def _first_enum(schema: dict[str, Any]) -> list[str]:
+    for parameter in schema["parameters"]["properties"].values():
+        if parameter.get("enum"):
+            return list(parameter["enum"])
+    return []
+
+
+def _play_blind(
+    environment_class: type[Any], task: Task, schemas: Sequence[dict[str, Any]]
+) -> float:
+    """Call tools in turn: an id of the request for a text, the first option of a choice; then a
+    closing word.
+    """
+    environment = environment_class()
+    environment.reset(**task.row())
+    ids = re.findall(r"\w*\d\w*", task.prompt[-1]["content"]) or ["x"]
+    for schema in schemas:
+        properties = schema["parameters"]["properties"]
+        options = {
+            name: [schema["fixed"]] if "fixed" in schema else p.get("enum", ids)
+            for name, p in properties.items()
+        }
+        call_tool(
+            environment, schema["name"], {name: values[0] for name, values in options.items()}
+        )
+        if getattr(environment, "done", False):
+            break
+    environment.final_message = "Done."
+    return float(environment.get_reward())

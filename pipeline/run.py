@@ -1,0 +1,98 @@
+"""The command line: settings, then the ranks, then the run.
+
+Exit codes: 0 done, 1 fault (with its traceback), 2 the user's mistake (one line), 130 interrupted.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # Python put this file's own folder there, from where nothing imports
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import signal
+import time
+import traceback
+from typing import NoReturn
+
+from pipeline.config import Config, UserError
+
+# A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
+# another rank failed already and said why.
+SILENT_S = 5.0
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
+
+
+def main(argv: list[str]) -> int:
+    """Run what `argv` (without the program's name) asks for, and return the exit code."""
+    try:
+        return _run(argv)
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # most mistakes are every rank's
+            time.sleep(SILENT_S)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if "LOCAL_RANK" not in os.environ:  # the parent of the ranks speaks for them
+            print("interrupted", file=sys.stderr, flush=True)
+        return 130
+    except Exception as error:
+        if any(text in str(error) for text in LOST_RANK):
+            time.sleep(SILENT_S)
+        rank = os.environ.get("RANK")
+        heading = "" if rank is None else f"rank {rank} failed:\n"
+        # One write, so that the tracebacks of several ranks do not mix.
+        sys.stderr.write(heading + traceback.format_exc())
+        return 1
+
+
+def _run(argv: list[str]) -> int:
+    # Imported where they are needed: a mistake is told before anything heavy is loaded.
+    from pipeline import launch
+    from pipeline.cli import parse
+    from pipeline.run_folder import check_folder
+
+    config = parse(argv)
+    if config.run.check:
+        return _check(config)
+    world = launch.resolve(config.run.num_gpus)
+    if world.rank == 0:
+        check_folder(config)
+    if world.num_launched < world.num_ranks:
+        from pipeline.check import validate
+
+        validate(config)
+        return launch.start_ranks(world, argv)
+    launch.use_device(world)
+    from pipeline.train import main as train
+
+    run = config.run.model_copy(update={"num_gpus": world.num_ranks})
+    return train(config.model_copy(update={"run": run}))
+
+
+def _check(config: Config) -> int:
+    """Check on one process, however many were launched and whatever `num_gpus` a recipe names."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    from pipeline.check import main as check
+
+    return check(config)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code`, which a rank must take some care to do."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        # Exiting with a live gloo group aborts about every third time (torch 2.13), which would
+        # hide the code. After a failure, leaving it may wait for ranks that are gone.
+        if code == 0:
+            distributed.destroy_process_group()
+        else:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""A run on one rank: what it holds, and how it starts or resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from transformers.utils import logging as transformers_logging
+
+from pipeline import checkpoint
+from pipeline.check import validate
+from pipeline.checkpoint import TrainState
+from pipeline.config import Config
+from pipeline.curriculum import describe
+from pipeline.distributed import Ranks
+from pipeline.grpo import Updater
+from pipeline.policy import (
+    Sampler,
+    TokenLogprobs,
+    load_folder,
+    load_model,
+    on_gpu,
+    uses_bf16,
+)
+from pipeline.prepare import Prepared
+from pipeline.rollout import Rollout
+from pipeline.run_folder import open_folder
+from pipeline.tracking import RunLog
+from pipeline.trajectory import RunRecord
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that a run holds on one rank."""
+
+    config: Config
+    folder: Path
+    accelerator: Accelerator
+    ranks: Ranks
+    parts: Prepared
+    model: Any
+    rollout: Rollout
+    log: RunLog
+    state: TrainState
+    updater: Updater | None = None  # made when training starts
+    records: list[RunRecord] = field(
+        default_factory=list
+    )  # of this rank's training episodes in the stage
+    started: float = field(default_factory=time.perf_counter)
+
+
+def start(config: Config) -> Run:
+    """Connect the ranks, open the run folder, load tasks and model."""
+    transformers_logging.disable_progress_bar()
+    # Accelerate knows the old name of this setting only, torch 2.13 warns of it.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if uses_bf16(config.model) else "no",
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout)),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        ],
+    )
+    assert config.run.num_gpus in (None, accelerator.num_processes), "ranks do not know each other"
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
+    parts = validate(config)
+    opened = ranks.all_gather_objects(open_folder(config) if ranks.is_main else None, "run folder")
+    folder = opened[0]
+    assert folder is not None
+    config = config.model_copy(update={"run": config.run.model_copy(update={"output_dir": folder})})
+    state, model = load_start(config, parts, ranks)
+    model.to(accelerator.device)
+    dtype = torch.bfloat16 if uses_bf16(config.model) else torch.float32
+    sampler = Sampler(model, parts.chat.end_of_turn_id, config.rollout.temperature, dtype)
+    log = RunLog(
+        folder,
+        config,
+        is_main=ranks.is_main,
+        resumed_at=state.step if config.run.resume_from_checkpoint else None,
+        evaluated=[evaluation["after"] for evaluation in state.evaluations],
+    )
+    log.timings({"kind": "machine", "stage": state.stage, "step": state.step, **machine(ranks)})
+    if ranks.is_main:
+        stages = json.dumps(curriculum(config, parts), indent=1)
+        checkpoint.write_text(folder / "curriculum.json", stages)
+        print(f"run folder: {folder}", flush=True)
+    rollout = Rollout(sampler, parts.chat, parts.environments, config.rollout)
+    return Run(
+        config=config,
+        folder=folder,
+        accelerator=accelerator,
+        ranks=ranks,
+        parts=parts,
+        model=model,
+        rollout=rollout,
+        log=log,
+        state=state,
+    )
+
+
+def machine(ranks: Ranks) -> dict[str, Any]:
+    """What the times of a run depend on."""
+    return {
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name() if on_gpu() else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "num_ranks": ranks.num_ranks,
+        "torch": torch.__version__,
+    }
+
+
+def curriculum(config: Config, parts: Prepared) -> dict[str, Any]:
+    return describe(parts.stages, config.curriculum.replay)
+
+
+def load_start(config: Config, parts: Prepared, ranks: Ranks) -> tuple[TrainState, Any]:
+    """A fresh model and state, or those of the checkpoint to resume from."""
+    if config.run.resume_from_checkpoint is None:
+        return TrainState(), load_model(config.model, parts.tokenizer, config.run.seed)
+    assert config.run.output_dir is not None
+    path = checkpoint.find(config.run.output_dir, config.run.resume_from_checkpoint)
+    state = checkpoint.load_state(path)
+    if ranks.is_main:
+        print(f"resuming from {path.name}: {state.step} steps done")
+    return state, load_folder(path, config.model)
+
+
+def make_updater(run: Run) -> Updater:
+    """The trained module under Accelerate, its optimizer (restored on resume) and the reference
+    policy.
+    """
+    if run.config.grpo.gradient_checkpointing:
+        run.model.gradient_checkpointing_enable({"use_reentrant": False})
+        run.model.train()  # transformers recomputes in training mode only
+    module = TokenLogprobs(run.model, run.config.rollout.temperature)
+    reference = None
+    if run.config.grpo.beta > 0:
+        source = run.folder / "checkpoints" / "warm-start"
+        frozen = load_folder(source, run.config.model) if source.exists() else fresh_model(run)
+        frozen.to(run.accelerator.device).eval().requires_grad_(False)
+        reference = TokenLogprobs(frozen, run.config.rollout.temperature)
+    updater = Updater(
+        run.accelerator,
+        run.accelerator.prepare(module),
+        reference,
+        run.ranks,
+        run.config.grpo,
+        run.config.rollout,
+        run.parts.tokenizer.pad_token_id or 0,
+    )
+    if run.config.run.resume_from_checkpoint is not None:
+        path = checkpoint.find(run.folder, run.config.run.resume_from_checkpoint)
+        checkpoint.load_optimizer(path, updater.optimizer)
+    return updater
+
+
+def fresh_model(run: Run) -> Any:
+    return load_model(run.config.model, run.parts.tokenizer, run.config.run.seed)

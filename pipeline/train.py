@@ -1,0 +1,166 @@
+"""The run: evaluate, warm-start, then stage by stage the loop of rollouts and updates, evaluating
+after each stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pipeline.advantages import dead_groups, group_advantages
+from pipeline.collect import (
+    collect_records,
+    evaluate_and_record,
+    finish,
+    save_checkpoint,
+    save_trajectories,
+    save_when_due,
+    validate_when_due,
+)
+from pipeline.config import Config
+from pipeline.curriculum import Stage, tasks_of_step
+from pipeline.draws import permutation, stream_key
+from pipeline.grpo import learning_rate_at
+from pipeline.policy import load_folder
+from pipeline.rollout import Start
+from pipeline.session import Run, make_updater, start
+from pipeline.step_metrics import Timer, rollout_metrics
+from pipeline.tasks import Task, shard_tasks
+from pipeline.tracking import StageProgress
+from pipeline.trajectory import Trajectory
+from pipeline.warm_start import warm_start
+
+
+def main(config: Config) -> int:
+    """Run on this rank, which was launched together with the others; returns the exit code."""
+    run = start(config)
+    with run.log:
+        before_training(run)
+        if config.grpo.use_grpo:
+            train(run)
+        finish(run)
+    run.accelerator.end_training()
+    return 0
+
+
+def train(run: Run) -> None:
+    """The loop: for each stage, for each optimizer step."""
+    run.updater = make_updater(run)
+    for stage in run.parts.stages:
+        if run.state.evaluated(stage.name):
+            continue
+        first = max(stage.first_step, run.state.step)
+        done, is_main = first - stage.first_step, run.ranks.is_main
+        with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
+            for step in range(first, stage.last_step):
+                timer = Timer(run)
+                tasks = tasks_of_step(stage, step, run.parts.train, run.config.run.seed)
+                trajectories = play_groups(run, stage, step, tasks)
+                timer.lap("sample_s")
+                rewards = rewards_of(run, trajectories, step)
+                statistics = update(run, stage, trajectories, rewards)
+                timer.lap("update_s")
+                run.state.step, run.state.stage = step + 1, stage.name
+                metrics = {**statistics, **rollout_metrics(run, trajectories)}
+                run.log.metrics({"kind": "train", "stage": stage.name, "step": step + 1, **metrics})
+                run.log.timings(timer.record("train", stage.name, step + 1, metrics))
+                progress.step(metrics)
+                save_trajectories(run, stage.name, trajectories)
+                validate_when_due(run, stage)
+                save_when_due(run, stage)
+        collect_records(run, stage)
+        evaluate_and_record(run, stage.name)
+        save_checkpoint(run, f"stage-{stage.index + 1}-{stage.name}")
+
+
+def before_training(run: Run) -> None:
+    """Evaluate the model as it came, give it the warm start, evaluate again."""
+    if not run.state.evaluated("start"):
+        evaluate_and_record(run, "start")
+    warm = run.config.warm_start
+    if not run.config.grpo.use_grpo or warm.steps == 0 or run.state.evaluated("warm_start"):
+        return
+    if run.state.stage == "start":
+        begun = time.perf_counter()
+        if run.ranks.is_main:
+            print(f"warm start: {warm.steps} steps of {warm.batch_size} demonstrations", flush=True)
+        parts = run.parts
+        with StageProgress("warm start", warm.steps, is_main=run.ranks.is_main) as progress:
+            loss = warm_start(
+                run.config,
+                run.model,
+                parts.tokenizer,
+                parts.chat,
+                parts.environments,
+                run.ranks.num_ranks,
+                lambda: progress.step({}),
+            )
+        seconds = time.perf_counter() - begun
+        run.log.timings(
+            {"kind": "warm_start", "stage": "warm_start", "step": 0, "perf/warm_start_s": seconds}
+        )
+        run.log.metrics(
+            {"kind": "warm_start", "stage": "warm_start", "step": 0, "warm_start/loss": loss}
+        )
+        run.state.stage = "warm_start"
+        save_checkpoint(run, "warm-start")
+        run.model = load_folder(run.folder / "checkpoints" / "warm-start", run.config.model)
+        run.model.to(run.accelerator.device)
+        run.rollout.sampler.load_weights(run.model)
+    evaluate_and_record(run, "warm_start")
+
+
+def play_groups(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+    """Play this rank's groups; siblings stand next to each other."""
+    seed, size = run.config.run.seed, run.config.rollout.num_generations
+    mine = [tasks[index] for index in shard_tasks(len(tasks), run.ranks.rank, run.ranks.num_ranks)]
+    starts = [
+        Start(task=task, trial=k, key=stream_key(seed, "rollout", stage.name, step, *task.key, k))
+        for task in mine
+        for k in range(size)
+    ]
+    trajectories = run.rollout(starts)
+    run.records += [trajectory.record() for trajectory in trajectories]
+    return trajectories
+
+
+def rewards_of(run: Run, trajectories: Sequence[Trajectory], step: int) -> torch.Tensor:
+    """The rewards that train: the episodes' own, or in the control those of other episodes of the
+    step.
+    """
+    rewards = [trajectory.reward for trajectory in trajectories]
+    if run.config.grpo.permute_rewards:
+        shards = run.ranks.all_gather_objects(rewards, "permuted rewards")
+        everything = [reward for shard in shards for reward in shard]
+        order = permutation(len(everything), run.config.run.seed, "permuted rewards", step)
+        first = sum(map(len, shards[: run.ranks.rank]))
+        rewards = [everything[order[first + i]] for i in range(len(rewards))]
+    return torch.tensor(rewards, dtype=torch.float32)
+
+
+def update(
+    run: Run, stage: Stage, trajectories: Sequence[Trajectory], rewards: torch.Tensor
+) -> dict[str, float]:
+    """Advantages and `num_iterations` optimizer updates; then the sampler gets the new weights."""
+    assert run.updater is not None
+    settings, size = run.config.grpo, run.config.rollout.num_generations
+    batch_std = None
+    if settings.scale_rewards == "batch":
+        sums = [len(rewards), float(rewards.sum()), float(rewards.square().sum())]
+        count, total, squares = run.ranks.sum(sums)
+        batch_std = (max(0.0, squares - total**2 / count) / max(1.0, count - 1)) ** 0.5
+    advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std).tolist()
+    dead = dead_groups(rewards, size).tolist()
+    kept = [i for i in range(len(trajectories)) if not (settings.drop_dead_groups and dead[i])]
+    learning_rate = learning_rate_at(run.state.step - stage.first_step, stage.num_steps, settings)
+    statistics: dict[str, float] = {}
+    for _ in range(settings.num_iterations):
+        statistics = run.updater.update_policy(
+            [trajectories[i] for i in kept],
+            [advantages[i] for i in kept],
+            learning_rate,
+        )
+    run.rollout.sampler.load_weights(run.model)
+    return statistics

@@ -1,0 +1,114 @@
+"""What flows: a Trajectory is one played episode in tokens, a RunRecord its summary, a MicroBatch
+what one forward sees.
+
+Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e]
+with loss_mask [1 1 1 1  0 0 0  1 1 1]: s sampled, e the sampled end of turn, t the tokens of a
+tool's reply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. What the model does wrong is a status here, never an exception."""
+
+    # A message without a tool call that the user does not answer, or a tool that ends it.
+    COMPLETED = "completed"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"  # of a turn, or of the episode
+    MALFORMED_CALL = "malformed_call"  # more than max_malformed_calls
+    ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or the user raised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One episode of one task, as it was sampled: ids are never rendered or encoded again."""
+
+    domain: str
+    task_id: str
+    family: str
+    branch: str
+    trial: int  # which sibling in its group, or which evaluation trial
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    loss_mask: list[bool]  # True where the policy sampled the token; as long as completion_ids
+    logprobs: list[float]  # of the sampling policy; 0.0 where loss_mask is False
+    messages: list[dict[str, Any]] = field(default_factory=list)  # for people
+    stop_reason: StopReason
+    reward: float
+    num_turns: int
+    num_malformed_calls: int = 0
+    error: str = ""  # of the environment, when it failed
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
+        assert len(sizes) == 1, f"completion_ids, loss_mask and logprobs differ in length: {sizes}"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    def record(self) -> RunRecord:
+        return RunRecord(
+            domain=self.domain,
+            task_id=self.task_id,
+            family=self.family,
+            branch=self.branch,
+            trial=self.trial,
+            reward=self.reward,
+            stop_reason=str(self.stop_reason),
+            num_turns=self.num_turns,
+            num_sampled_tokens=self.num_sampled_tokens,
+            num_malformed_calls=self.num_malformed_calls,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The summary of one episode that ranks exchange as an object; well below 1 KB."""
+
+    domain: str
+    task_id: str
+    family: str
+    branch: str
+    trial: int
+    reward: float
+    stop_reason: str
+    num_turns: int
+    num_sampled_tokens: int
+    num_malformed_calls: int
+    greedy: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Sequences of one forward pass, and for each sampled token what its term of the loss needs.
+
+    Flat over the N sampled tokens of the B sequences; `input_ids` is padded on the right to T
+    tokens.
+    """
+
+    input_ids: torch.Tensor  # [B, T] int64
+    lengths: torch.Tensor  # [B] int64, real tokens of each sequence
+    rows: torch.Tensor  # [N] int64, sequence of each sampled token
+    columns: torch.Tensor  # [N] int64, position whose output predicts it (its own position - 1)
+    targets: torch.Tensor  # [N] int64, the sampled ids
+    old_logprobs: torch.Tensor  # [N] float32
+    advantages: torch.Tensor  # [N] float32
+    weights: torch.Tensor  # [N] float32, share of the global normaliser; 0 drops a token
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})

@@ -1,0 +1,59 @@
+# Sourced by the other scripts: the virtual environment with the tested versions.
+# shellcheck shell=bash
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=$ROOT/.venv
+
+# setup_env [EXTRA]: make .venv where it is missing or broken, and install the package with EXTRA
+# (such as dev) where pyproject.toml or constraints.txt changed since. Runs started at the same
+# time wait for one another.
+setup_env() {
+    if command -v flock >/dev/null; then
+        (
+            flock --nonblock 9 || { say "waiting for another installation"; flock 9; }
+            _install "${1:-}"
+        ) 9>"$VENV.lock"
+    else
+        (_install "${1:-}")
+    fi
+}
+
+say() {
+    echo "$(basename "$0"): $*" >&2
+}
+
+_install() {
+    local extra=$1 stamp=$VENV/installed${1:+-$1} unfinished=$VENV/unfinished wanted python
+    # The folder is part of it: a checkout that was copied or moved installs itself anew.
+    wanted=$(cd "$ROOT" && { pwd; cat pyproject.toml constraints.txt; } | cksum)
+    if [ -e "$unfinished" ] || ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+        python=$(_find_python)
+        say "creating $VENV"
+        if [ -e "$unfinished" ]; then
+            rm -r "$VENV"
+        fi
+        "$python" -m venv "$VENV"
+        rm -f "$VENV"/installed*
+    elif [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+        return
+    fi
+    say "installing the package and its tested versions into $VENV (minutes, the first time)"
+    touch "$unfinished"
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check \
+        -c "$ROOT/constraints.txt" -e "$ROOT${extra:+[$extra]}"
+    echo "$wanted" >"$VENV/installed" # an extra comes on top of the plain package
+    echo "$wanted" >"$stamp"
+    rm "$unfinished"
+}
+
+_find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "error: PYTHON: found no Python 3.11 or newer; set PYTHON to one" >&2
+    exit 2
+}

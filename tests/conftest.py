@@ -1,0 +1,28 @@
+"""What all tests share: one thread, no network, and no process left behind."""
+
+import ctypes
+import os
+import sys
+
+import psutil
+import pytest
+
+os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", HF_HUB_OFFLINE="1")
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@pytest.fixture
+def no_stray_processes():
+    """Fails a test that leaves processes behind, also those whose parent is gone (on Linux)."""
+    if sys.platform == "linux":  # orphans then become children of this process
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    me = psutil.Process()
+    before = me.children(recursive=True)
+    yield
+    started = [child for child in me.children(recursive=True) if child not in before]
+    _, strays = psutil.wait_procs(started, timeout=3)
+    commands = [" ".join(stray.cmdline()) for stray in strays]
+    for stray in strays:
+        stray.kill()
+    assert not commands, "processes left behind"

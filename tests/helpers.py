@@ -1,0 +1,250 @@
+"""What several test modules share: small real models, an environment, a scripted policy, real "
+"ranks."""
+
+import asyncio
+import json
+import os
+import socket
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline.chat import Chat
+from pipeline.policy import Sampled
+from pipeline.tasks import Message, Task
+from pipeline.tiny import tiny_tokenizer
+from pipeline.trajectory import StopReason, Trajectory
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@cache
+def chat() -> Chat:
+    return Chat(tokenizer())
+
+
+def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = 16) -> Any:
+    """A Qwen3 of 2 layers and few tokens, with weights so large that no distribution is flat."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).to(dtype)
+
+
+def make_task(name: str = "t1", request: str = "hello", **fields: Any) -> Task:
+    prompt = ({"role": "system", "content": "desk"}, {"role": "user", "content": request})
+    return Task(**{"domain": "desk", "id": name, "prompt": prompt, "payload": "{}", **fields})
+
+
+def make_trajectory(
+    prompt: Sequence[int] = (1, 2, 3),
+    completion: Sequence[int] = (4, 5),
+    mask: Sequence[int] | None = None,
+    **fields: Any,
+) -> Trajectory:
+    """An episode in plain ids; `mask` says which of the completion were sampled, all if missing."""
+    loss_mask = [True] * len(completion) if mask is None else [bool(m) for m in mask]
+    values: dict[str, Any] = {
+        "domain": "desk",
+        "task_id": "t1",
+        "family": "",
+        "branch": "",
+        "trial": 0,
+        "prompt_ids": list(prompt),
+        "completion_ids": list(completion),
+        "loss_mask": loss_mask,
+        "logprobs": [-1.0 if m else 0.0 for m in loss_mask],
+        "stop_reason": StopReason.COMPLETED,
+        "reward": 0.0,
+        "num_turns": 1,
+    }
+    return Trajectory(**{**values, **fields})
+
+
+def call(name: str, **arguments: Any) -> Message:
+    """An assistant message that calls a tool."""
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+
+
+def say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+class Desk:
+    """An environment in TRL's style: tools, `reset`, `get_reward`, and nothing else.
+
+    Its payload may name what fails. The reward is the share of the final message's words that are
+    "done".
+    """
+
+    def reset(self, **row: Any) -> str | None:
+        self.row = row
+        self._payload = json.loads(row["payload"])
+        self.final_message = ""
+        if self._payload.get("fails") == "reset":
+            raise RuntimeError("no desk")
+        addition: str | None = self._payload.get("addition")
+        return addition
+
+    def look(self, item: str, times: int = 1) -> dict[str, str]:
+        """Look an item up.
+
+        Args:
+            item: Name of the item.
+            times: How often.
+        """
+        return {item: "seen " * times}
+
+    async def wait(self, minutes: int) -> str:
+        """Wait for a while.
+
+        Args:
+            minutes: How long.
+        """
+        await asyncio.sleep(0)
+        return f"{minutes} minutes later"
+
+    def jam(self) -> str:
+        """Jam the printer."""
+        raise RuntimeError("paper jam")
+
+    def get_reward(self) -> float:
+        if self._payload.get("fails") == "get_reward":
+            raise KeyError("ledger")
+        words = self.final_message.lower().rstrip(".").split()
+        return words.count("done") / max(1, len(words))
+
+
+class ScriptedSampler:
+    """A policy that says given messages: the Sampler's five calls without a model.
+
+    `scripts` holds, for each key, the messages of its turns. `contexts` keeps, for each key, every
+    token that the conversation held, and `most_open` how many conversations were open at once.
+    """
+
+    def __init__(self, scripts: Mapping[int, Sequence[Message]]) -> None:
+        self.scripts = {key: list(messages) for key, messages in scripts.items()}
+        self.contexts: dict[int, list[int]] = {}
+        self.limits: list[int] = []
+        self.num_open = self.most_open = 0
+
+    def load_weights(self, model: Any) -> None:
+        pass
+
+    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
+        assert self.num_open == 0, "close every conversation before opening new ones"
+        self.num_open = len(keys)
+        self.most_open = max(self.most_open, self.num_open)
+        self.contexts |= {key: list(ids) for key, ids in zip(keys, prompts, strict=True)}
+        return list(keys)
+
+    def extend(self, episode: int, ids: list[int]) -> None:
+        self.contexts[episode] += ids
+
+    def close(self, episode: int) -> None:
+        self.num_open -= 1
+
+    def sample(
+        self, episodes: Sequence[int], max_tokens: Sequence[int], greedy: bool = False
+    ) -> list[Sampled]:
+        self.limits += max_tokens
+        return [self._say(key, room) for key, room in zip(episodes, max_tokens, strict=True)]
+
+    def _say(self, key: int, room: int) -> Sampled:
+        ids = chat().message_ids(self.scripts[key].pop(0))
+        self.contexts[key] += ids[:room]
+        logprobs = [-0.5 - position / 100 for position in range(len(ids))]
+        return Sampled(ids=ids[:room], logprobs=logprobs[:room], finished=len(ids) <= room)
+
+
+# Real ranks
+
+_context = get_context("forkserver")  # a clean server process imports once, and ranks fork from it
+_context.set_forkserver_preload(["pipeline.session"])
+
+
+def play_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+    """Run `function(*arguments)` on so many real processes; what each returns, by rank.
+
+    Each finds the variables that `accelerate launch` would set. What a rank raises comes back as
+    the text of its traceback, in place of a result.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_rank, args=(sender, function, rank, num_ranks, port, arguments)
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    results: list[Any] = [f"rank {rank} said nothing" for rank in range(num_ranks)]
+    open_pipes = list(pipes)
+    while open_pipes:
+        ready = wait(open_pipes, timeout=120)
+        if not ready:
+            break
+        for pipe in ready:
+            try:
+                results[pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
+            except EOFError:
+                open_pipes.remove(pipe)
+    for process in processes:
+        process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+    return results
+
+
+def _rank(
+    sender: Any, function: Callable[..., Any], rank: int, size: int, port: int, arguments: Any
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+    torch.set_num_threads(1)
+    try:
+        result = function(*arguments)
+    except Exception:
+        result = traceback.format_exc()
+    sender.send(result)
+    os._exit(0)  # a live gloo group may abort the process on its way out

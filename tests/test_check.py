@@ -1,0 +1,305 @@
+"""What is checked before any rank computes: `--check`, preparation, memory, the run's folder."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import tokenizer
+
+from pipeline import check, policy
+from pipeline.check import memory_of_a_rank, memory_per_rank, model_shape, validate
+from pipeline.config import Config, UserError
+from pipeline.environments.airline import generate_tasks
+from pipeline.environments.base import tool_schemas
+from pipeline.prepare import prepare
+from pipeline.recipe import load_recipe
+from pipeline.run_folder import check_folder, folder_of, open_folder
+from pipeline.tasks import save_tasks
+from pipeline.tiny import tiny_model
+
+RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
+QWEN = "qwen3_4b_8gpu"
+
+
+@pytest.fixture(autouse=True)
+def without_network(monkeypatch):
+    for module in (policy, check):
+        monkeypatch.setattr(module, "hub_reachable", lambda: False)
+
+
+def config(**sections) -> Config:
+    """The defaults with few tasks, and what is given."""
+    few = {"tasks_per_domain": 30, "eval_tasks_per_domain": 6}
+    return Config.model_validate({**sections, "data": {**few, **sections.get("data", {})}})
+
+
+def refusal(call, *arguments) -> str:
+    with pytest.raises(UserError) as refused:
+        call(*arguments)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+# What --check prints
+
+
+def test_check_prints_what_the_tiny_recipe_would_do(capsys):
+    assert check.main(load_recipe("three_domain_tiny")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("recipe three_domain_tiny: model tiny\n")
+    assert "  airline: 800 to train (bags 266, cancel 267, move 267), 120 test\n" in said
+    assert "stages (sequential; groups of 8 episodes)\n" in said
+    assert re.search(r"  retail: \d+ steps of 7 airline \+ 17 retail groups\n", said)
+    assert "prompts (limits: 256 tokens an episode, 40 a turn)\n" in said
+    for domain in ("airline", "retail", "telecom"):
+        assert re.search(rf"  {domain}: longest prompt \d\d tokens\n", said)
+        assert (
+            f"--- a prompt of {domain} (train-medium-0-00000) ---\n<|im_start|>system\n{domain}\n"
+            in said
+        )
+    assert said.count("--- its expert, reward 1 ---\n") == 3
+    for part in ("weights (fp32)", "key-value cache", "AdamW", "activations of a micro-batch"):
+        assert re.search(rf"  {re.escape(part)}.* \d+\.\d\d GiB\n", said)
+    assert re.search(r"  sum +\d+\.\d\d GiB, of \d+\.\d GiB that a rank has here: fits\n", said)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_passes_the_check(path, capsys):
+    assert check.main(load_recipe(path)) == 0
+    assert "that a rank has here" in capsys.readouterr().out
+
+
+def test_an_evaluation_has_no_stages(capsys):
+    check.main(load_recipe("evaluate_only"))
+    said = capsys.readouterr().out
+    assert "  none: evaluation only\n" in said
+    assert "AdamW" not in said
+
+
+def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
+    check.main(load_recipe(QWEN))
+    said = capsys.readouterr().out
+    assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
+    assert re.search(r"  weights \(fp32\) +14\.98 GiB\n", said)
+    assert re.search(r"  weights of the sampler +7\.49 GiB\n", said)
+    assert re.search(r"  AdamW \(fp32, two moments\) +29\.97 GiB\n", said)
+
+
+def test_an_unknown_hub_model_is_refused():
+    message = refusal(check.main, config(model={"model": "nobody/nothing"}))
+    assert message.startswith("model: got 'nobody/nothing', but its tokenizer cannot be loaded")
+
+
+def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    check.main(config(run={"output_dir": str(tmp_path / "out")}))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Memory
+
+
+def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
+    shape, num_parameters = model_shape(load_recipe(QWEN))
+    assert num_parameters == 4_022_468_096
+    assert (shape.num_hidden_layers, shape.hidden_size) == (36, 2560)
+
+
+def test_the_memory_of_the_tiny_recipe_adds_up():
+    settings = {"run": {"num_gpus": 2}, "rollout": {"tasks_per_step": 23}}
+    count = tiny_model(tokenizer(), 0).num_parameters()
+    need = memory_per_rank(config(**settings))
+    assert need["weights (fp32)"] == need["gradients (fp32)"] == 4 * count
+    assert need["AdamW (fp32, two moments)"] == 8 * count
+    # 2 (keys, values) x 3 layers x 2 heads x 32 x 4 bytes x 256 tokens x 12 groups x 8 episodes
+    assert need["key-value cache"] == 37_748_736
+    assert "reference policy (fp32)" not in need
+
+
+def test_the_cache_holds_the_episodes_of_a_step_or_of_an_evaluation_but_no_more_than_the_limit():
+    def episodes(**sections):
+        return memory_per_rank(config(**sections))["key-value cache"] / (2 * 3 * 2 * 32 * 4 * 256)
+
+    assert episodes() == 24 * 8
+    assert episodes(data={"eval_tasks_per_domain": 50}) == 3 * 50 * 2
+    assert episodes(data={"eval_tasks_per_domain": 51}, run={"num_gpus": 2}) == 3 * 51
+    assert episodes(rollout={"max_live_episodes": 10}) == 10
+
+
+def test_a_reference_policy_and_less_to_train_change_the_sum():
+    plain = memory_per_rank(config())
+    with_reference = memory_per_rank(config(grpo={"beta": 0.1}))
+    assert with_reference["reference policy (fp32)"] == plain["weights (fp32)"]
+    evaluation = memory_per_rank(config(grpo={"use_grpo": False}))
+    assert list(evaluation) == ["weights (fp32)", "weights of the sampler", "key-value cache"]
+    saving = memory_per_rank(config(grpo={"gradient_checkpointing": True}))
+    activations = "activations of a micro-batch"
+    assert saving[activations] < plain[activations]
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_sum():
+    message = refusal(validate, config(rollout={"max_tokens": 10**9}))
+    assert re.match(r"memory: each rank needs \d+\.\d GiB \(weights \(fp32\) 0\.0 \+ ", message)
+    assert re.search(r" \+ key-value cache \d+\.\d \+ ", message)
+    assert re.search(r"\) and has \d+\.\d; use a smaller model, max_live_episodes", message)
+
+
+def test_ranks_share_the_machines_memory(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(check.torch.cuda, "is_available", lambda: False)
+    whole = memory_of_a_rank(config())
+    assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 2
+
+
+# Preparation
+
+
+def test_preparation_holds_the_tasks_of_every_split_and_the_stages():
+    parts = prepare(config(evaluation={"eval_steps_tasks": 4}))
+    for domain in ("airline", "retail", "telecom"):
+        splits = (parts.train, parts.validation, parts.held_out)
+        assert [len(split[domain]) for split in splits] == [30, 4, 6]
+        assert parts.train[domain][0].id.startswith("train-")
+        assert parts.validation[domain][0].id.startswith("validation-")
+        assert parts.held_out[domain][0].id.startswith("test-")
+    assert [stage.name for stage in parts.stages] == ["airline", "retail", "telecom"]
+    assert sum(stage.num_steps for stage in parts.stages) == 120
+
+
+def test_the_longest_prompts_are_those_of_all_tasks():
+    parts = prepare(config())
+    for domain, tasks in parts.train.items():
+        tools = tool_schemas(parts.environments[domain])
+        lengths = [len(parts.chat.prompt_ids(task.prompt, tools)) for task in tasks]
+        assert parts.longest_prompts()[domain] == max(lengths)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():
+    longest = prepare(config()).longest_prompts()["airline"]
+    fits = {"max_tokens": longest + 40, "max_tokens_per_turn": 40}
+    prepare(config(rollout=fits, data={"domains": ["airline"]}))
+    message = refusal(prepare, config(rollout={**fits, "max_tokens": longest + 39}))
+    assert message == (
+        f"max_tokens: got {longest + 39}, but a prompt of airline has {longest} tokens and a turn "
+        "may take 40; raise max_tokens"
+    )
+
+
+def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
+    tasks, path = generate_tasks(9, 8, "train", "easy"), tmp_path / "own.jsonl"
+    save_tasks(tasks, path)
+    parts = prepare(config(data={"airline_tasks": str(path), "tasks_per_domain": 5}))
+    assert parts.train["airline"] == tasks[:5]
+    assert len(parts.train["retail"]) == 5
+
+
+def test_a_file_for_a_domain_that_is_not_served_is_refused(tmp_path):
+    data = {"domains": ["airline"], "retail_tasks": str(tmp_path / "own.jsonl")}
+    assert refusal(prepare, config(data=data)) == (
+        "retail_tasks: given, but retail is not among the domains; add it or drop the file"
+    )
+
+
+def test_demonstrations_are_read_before_anything_runs(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"messages": []')
+    message = refusal(prepare, config(warm_start={"data": str(path)}))
+    assert message.startswith(f"{path}, line 1: not JSON")
+    prepare(config(warm_start={"data": str(path)}, grpo={"use_grpo": False}))
+
+
+BANK = '''
+from pipeline.tasks import Task
+
+
+class Bank:
+    def reset(self, **row):
+        pass
+
+    def balance(self, account: str) -> str:
+        """Tell the balance.
+
+        Args:
+            account: Number.
+        """
+        return "12"
+
+    def get_reward(self):
+        return 1.0
+'''
+GENERATE = """
+
+def generate_tasks(seed, n, split, difficulty):
+    if n > 50:
+        raise ValueError("no more than 50 tasks exist")
+    prompt = ({"role": "user", "content": "how much is on A1?"},)
+    return [Task(domain="bank", id=f"{split}-{i}", prompt=prompt, payload="{}") for i in range(n)]
+"""
+
+
+def bank(tmp_path, monkeypatch, name, code, **data):
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"domains": ["bank"], "environments": {"bank": f"{name}:Bank"}}
+    return config(data={**own, **data}, warm_start={"steps": 0})
+
+
+def test_a_domain_of_ones_own_is_prepared_and_checked(tmp_path, monkeypatch, capsys):
+    settings = bank(tmp_path, monkeypatch, "own_bank", BANK + GENERATE)
+    assert [task.id for task in prepare(settings).held_out["bank"]][:2] == ["test-0", "test-1"]
+    check.main(settings)
+    assert "--- a prompt of bank (train-0) ---" in capsys.readouterr().out
+
+
+def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
+    message = refusal(prepare, bank(tmp_path, monkeypatch, "bare_bank", BANK))
+    assert message == (
+        "environments: bare_bank has no generate_tasks(seed, n, split, difficulty); add it"
+    )
+
+
+def test_what_a_generator_refuses_is_told(tmp_path, monkeypatch):
+    settings = bank(tmp_path, monkeypatch, "small_bank", BANK + GENERATE, tasks_per_domain=51)
+    assert refusal(prepare, settings) == "tasks of bank: no more than 50 tasks exist"
+
+
+# The run's folder
+
+
+def test_an_opened_folder_holds_the_resolved_settings(tmp_path):
+    settings = config(run={"output_dir": str(tmp_path / "a" / "b"), "seed": 7})
+    folder = open_folder(settings)
+    assert folder == tmp_path / "a" / "b"
+    assert load_recipe(folder / "config.yaml") == settings
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
+    settings = config(run={"output_dir": str(tmp_path)})
+    open_folder(settings)
+    for refuse in (check_folder, open_folder, check.main):
+        assert refusal(refuse, settings) == (
+            f"output_dir: {tmp_path} holds a run; resume it with --resume-from-checkpoint latest, "
+            "or name another folder"
+        )
+    resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
+    before = (tmp_path / "config.yaml").read_text()
+    assert open_folder(config(run=resumed)) == tmp_path
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_a_folder_with_other_files_is_fine(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert open_folder(config(run={"output_dir": str(tmp_path)})) == tmp_path
+
+
+def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
+    folder = folder_of(load_recipe("mixed"))
+    assert re.fullmatch(r"runs/mixed-\d{8}-\d{6}", folder.as_posix())
+
+
+def test_resuming_needs_the_folder():
+    message = refusal(check_folder, config(run={"resume_from_checkpoint": "latest"}))
+    assert message == "resume_from_checkpoint: needs the run's folder; give --output-dir as well"

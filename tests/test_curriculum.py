@@ -1,0 +1,153 @@
+"""Stages: how many steps each has, and whose tasks a step holds."""
+
+import pytest
+from helpers import make_task
+
+from pipeline.config import Config
+from pipeline.curriculum import describe, make_stages, split, tasks_of_step
+
+PLENTY = {"airline": 800, "retail": 800, "telecom": 800}
+
+
+def config(
+    max_steps=120, tasks_per_step=24, domains=("airline", "retail", "telecom"), **curriculum
+):
+    return Config.model_validate(
+        {
+            "data": {"domains": list(domains)},
+            "grpo": {"max_steps": max_steps},
+            "rollout": {"tasks_per_step": tasks_per_step},
+            "curriculum": curriculum,
+        }
+    )
+
+
+def summary(stages):
+    return [(stage.name, stage.groups, stage.first_step, stage.num_steps) for stage in stages]
+
+
+def test_one_stage_per_domain_with_earlier_ones_replayed():
+    assert summary(make_stages(config(replay=0.3), PLENTY)) == [
+        ("airline", {"airline": 24}, 0, 40),
+        ("retail", {"airline": 7, "retail": 17}, 40, 40),
+        ("telecom", {"airline": 4, "retail": 3, "telecom": 17}, 80, 40),
+    ]
+
+
+def test_without_replay_a_stage_has_its_own_domain_only():
+    stages = make_stages(config(replay=0.0), PLENTY)
+    assert [stage.groups for stage in stages] == [{"airline": 24}, {"retail": 24}, {"telecom": 24}]
+
+
+def test_the_order_of_the_domains_is_that_of_the_stages():
+    stages = make_stages(config(domains=("telecom", "airline")), PLENTY)
+    assert [stage.name for stage in stages] == ["telecom", "airline"]
+
+
+def test_mixed_is_one_stage_of_all_domains():
+    groups = {"airline": 8, "retail": 8, "telecom": 8}
+    assert summary(make_stages(config(curriculum="mixed"), PLENTY)) == [("mixed", groups, 0, 120)]
+
+
+def test_stage_weights_share_out_the_steps():
+    stages = make_stages(config(max_steps=10, stage_weights={"retail": 2}), PLENTY)
+    assert [stage.num_steps for stage in stages] == [3, 5, 2]
+    assert [stage.first_step for stage in stages] == [0, 3, 8]
+    assert [stage.last_step for stage in stages] == [3, 8, 10]
+
+
+def test_a_step_takes_no_more_tasks_of_a_domain_than_there_are():
+    stages = make_stages(config(replay=0.3), {"airline": 2, "retail": 10, "telecom": 800})
+    assert [stage.groups for stage in stages] == [
+        {"airline": 2},
+        {"airline": 2, "retail": 10},
+        {"airline": 2, "retail": 3, "telecom": 17},
+    ]
+
+
+@pytest.mark.parametrize("curriculum", ["sequential", "mixed"])
+def test_all_steps_and_all_groups_are_handed_out(curriculum):
+    for max_steps in (0, 1, 2, 7, 119):
+        for tasks_per_step in (1, 2, 5, 24, 31):
+            for replay in (0.0, 0.1, 0.3, 0.9):
+                made = config(max_steps, tasks_per_step, curriculum=curriculum, replay=replay)
+                stages = make_stages(made, PLENTY)
+                assert sum(stage.num_steps for stage in stages) == max_steps
+                assert [stage.index for stage in stages] == list(range(len(stages)))
+                for stage in stages:
+                    assert sum(stage.groups.values()) == tasks_per_step
+                    assert min(stage.groups.values()) > 0
+
+
+def test_whole_numbers_follow_the_weights_by_largest_remainders():
+    assert split(24, [0.15, 0.15, 0.7]) == [4, 3, 17]
+    assert split(10, [1, 1, 1]) == [4, 3, 3]
+    assert split(0, [1, 2]) == [0, 0]
+    assert split(7, [2]) == [7]
+
+
+# The tasks of a step
+
+
+SOURCES = {
+    domain: [make_task(f"{n}", domain=domain) for n in range(count)]
+    for domain, count in {"airline": 12, "retail": 30, "telecom": 7}.items()
+}
+
+
+def keys(stage, step, seed=1):
+    return [task.key for task in tasks_of_step(stage, step, SOURCES, seed)]
+
+
+def stages_of_24():
+    counts = {domain: len(tasks) for domain, tasks in SOURCES.items()}
+    return make_stages(config(max_steps=30, tasks_per_step=10, replay=0.4), counts)
+
+
+def test_a_step_holds_the_groups_of_its_stage_each_task_once():
+    for stage in stages_of_24():
+        for step in range(stage.first_step, stage.last_step):
+            found = keys(stage, step)
+            assert len(set(found)) == len(found)
+            counts = {d: sum(domain == d for domain, _ in found) for d in stage.groups}
+            assert counts == stage.groups
+
+
+def test_the_list_does_not_depend_on_who_asks_and_changes_with_step_stage_and_seed():
+    airline, retail, _ = stages_of_24()
+    assert keys(retail, 12) == keys(retail, 12)
+    assert keys(retail, 12) != keys(retail, 13)
+    assert keys(retail, 12) != keys(retail, 12, seed=2)
+    assert keys(airline, 0) != [key for key in keys(retail, 10) if key[0] == "airline"]
+
+
+def test_every_task_of_a_domain_comes_up():
+    _, retail, _ = stages_of_24()
+    assert retail.groups == {"airline": 4, "retail": 6}
+    found = [key for step in range(10, 15) for key in keys(retail, step)]  # one pass over retail
+    assert {key for key in found if key[0] == "retail"} == {("retail", f"{n}") for n in range(30)}
+
+
+def test_a_step_outside_the_stage_is_a_mistake_of_the_program():
+    airline, retail, _ = stages_of_24()
+    for stage, step in ((airline, 10), (retail, 9)):
+        with pytest.raises(AssertionError, match=f"step {step} is not in stage {stage.name}"):
+            keys(stage, step)
+
+
+def test_what_curriculum_json_holds():
+    assert describe(
+        make_stages(config(max_steps=4, domains=["retail", "airline"]), PLENTY), 0.3
+    ) == {
+        "stages": [
+            {"name": "retail", "first_step": 0, "num_steps": 2, "domains": {"retail": 24}},
+            {
+                "name": "airline",
+                "first_step": 2,
+                "num_steps": 2,
+                "domains": {"retail": 7, "airline": 17},
+            },
+        ],
+        "replay": 0.3,
+    }
+    assert describe(make_stages(config(curriculum="mixed"), PLENTY), 0.3)["replay"] == 0.0

@@ -1,0 +1,110 @@
+"""Draws: the numbers are stated by their algorithms, and depend on keys and counters alone."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from pipeline.draws import choose, generator, permutation, stream_key, uniforms
+
+
+def keys(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint64)
+
+
+def test_the_key_of_a_stream_never_changes():
+    assert stream_key(1, "airline", 7) == 8750891731047941167
+    assert stream_key() == 0xB4B2797457A0A6E4
+
+
+def test_parts_of_a_key_differ_by_place_and_type():
+    parts = [(1, 2), (2, 1), (12,), ("1", 2), (1, "2"), ("12",), (1, 2, ""), ()]
+    assert len({stream_key(*part) for part in parts}) == len(parts)
+
+
+def test_numbers_are_the_published_ones_of_splitmix64():
+    """The first outputs for the seeds 0 and 1234567 of the reference implementation."""
+    assert uniforms(keys(0), np.array([0])) == (0xE220A8397B1DCDAF >> 11) / 2**53
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    drawn = uniforms(keys(1234567), np.arange(5))
+    assert drawn.tolist() == [number // 2**11 / 2**53 for number in published]
+
+
+def test_numbers_are_uniform_from_zero_to_one():
+    """200,000 numbers of 200 streams; the bounds are four standard errors wide."""
+    streams = np.array([stream_key("test", n) for n in range(200)], dtype=np.uint64)
+    drawn = uniforms(streams[:, None], np.arange(1000)[None, :])
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    assert abs(drawn.mean() - 1 / 2) < 4 * (1 / 12 / drawn.size) ** 0.5
+    assert abs(drawn.var() - 1 / 12) < 4 * (1 / 180 / drawn.size) ** 0.5
+    counts, _ = np.histogram(drawn, bins=100, range=(0, 1))
+    chi_square = float(((counts - 2000.0) ** 2 / 2000).sum())
+    assert 99 - 4 * 198**0.5 < chi_square < 99 + 4 * 198**0.5
+
+
+def test_neighbours_in_a_stream_and_between_streams_are_uncorrelated():
+    streams = np.array([stream_key("test", n) for n in range(200)], dtype=np.uint64)
+    drawn = uniforms(streams[:, None], np.arange(1000)[None, :])
+    bound = 4 / drawn.size**0.5
+    assert abs(np.corrcoef(drawn[:, :-1].ravel(), drawn[:, 1:].ravel())[0, 1]) < bound
+    assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < bound
+
+
+def test_a_number_does_not_depend_on_the_shape_of_its_batch():
+    streams = np.array([stream_key(n) for n in range(6)], dtype=np.uint64)
+    table = uniforms(streams[:, None], np.arange(10)[None, :])
+    assert table.shape == (6, 10)
+    one_by_one = [
+        [uniforms(keys(int(s)), np.array([p])).item() for p in range(10)] for s in streams
+    ]
+    assert table.tolist() == one_by_one
+    assert uniforms(streams[[4, 1]], np.array([3, 9])).tolist() == [table[4, 3], table[1, 9]]
+
+
+def test_the_largest_keys_and_positions_wrap_without_a_warning():
+    with np.errstate(all="raise"):
+        drawn = uniforms(keys(2**64 - 1), np.array([0, 2**62]))
+    assert ((drawn >= 0) & (drawn < 1)).all()
+
+
+def test_a_permutation_is_known_and_holds_every_index_once():
+    assert permutation(8, 1, "train", "pass", 0) == [6, 5, 2, 7, 4, 3, 0, 1]
+    assert permutation(8, 1, "train", "pass", 1) != permutation(8, 1, "train", "pass", 0)
+    assert sorted(permutation(1000, "x")) == list(range(1000))
+    assert permutation(0, "x") == []
+
+
+def test_every_index_comes_first_equally_often():
+    firsts = [permutation(5, "seed", n)[0] for n in range(2000)]
+    counts = [firsts.count(index) for index in range(5)]
+    assert all(abs(count - 400) < 4 * (2000 * 0.2 * 0.8) ** 0.5 for count in counts)
+
+
+def test_a_generator_is_the_same_for_the_same_parts():
+    assert generator(1, "tasks").random() == 0.8483393259274958
+    assert generator(1, "tasks").random() != generator(2, "tasks").random()
+
+
+def test_choose_takes_the_item_in_whose_share_the_number_falls():
+    numbers = [0.0, 0.24, 0.25, 0.74, 0.75, 0.999999]
+    drawn = [choose(["a", "b", "c"], [1, 2, 1], number) for number in numbers]
+    assert drawn == ["a", "a", "b", "b", "c", "c"]
+    assert choose(["a", "b"], [0, 3], 0.0) == "b"
+    assert choose(["a", "b"], [0.1, 0.2], 1 - 2**-53) == "b"
+
+
+def test_another_process_with_another_hash_seed_draws_the_same():
+    program = "from pipeline.draws import *; print(stream_key('a', 1), permutation(9, 'a', 1))"
+    environment = {**os.environ, "PYTHONHASHSEED": "123"}
+    printed = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == f"{stream_key('a', 1)} {permutation(9, 'a', 1)}\n"

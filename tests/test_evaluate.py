@@ -1,0 +1,259 @@
+"""Evaluation: every trial of every task exactly once, whatever the ranks; what is made of the "
+"records."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+from accelerate import Accelerator
+from helpers import Desk, ScriptedSampler, chat, make_task, make_trajectory, play_ranks, say
+
+from pipeline.config import EMBEDDED_DOMAINS, RolloutSettings
+from pipeline.distributed import Ranks
+from pipeline.environments import environment_classes
+from pipeline.evaluate import evaluate, floors, success
+from pipeline.rollout import Rollout
+
+ALONE = Ranks(0, 1, 5)
+TASKS = [make_task(f"t{n}") for n in range(5)]
+
+
+class Watched:
+    """A rollout whose episodes earn number of the task / 10 + trial / 100; keeps what it was "
+    "asked to play."""
+
+    def __init__(self):
+        self.starts, self.greedy = [], None
+
+    def __call__(self, starts, greedy=False):
+        self.starts, self.greedy = list(starts), greedy
+        return [
+            make_trajectory(
+                domain=start.task.domain,
+                task_id=start.task.id,
+                trial=start.trial,
+                reward=int(start.task.id[1:]) / 10 + start.trial / 100,
+            )
+            for start in starts
+        ]
+
+
+def keys_of(rollout):
+    return {(*start.task.key, start.trial): start.key for start in rollout.starts}
+
+
+# Gathering
+
+
+def test_every_trial_is_played_and_comes_in_order():
+    records, trajectories = evaluate(Watched(), TASKS, 2, seed=1, ranks=ALONE)
+    assert [(r.task_id, r.trial) for r in records] == [
+        (f"t{n}", k) for n in range(5) for k in (0, 1)
+    ]
+    assert [r.reward for r in records[:4]] == pytest.approx([0.0, 0.01, 0.1, 0.11])
+    assert len(trajectories) == 10
+
+
+def test_two_evaluations_of_a_run_draw_the_same_numbers():
+    first, second, other = Watched(), Watched(), Watched()
+    evaluate(first, TASKS, 2, seed=1, ranks=ALONE)
+    evaluate(second, list(reversed(TASKS)), 2, seed=1, ranks=ALONE)
+    evaluate(other, TASKS, 2, seed=2, ranks=ALONE)
+    assert keys_of(first) == keys_of(second)
+    assert len(set(keys_of(first).values())) == 10
+    assert not set(keys_of(first).values()) & set(keys_of(other).values())
+
+
+def test_greedy_is_asked_for_by_name():
+    rollout = Watched()
+    evaluate(rollout, TASKS, 1, seed=1, ranks=ALONE)
+    assert rollout.greedy is False
+    evaluate(rollout, TASKS, 1, seed=1, ranks=ALONE, greedy=True)
+    assert rollout.greedy is True
+
+
+def test_equal_ids_of_two_domains_are_two_tasks():
+    tasks = [make_task("t1", domain="airline"), make_task("t1", domain="retail")]
+    records, _ = evaluate(Watched(), tasks, 1, seed=1, ranks=ALONE)
+    assert [record.domain for record in records] == ["airline", "retail"]
+
+
+def test_an_episode_whose_environment_fails_is_scored_as_0():
+    scripts = {number: [say("done")] for number in range(2)}
+    tasks = [make_task("fine"), make_task("broken", payload='{"fails": "get_reward"}')]
+    rollout = Rollout(ScriptedSampler(scripts), chat(), {"desk": Desk}, RolloutSettings())
+    by_number = iter(range(2))
+
+    def play(starts, greedy=False):
+        return rollout([replace(start, key=next(by_number)) for start in starts], greedy)
+
+    records, _ = evaluate(play, tasks, 1, seed=1, ranks=ALONE)
+    assert [record.reward for record in records] == [1.0, 0.0]
+    assert records[1].stop_reason == "environment_error"
+
+
+def evaluations_on_this_rank():
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
+    rollout = Watched()
+    records, trajectories = evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
+    few, none = evaluate(rollout, TASKS[:1], 1, seed=1, ranks=ranks)
+    evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
+
+    def forgets(starts, greedy=False):
+        return rollout(starts)[:-1] if ranks.rank == 1 else rollout(starts)
+
+    def repeats(starts, greedy=False):
+        played = rollout(starts)
+        return [*played[:-1], played[0]] if ranks.rank == 1 else played
+
+    def adds(starts, greedy=False):
+        played = rollout(starts)
+        return [*played, played[0]] if ranks.rank == 1 else played
+
+    errors = []
+    for broken in (forgets, repeats, adds):
+        try:
+            evaluate(broken, TASKS, 3, seed=1, ranks=ranks)
+        except RuntimeError as error:
+            errors.append(str(error))
+    return {
+        "records": records,
+        "played": [(t.task_id, t.trial) for t in trajectories],
+        "few": (len(few), len(none)),
+        "keys": keys_of(rollout),
+        "errors": errors,
+    }
+
+
+@pytest.fixture(scope="module")
+def over_two_ranks():
+    results = play_ranks(evaluations_on_this_rank, 2)
+    for result in results:
+        assert isinstance(result, dict), result
+    return results
+
+
+def test_two_ranks_share_the_trials_and_both_get_all_records(over_two_ranks):
+    rollout = Watched()
+    alone, _ = evaluate(rollout, TASKS, 3, seed=1, ranks=ALONE)
+    first, second = over_two_ranks
+    assert first["records"] == second["records"] == alone
+    assert (len(first["played"]), len(second["played"])) == (8, 7)
+    assert not set(first["played"]) & set(second["played"])
+
+
+def test_draws_do_not_depend_on_the_number_of_ranks(over_two_ranks):
+    rollout = Watched()
+    evaluate(rollout, TASKS, 3, seed=1, ranks=ALONE)
+    first, second = over_two_ranks
+    assert first["keys"] | second["keys"] == keys_of(rollout)
+
+
+def test_a_rank_may_have_nothing_to_play(over_two_ranks):
+    assert [result["few"] for result in over_two_ranks] == [(1, 1), (1, 0)]
+
+
+def test_a_missing_or_double_trial_stops_the_evaluation_on_every_rank(over_two_ranks):
+    for result in over_two_ranks:
+        assert result["errors"] == [
+            "evaluation: 15 trials expected, 14 came, 14 different; nothing is scored",
+            "evaluation: 15 trials expected, 15 came, 14 different; nothing is scored",
+            "evaluation: 15 trials expected, 16 came, 15 different; nothing is scored",
+        ]
+
+
+# Success
+
+
+def record(task_id, reward, domain="airline", family="cancel", branch="flex", trial=0):
+    return make_trajectory(
+        domain=domain, task_id=task_id, family=family, branch=branch, trial=trial, reward=reward
+    ).record()
+
+
+def test_sampled_and_greedy_success_stand_side_by_side():
+    sampled = [
+        record("a", 1.0, trial=0),
+        record("a", 1.0, trial=1),
+        record("b", 0.0, branch="flown", trial=0),
+        record("b", 1.0, branch="flown", trial=1),
+        record("c", 0.0, family="bags", branch="gold", trial=0),
+        record("c", 1.0, family="bags", branch="gold", trial=1),
+        record("a", 0.0, domain="retail", family="", branch="", trial=0),
+        record("a", 0.0, domain="retail", family="", branch="", trial=1),
+    ]
+    greedy = [
+        record("a", 1.0),
+        record("b", 0.0, branch="flown"),
+        record("c", 0.0, family="bags", branch="gold"),
+        record("a", 1.0, domain="retail", family="", branch=""),
+    ]
+    found = success(sampled, greedy, num_trials=2)
+    airline = found["airline"]
+    assert list(found) == ["airline", "retail"]
+    assert airline["mean"] == pytest.approx(4 / 6)
+    assert airline["greedy"] == pytest.approx(1 / 3)
+    assert (airline["num_tasks"], airline["num_trials"]) == (3, 2)
+    assert airline["tasks"] == {"a": 1.0, "b": 0.5, "c": 0.5}
+    assert airline["families"] == {
+        "bags": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
+        "cancel": {"mean": 0.75, "greedy": 0.5, "num_tasks": 2},
+    }
+    assert airline["branches"] == {
+        "bags/gold": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
+        "cancel/flex": {"mean": 1.0, "greedy": 1.0, "num_tasks": 1},
+        "cancel/flown": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
+    }
+    assert found["retail"] == {
+        "mean": 0.0,
+        "greedy": 1.0,
+        "num_tasks": 1,
+        "num_trials": 2,
+        "tasks": {"a": 0.0},
+        "families": {},
+        "branches": {},
+    }
+
+
+# Floors
+
+
+class Office(Desk):
+    """Earns 1 for the closing word, and 1 more for a transfer with the task's own reason."""
+
+    def transfer(self, reason: str) -> str:
+        """Hand over.
+
+        Args:
+            reason: Why. (choices: ["angry", "lost"])
+        """
+        self.done = True
+        self.reason = reason
+        return "ok"
+
+    def get_reward(self) -> float:
+        return float(getattr(self, "reason", "") == self._payload["reason"])
+
+
+def test_the_floor_of_transferring_takes_the_best_single_reason():
+    reasons = ["lost", "lost", "lost", "angry"]
+    tasks = [make_task(f"t{n}", payload=f'{{"reason": "{r}"}}') for n, r in enumerate(reasons)]
+    found = floors({"office": Office}, {"office": tasks})
+    assert found == {"office": {"nothing": 0.0, "transfer": 0.75, "every_tool": 0.25}}
+
+
+def test_a_domain_without_a_transfer_has_none():
+    found = floors({"desk": Desk}, {"desk": [make_task()]})
+    assert found == {"desk": {"nothing": 1.0, "transfer": 0.0, "every_tool": 1.0}}
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
+    tasks = import_module(f"pipeline.environments.{domain}").generate_tasks(
+        0, 400, "test", "medium"
+    )
+    floor = floors(environment_classes([domain], {}), {domain: tasks})[domain]
+    assert floor["nothing"] == 0.0
+    assert floor["transfer"] <= 0.12
+    assert floor["every_tool"] <= 0.05
