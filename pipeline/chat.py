@@ -261,7 +261,8 @@ class Chat:
         answered, _ = self._render([*short, {"role": "assistant", "content": "-"}, result])
         if "probe_tool" not in offered or "probe_result" not in answered:
             raise UserError(
-                "model: its chat template ignores tools; use a model whose template renders them"
+                "model: its chat template ignores tools or their results; use a model whose "
+                "template renders them"
             )
         long: list[Message] = [
             {"role": "system", "content": "x"},

@@ -79,37 +79,36 @@ def before_training(run: Run) -> None:
     """Evaluate the model as it came, give it the warm start, evaluate again."""
     if not run.state.evaluated("start"):
         evaluate_and_record(run, "start")
-    warm = run.config.warm_start
-    if not run.config.grpo.use_grpo or warm.steps == 0 or run.state.evaluated("warm_start"):
+    if not run.config.grpo.use_grpo or run.config.warm_start.steps == 0:
         return
     if run.state.stage == "start":
-        begun = time.perf_counter()
-        if run.ranks.is_main:
-            print(f"warm start: {warm.steps} steps of {warm.batch_size} demonstrations", flush=True)
-        parts = run.parts
-        with StageProgress("warm start", warm.steps, is_main=run.ranks.is_main) as progress:
-            loss = warm_start(
-                run.config,
-                run.model,
-                parts.tokenizer,
-                parts.chat,
-                parts.environments,
-                run.ranks.num_ranks,
-                lambda: progress.step({}),
-            )
-        seconds = time.perf_counter() - begun
-        run.log.timings(
-            {"kind": "warm_start", "stage": "warm_start", "step": 0, "perf/warm_start_s": seconds}
+        give_warm_start(run)
+    if not run.state.evaluated("warm_start"):
+        evaluate_and_record(run, "warm_start")
+
+
+def give_warm_start(run: Run) -> None:
+    """Train on demonstrations, save the first checkpoint, and go on from it with a fresh model."""
+    begun, parts, is_main = time.perf_counter(), run.parts, run.ranks.is_main
+    num_steps = run.config.warm_start.steps
+    with StageProgress("warm start", num_steps, is_main=is_main) as progress:
+        loss = warm_start(
+            run.config,
+            run.model,
+            parts.tokenizer,
+            parts.chat,
+            parts.environments,
+            run.ranks.num_ranks,
+            lambda: progress.step({}),
         )
-        run.log.metrics(
-            {"kind": "warm_start", "stage": "warm_start", "step": 0, "warm_start/loss": loss}
-        )
-        run.state.stage = "warm_start"
-        save_checkpoint(run, "warm-start")
-        run.model = load_folder(run.folder / "checkpoints" / "warm-start", run.config.model)
-        run.model.to(run.accelerator.device)
-        run.rollout.sampler.load_weights(run.model)
-    evaluate_and_record(run, "warm_start")
+    keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
+    run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
+    run.log.metrics({**keys, "warm_start/loss": loss})
+    run.state.stage = "warm_start"
+    save_checkpoint(run, "warm-start")
+    run.model = load_folder(run.folder / "checkpoints" / "warm-start", run.config.model)
+    run.model.to(run.accelerator.device)
+    run.rollout.sampler.load_weights(run.model)
 
 
 def play_groups(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
@@ -127,16 +126,17 @@ def play_groups(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> lis
 
 
 def rewards_of(run: Run, trajectories: Sequence[Trajectory], step: int) -> torch.Tensor:
-    """The rewards that train: the episodes' own, or in the control those of other episodes of the
-    step.
-    """
+    """The rewards that train: the episodes' own; in the control, those of others of the step."""
     rewards = [trajectory.reward for trajectory in trajectories]
     if run.config.grpo.permute_rewards:
-        shards = run.ranks.all_gather_objects(rewards, "permuted rewards")
-        everything = [reward for shard in shards for reward in shard]
+        size, ranks = run.config.rollout.num_generations, run.ranks
+        # Where this rank's episodes stand in the step, whatever the number of ranks.
+        groups = [(i // size) * ranks.num_ranks + ranks.rank for i in range(len(rewards))]
+        places = [group * size + i % size for i, group in enumerate(groups)]
+        shards = ranks.all_gather_objects(dict(zip(places, rewards, strict=True)), "control")
+        everything = {place: reward for shard in shards for place, reward in shard.items()}
         order = permutation(len(everything), run.config.run.seed, "permuted rewards", step)
-        first = sum(map(len, shards[: run.ranks.rank]))
-        rewards = [everything[order[first + i]] for i in range(len(rewards))]
+        rewards = [everything[order[place]] for place in places]
     return torch.tensor(rewards, dtype=torch.float32)
 
 

@@ -22,7 +22,9 @@ QWEN = "qwen3_4b_8gpu"
 
 
 @pytest.fixture(autouse=True)
-def without_network(monkeypatch):
+def on_cpu_without_network(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for module in (policy, check):
         monkeypatch.setattr(module, "hub_reachable", lambda: False)
 
@@ -146,8 +148,6 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum():
 
 
 def test_ranks_share_the_machines_memory(monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(check.torch.cuda, "is_available", lambda: False)
     whole = memory_of_a_rank(config())
     assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
