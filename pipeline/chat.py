@@ -150,10 +150,10 @@ class Chat:
                 return {guarded(k, pattern): guarded(v, pattern) for k, v in value.items()}
             return value
 
-        plain = [
-            guarded(m, self._control if m["role"] == "assistant" else self._special)
-            for m in messages
-        ]
+        plain = []
+        for message in messages:
+            pattern = self._control if message["role"] == "assistant" else self._special
+            plain.append({k: v if k == "role" else guarded(v, pattern) for k, v in message.items()})
         try:
             text: str = self.tokenizer.apply_chat_template(
                 plain, tokenize=False, **options, **self._kwargs

@@ -33,8 +33,9 @@ def evaluate_and_record(run: Run, after: str) -> None:
     begun = time.perf_counter()
     trials, seed = run.config.evaluation.eval_trials, run.config.run.seed
     tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
-    sampled, trajectories = evaluate(run.rollout, tasks, trials, seed, run.ranks)
-    greedy, _ = evaluate(run.rollout, tasks, 1, seed, run.ranks, greedy=True)
+    with run.ranks.phase("evaluate", run.state.stage, run.state.step):
+        sampled, trajectories = evaluate(run.rollout, tasks, trials, seed, run.ranks)
+        greedy, _ = evaluate(run.rollout, tasks, 1, seed, run.ranks, greedy=True)
     rates = success(sampled, greedy, trials)
     run.state.evaluations.append({"after": after, "step": run.state.step, "success": rates})
     metrics = {f"eval/{d}/success": rate["mean"] for d, rate in rates.items()}
@@ -109,12 +110,13 @@ def save_when_due(run: Run, stage: Stage) -> None:
 
 def save_checkpoint(run: Run, name: str) -> None:
     """Compare parameters over the ranks; rank 0 writes, all wait."""
-    run.ranks.check_same_parameters(run.model, f"at checkpoint {name}")
-    if run.ranks.is_main:
-        optimizer = run.updater.optimizer if run.updater else None
-        folder = run.folder / "checkpoints"
-        checkpoint.save(folder, name, run.model, run.parts.tokenizer, optimizer, run.state)
-    run.ranks.barrier(f"checkpoint {name}")
+    with run.ranks.phase("checkpoint", run.state.stage, run.state.step):
+        run.ranks.check_same_parameters(run.model, f"at checkpoint {name}")
+        if run.ranks.is_main:
+            optimizer = run.updater.optimizer if run.updater else None
+            folder = run.folder / "checkpoints"
+            checkpoint.save(folder, name, run.model, run.parts.tokenizer, optimizer, run.state)
+        run.ranks.barrier(f"checkpoint {name}")
 
 
 def finish(run: Run) -> None:

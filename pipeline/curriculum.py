@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.config import Config
+from pipeline.config import Config, UserError
 from pipeline.tasks import Source, Task, tasks_for_step
 
 
@@ -34,6 +34,11 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
     """
     domains, replay = config.data.domains, config.curriculum.replay
     if config.curriculum.curriculum == "mixed":
+        if config.rollout.tasks_per_step < len(domains):
+            raise UserError(
+                f"tasks_per_step: got {config.rollout.tasks_per_step} for {len(domains)} domains; "
+                "a mixed step needs at least a group of each"
+            )
         names, shares = ["mixed"], [dict.fromkeys(domains, 1 / len(domains))]
     else:
         names = list(domains)

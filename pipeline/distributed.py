@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,10 +21,21 @@ import torch.distributed as dist
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What a rank is doing: `sample`, `update`, `evaluate`, ..., and in which stage and step."""
+
+    name: str
+    stage: str = ""
+    step: int | None = None
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" step {self.step}"
+        return f"{self.name} {self.stage}{step}".strip()
+
+
 class Ranks:
-    """The ranks of a run, and what they say to each other. `seconds` counts the time spent in
-    here.
-    """
+    """The ranks of a run, and what they say to each other."""
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -30,8 +43,8 @@ class Ranks:
         self._group = (
             dist.new_group(backend="gloo", timeout=self._timeout) if num_ranks > 1 else None
         )
-        self.seconds = 0.0
-        self.phase = "start"
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
+        self.current = Phase("start")
 
     @property
     def is_main(self) -> bool:
@@ -48,7 +61,7 @@ class Ranks:
                 dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"barrier {name!r} (phase {self.phase!r}, rank {self.rank}): {error}"
+                    f"barrier {name!r} (rank {self.rank} in phase {self.current}): {error}"
                 ) from error
 
     def all_gather_objects(self, item: Item, name: str) -> list[Item]:
@@ -94,12 +107,20 @@ class Ranks:
         return digest
 
     @contextmanager
-    def _clock(self) -> Iterator[None]:
+    def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
+        """Around a part of the loop: names it in errors and adds up its seconds."""
+        outer, self.current = self.current, Phase(name, stage, step)
+        with self._clock(name):
+            yield
+        self.current = outer  # after an error the inner phase is the one to name
+
+    @contextmanager
+    def _clock(self, name: str = "wait") -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - start
+            self.seconds[name] += time.perf_counter() - start
 
 
 def parameter_hash(model: torch.nn.Module) -> str:

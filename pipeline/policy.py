@@ -28,6 +28,8 @@ from pipeline.draws import uniforms
 from pipeline.tiny import tiny_model, tiny_tokenizer
 from pipeline.trajectory import MicroBatch
 
+# Settings of models that change logits after the output layer, which is applied here by itself.
+SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 LOGITS_PER_CHUNK = 1 << 24  # logits held at once when log-probabilities are computed
 
 
@@ -255,6 +257,11 @@ class Sampler:
         self, model: Any, end_of_turn_id: int, temperature: float, dtype: torch.dtype
     ) -> None:
         config = model.config
+        scaled = [name for name in SCALED_LOGITS if getattr(config, name, None) not in (None, 1.0)]
+        if scaled:
+            raise UserError(
+                f"model: its config sets {scaled[0]}, which is not supported; use another"
+            )
         window = (
             "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
         )

@@ -30,8 +30,8 @@ class _Episode:
     """An episode under way."""
 
     start: Start
-    environment: Any
     messages: list[Message]
+    environment: Any = None
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -105,17 +105,20 @@ class Rollout:
 
     def _reset(self, start: Start) -> _Episode:
         task = start.task
-        environment = self.environments[task.domain]()
         messages = [dict(message) for message in task.prompt]
-        episode = _Episode(start=start, environment=environment, messages=messages)
+        episode = _Episode(start=start, messages=messages)
         try:
-            addition = settled(environment.reset(**task.row()))
+            episode.environment = self.environments[task.domain]()
+            addition = settled(episode.environment.reset(**task.row()))
+            if addition is not None and not isinstance(addition, str):
+                raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
         except Exception as error:  # code that is not ours: the episode fails, the run goes on
             episode.fail(error)
             return episode
         if addition:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + addition}
-        episode.prompt_ids = self.chat.prompt_ids(messages, tool_schemas(type(environment)))
+        tools = tool_schemas(self.environments[task.domain])
+        episode.prompt_ids = self.chat.prompt_ids(messages, tools)
         if self._size(episode) >= self.limits.max_tokens:
             episode.stop_reason = StopReason.MAX_TOKENS
         return episode

@@ -93,6 +93,7 @@ def start(config: Config) -> Run:
         stages = json.dumps(curriculum(config, parts), indent=1)
         checkpoint.write_text(folder / "curriculum.json", stages)
         print(f"run folder: {folder}", flush=True)
+        _say_short_steps(config, parts)
     rollout = Rollout(sampler, parts.chat, parts.environments, config.rollout)
     return Run(
         config=config,
@@ -105,6 +106,16 @@ def start(config: Config) -> Run:
         log=log,
         state=state,
     )
+
+
+def _say_short_steps(config: Config, parts: Prepared) -> None:
+    """A step takes no task twice, so few tasks make it smaller than the recipe says."""
+    wanted = config.rollout.tasks_per_step
+    short = {
+        s.name: sum(s.groups.values()) for s in parts.stages if sum(s.groups.values()) < wanted
+    }
+    if short and config.grpo.use_grpo:
+        print(f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}")
 
 
 def machine(ranks: Ranks) -> dict[str, Any]:

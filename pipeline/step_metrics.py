@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
+from pipeline.distributed import Ranks
 from pipeline.session import Run
 from pipeline.trajectory import StopReason, Trajectory
 
@@ -30,11 +30,8 @@ def rollout_metrics(run: Run, trajectories: Sequence[Trajectory]) -> dict[str, f
         *(sum(rewards) for rewards in per_domain),
     ]
     episodes, num_groups, failed, solved, tokens, turns, *rest = run.ranks.sum(numbers)
-    stops, counts = (
-        rest[: len(StopReason)],
-        rest[len(StopReason) : len(StopReason) + len(domains)],
-    )
-    sums = rest[len(StopReason) + len(domains) :]
+    stops, rest = rest[: len(StopReason)], rest[len(StopReason) :]
+    counts, sums = rest[: len(domains)], rest[len(domains) :]
     metrics = {
         "reward/mean": sum(sums) / episodes,
         **{f"reward/{d}": s / c for d, s, c in zip(domains, sums, counts, strict=True) if c},
@@ -52,26 +49,18 @@ def rollout_metrics(run: Run, trajectories: Sequence[Trajectory]) -> dict[str, f
 
 
 class Timer:
-    """Where the seconds of a step went, on this rank."""
+    """Where the seconds of a step went, on this rank: `perf/sample_s` and so on, by phase."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._waited = run, run.ranks.seconds
-        self._begun = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._before = ranks, dict(ranks.seconds)
+        self._begun = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self._laps[f"perf/{name}"] = now - self._last
-        self._last = now
-
-    def record(self, kind: str, stage: str, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+    def timings(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The step's seconds so far, and its rate."""
         seconds = time.perf_counter() - self._begun
-        return {
-            "kind": kind,
-            "stage": stage,
-            "step": step,
-            **self._laps,
-            "perf/wait_s": self._run.ranks.seconds - self._waited,
-            "perf/step_s": seconds,
-            "perf/episodes_per_s": metrics["rollout/episodes"] / seconds,
+        spent = {
+            f"perf/{name}_s": self._ranks.seconds[name] - self._before.get(name, 0.0)
+            for name in ("sample", "update", "wait")
         }
+        rate = metrics["rollout/episodes"] / seconds
+        return {**spent, "perf/step_s": seconds, "perf/episodes_per_s": rate}

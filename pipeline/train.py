@@ -55,17 +55,16 @@ def train(run: Run) -> None:
         done, is_main = first - stage.first_step, run.ranks.is_main
         with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
             for step in range(first, stage.last_step):
-                timer = Timer(run)
+                timer = Timer(run.ranks)
                 tasks = tasks_of_step(stage, step, run.parts.train, run.config.run.seed)
                 trajectories = play_groups(run, stage, step, tasks)
-                timer.lap("sample_s")
                 rewards = rewards_of(run, trajectories, step)
                 statistics = update(run, stage, trajectories, rewards)
-                timer.lap("update_s")
                 run.state.step, run.state.stage = step + 1, stage.name
                 metrics = {**statistics, **rollout_metrics(run, trajectories)}
-                run.log.metrics({"kind": "train", "stage": stage.name, "step": step + 1, **metrics})
-                run.log.timings(timer.record("train", stage.name, step + 1, metrics))
+                keys = {"kind": "train", "stage": stage.name, "step": step + 1}
+                run.log.metrics({**keys, **metrics})
+                run.log.timings({**keys, **timer.timings(metrics)})
                 progress.step(metrics)
                 save_trajectories(run, stage.name, trajectories)
                 validate_when_due(run, stage)
@@ -91,7 +90,8 @@ def give_warm_start(run: Run) -> None:
     """Train on demonstrations, save the first checkpoint, and go on from it with a fresh model."""
     begun, parts, is_main = time.perf_counter(), run.parts, run.ranks.is_main
     num_steps = run.config.warm_start.steps
-    with StageProgress("warm start", num_steps, is_main=is_main) as progress:
+    progress = StageProgress("warm start", num_steps, is_main=is_main)
+    with progress, run.ranks.phase("warm start"):
         loss = warm_start(
             run.config,
             run.model,
@@ -120,7 +120,8 @@ def play_groups(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> lis
         for task in mine
         for k in range(size)
     ]
-    trajectories = run.rollout(starts)
+    with run.ranks.phase("sample", stage.name, step + 1):
+        trajectories = run.rollout(starts)
     run.records += [trajectory.record() for trajectory in trajectories]
     return trajectories
 
@@ -156,11 +157,10 @@ def update(
     kept = [i for i in range(len(trajectories)) if not (settings.drop_dead_groups and dead[i])]
     learning_rate = learning_rate_at(run.state.step - stage.first_step, stage.num_steps, settings)
     statistics: dict[str, float] = {}
-    for _ in range(settings.num_iterations):
-        statistics = run.updater.update_policy(
-            [trajectories[i] for i in kept],
-            [advantages[i] for i in kept],
-            learning_rate,
-        )
-    run.rollout.sampler.load_weights(run.model)
+    with run.ranks.phase("update", stage.name, run.state.step + 1):
+        for _ in range(settings.num_iterations):
+            statistics = run.updater.update_policy(
+                [trajectories[i] for i in kept], [advantages[i] for i in kept], learning_rate
+            )
+        run.rollout.sampler.load_weights(run.model)
     return statistics

@@ -87,7 +87,6 @@ class RunRecord:
     num_turns: int
     num_sampled_tokens: int
     num_malformed_calls: int
-    greedy: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

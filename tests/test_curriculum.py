@@ -3,7 +3,7 @@
 import pytest
 from helpers import make_task
 
-from pipeline.config import Config
+from pipeline.config import Config, UserError
 from pipeline.curriculum import describe, make_stages, split, tasks_of_step
 
 PLENTY = {"airline": 800, "retail": 800, "telecom": 800}
@@ -68,7 +68,7 @@ def test_a_step_takes_no_more_tasks_of_a_domain_than_there_are():
 @pytest.mark.parametrize("curriculum", ["sequential", "mixed"])
 def test_all_steps_and_all_groups_are_handed_out(curriculum):
     for max_steps in (0, 1, 2, 7, 119):
-        for tasks_per_step in (1, 2, 5, 24, 31):
+        for tasks_per_step in (1, 2, 5, 24, 31) if curriculum == "sequential" else (3, 5, 24, 31):
             for replay in (0.0, 0.1, 0.3, 0.9):
                 made = config(max_steps, tasks_per_step, curriculum=curriculum, replay=replay)
                 stages = make_stages(made, PLENTY)
@@ -77,6 +77,11 @@ def test_all_steps_and_all_groups_are_handed_out(curriculum):
                 for stage in stages:
                     assert sum(stage.groups.values()) == tasks_per_step
                     assert min(stage.groups.values()) > 0
+
+
+def test_a_mixed_step_without_room_for_every_domain_is_refused():
+    with pytest.raises(UserError, match="tasks_per_step: got 2 for 3 domains"):
+        make_stages(config(5, 2, curriculum="mixed"), PLENTY)
 
 
 def test_whole_numbers_follow_the_weights_by_largest_remainders():

@@ -33,14 +33,14 @@ def talk(how_the_last_rank_is_missing):
         with torch.no_grad():
             next(model.parameters())[0, 0] += 1e-6
     results["different"] = error_of(ranks.check_same_parameters, model, "at step 3")
-    results["waited"] = ranks.seconds
+    results["waited"] = ranks.seconds["wait"]
     missing = rank == num_ranks - 1
     if missing and how_the_last_rank_is_missing == "late":
         time.sleep(2 * DEADLINE_S)
     elif not missing:
         begun = time.perf_counter()
-        ranks.phase = "stage retail"
-        results["missing"] = error_of(ranks.barrier, "end of stage")
+        with ranks.phase("evaluate", "retail", 3):
+            results["missing"] = error_of(ranks.barrier, "end of stage")
         results["deadline"] = time.perf_counter() - begun
     return results
 
@@ -88,11 +88,11 @@ def test_a_rank_whose_parameters_differ_is_named_everywhere(said):
 
 def test_a_missing_rank_is_named_within_the_deadline(said):
     message = said[0]["missing"]
-    assert message.startswith("barrier 'end of stage' (phase 'stage retail', rank 0): ")
+    assert message.startswith("barrier 'end of stage' (rank 0 in phase evaluate retail step 3): ")
     assert f"Ranks {len(said) - 1} failed to pass monitoredBarrier" in message
     assert said[0]["deadline"] < 2 * DEADLINE_S
     for waiting in said[1:-1]:
-        assert "(phase 'stage retail', rank 1)" in waiting["missing"]
+        assert "(rank 1 in phase evaluate retail step 3)" in waiting["missing"]
 
 
 def test_the_time_in_collectives_is_counted(said):

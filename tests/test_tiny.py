@@ -99,9 +99,9 @@ def test_every_word_of_the_domains_is_one_token():
         for table in environment.database_class.model_json_schema()["$defs"].values():
             for name, value in table["properties"].items():
                 words |= {name, *value.get("enum", [])}
-    words |= {"airplane", "reset_apn", "sick", "plans", "late", "wrong", "price", "yes", "error"}
+    words |= {"airplane", "reset_apn", "sick", "plans", "late", "wrong", "price", "yes"}
     assert {"cancel", "find_line", "gold", "transferred", "uninsured", "telecom"} <= words
-    assert [word for word in sorted(words - {"error"}) if len(encode(word)) != 1] == []
+    assert [word for word in sorted(words) if len(encode(word)) != 1] == []
 
 
 def test_what_is_said_in_the_domains_takes_few_tokens():
@@ -189,7 +189,7 @@ def test_another_process_makes_the_same_tokenizer_and_model():
         "import torch; torch.manual_seed(99)\n"
         "from test_tiny import hash_of, tiny_model, tiny_tokenizer\n"
         "tokenizer = tiny_tokenizer()\n"
-        "print(hash_of(tiny_model(tokenizer, 3)), list(tokenizer.get_vocab().items())[:0])\n"
+        "print(hash_of(tiny_model(tokenizer, 3)))\n"
         "print(sorted(tokenizer.get_vocab().items()))"
     )
     printed = subprocess.run(
@@ -200,7 +200,7 @@ def test_another_process_makes_the_same_tokenizer_and_model():
         check=True,
     ).stdout
     digest, vocabulary = printed.splitlines()
-    assert digest.split()[0] == hash_of(tiny_model(tiny_tokenizer(), 3))
+    assert digest == hash_of(tiny_model(tiny_tokenizer(), 3))
     assert vocabulary == str(sorted(tiny_tokenizer().get_vocab().items()))
 
 

@@ -109,12 +109,9 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
         return error_result(f"wrong arguments: {wrong}: {error.errors()[0]['msg']}")
     try:
         result = settled(tools[name](environment, **checked))
-        text = (
-            result
-            if isinstance(result, str)
-            else json.dumps(result, ensure_ascii=False, default=str)
-        )
-        return text.encode(errors="replace").decode()  # no half characters reach the tokenizer
+        if not isinstance(result, str):
+            result = json.dumps(result, ensure_ascii=False, default=str)
+        return result.encode(errors="replace").decode()  # half a character breaks tokenizers
     except Exception as error:  # code that is not ours: the model sees what went wrong
         return error_result(str(error) or type(error).__name__)
 
@@ -322,9 +319,8 @@ class Draft:
     expected: Database
     facts: tuple[str, ...] = ()
     answer: dict[str, str] | None = None
-    visible: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the tools show to whoever follows the rules, for telling splits apart
+    # what the tools show to whoever follows the rules, for telling splits apart
+    visible: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
