@@ -165,8 +165,8 @@ def test_nothing_is_left_to_do_in_the_code():
     kinds = (
         "pipeline/**/*.py",
         "tests/*.py",
-        "scripts/**/*.*",
-        "recipes/*",
+        "scripts/**/*.[ps]*",
+        "recipes/*.yaml",
         "accelerate_configs/*",
     )
     files = [path for kind in kinds for path in ROOT.glob(kind) if path.is_file()]

@@ -311,8 +311,9 @@ def play_expert(
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A task before it gets its id: what the customer wants, the records, and what must be "
-    "true at the end."""
+    """A task before it gets its id: what the customer wants, the records, and what must be
+    true at the end.
+    """
 
     goal: dict[str, str]
     database: Database
@@ -325,8 +326,9 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of request: its phrasings (`{record}` and further slots of the goal) and the "
-    "shares of its branches."""
+    """A kind of request: its phrasings (`{record}` and further slots of the goal) and the
+    shares of its branches.
+    """
 
     name: str
     phrasings: tuple[str, ...]
@@ -336,8 +338,9 @@ class Family:
 
 
 def quota(shares: dict[str, float], count: int) -> list[str]:
-    """`count` names whose numbers follow the shares as closely as whole numbers can, at every "
-    "length."""
+    """`count` names whose numbers follow the shares as closely as whole numbers can, at every
+    length.
+    """
     total = sum(shares.values())
     given = dict.fromkeys(shares, 0)
     order = []
@@ -349,8 +352,9 @@ def quota(shares: dict[str, float], count: int) -> list[str]:
 
 
 def _owner(text: str) -> str:
-    """The split that owns a task's visible content: 70 % train, 15 % each for the others, so "
-    "that none share any."""
+    """The split that owns a task's visible content: 70 % train, 15 % each for the others, so
+    that none share any.
+    """
     share = stream_key("split", text) / 2**64
     return "train" if share < 0.7 else "validation" if share < 0.85 else "test"
 
