@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
-from pipeline.environments.base import play_expert, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.experts import play_expert
 from pipeline.policy import hub_reachable, on_gpu, uses_bf16
 from pipeline.prepare import Prepared, prepare
 from pipeline.run_folder import check_folder

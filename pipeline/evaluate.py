@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.tasks import Task, shard_tasks
 from pipeline.trajectory import RunRecord, Trajectory
 
 Success = dict[str, Any]
+ID = r"\w*\d\w*"  # a word with a digit
 
 
 def evaluate(
@@ -138,21 +140,26 @@ def _first_enum(schema: dict[str, Any]) -> list[str]:
 def _play_blind(
     environment_class: type[Any], task: Task, schemas: Sequence[dict[str, Any]]
 ) -> float:
-    """Call tools in turn: an id of the request for a text, the first option of a choice; then a
-    closing word.
+    """Call tools in turn, lookups first, then say a closing word.
+
+    Text arguments are ids seen in the request or in results, the newest that the tool accepts; a
+    choice is its first option.
     """
     environment = environment_class()
     environment.reset(**task.row())
-    ids = re.findall(r"\w*\d\w*", task.prompt[-1]["content"]) or ["x"]
-    for schema in schemas:
+    ids = re.findall(ID, task.prompt[-1]["content"]) or ["x"]
+    for schema in sorted(schemas, key=lambda s: not s["name"].startswith(("find", "get"))):
         properties = schema["parameters"]["properties"]
-        options = {
-            name: [schema["fixed"]] if "fixed" in schema else p.get("enum", ids)
-            for name, p in properties.items()
-        }
-        call_tool(
-            environment, schema["name"], {name: values[0] for name, values in options.items()}
-        )
+        for known in product(reversed(ids), repeat=len(properties)):
+            choices = zip(properties.items(), known, strict=True)
+            arguments = {name: p.get("enum", [an_id])[0] for (name, p), an_id in choices}
+            fixed = dict.fromkeys(arguments, schema.get("fixed"))
+            result = call_tool(
+                environment, schema["name"], fixed if "fixed" in schema else arguments
+            )
+            if "error" not in result:
+                ids += [found for found in re.findall(ID, result) if found not in ids]
+                break
         if getattr(environment, "done", False):
             break
     environment.final_message = "Done."

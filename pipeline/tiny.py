@@ -20,7 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import EMBEDDED_DOMAINS
-from pipeline.environments.base import IDS, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.generation import IDS
 
 CHAT_TEMPLATE = """
 {%- macro names() -%}
@@ -167,6 +168,7 @@ def _chunks() -> Iterator[str]:
         "late",
         "wrong",
         "price",
+        "sent",
         "fault",
         '{"fault": "',
     )

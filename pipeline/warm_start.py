@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 from pipeline.chat import Chat
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
 from pipeline.draws import permutation
-from pipeline.environments.base import play_expert, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.experts import play_expert
 from pipeline.policy import on_gpu, uses_bf16
 from pipeline.tasks import Message
 

@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 from pipeline.chat import STUB, Chat, Parsed, parse_hermes
 from pipeline.config import EMBEDDED_DOMAINS, UserError
 from pipeline.environments import environment_classes
-from pipeline.environments.base import play_expert, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.experts import play_expert
 from pipeline.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})

@@ -11,7 +11,8 @@ from helpers import Desk, ScriptedSampler, call, chat, make_task, say, tokenizer
 from pipeline.config import EMBEDDED_DOMAINS, RolloutSettings
 from pipeline.draws import stream_key
 from pipeline.environments import environment_classes
-from pipeline.environments.base import play_expert, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.experts import play_expert
 from pipeline.policy import Sampler
 from pipeline.rollout import Rollout, Start
 from pipeline.tiny import tiny_model

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.chat import Chat
 from pipeline.config import EMBEDDED_DOMAINS
 from pipeline.environments import environment_classes
-from pipeline.environments.base import IDS, play_expert, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.experts import play_expert
+from pipeline.environments.generation import IDS
 from pipeline.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config import EMBEDDED_DOMAINS
 from pipeline.environments import environment_classes
-from pipeline.environments.base import play_expert, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.experts import play_expert
 from pipeline.environments.trl import factories, outcome_reward, rows_without_user
 from pipeline.tiny import tiny_model
 

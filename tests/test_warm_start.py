@@ -11,7 +11,8 @@ from helpers import ScriptedSampler, call, chat, play_ranks, say, tokenizer
 from pipeline.config import EMBEDDED_DOMAINS, Config, RolloutSettings, UserError
 from pipeline.distributed import Ranks
 from pipeline.environments import environment_classes
-from pipeline.environments.base import play_expert, tool_schemas
+from pipeline.environments.base import tool_schemas
+from pipeline.environments.experts import play_expert
 from pipeline.rollout import Rollout, Start
 from pipeline.tiny import tiny_model
 from pipeline.warm_start import (

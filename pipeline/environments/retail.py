@@ -7,17 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from pipeline.environments.base import (
-    IDS,
-    Agent,
-    CaseEnvironment,
-    Database,
-    Draft,
-    Family,
-    ToolError,
-    generate,
-    named_record,
-)
+from pipeline.environments.base import ToolError
+from pipeline.environments.cases import CaseEnvironment, Database
+from pipeline.environments.experts import Agent, named_record
+from pipeline.environments.generation import IDS, Draft, Family, generate
 from pipeline.tasks import Task
 
 POLICY = """

@@ -9,17 +9,10 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from pipeline.environments.base import (
-    IDS,
-    Agent,
-    CaseEnvironment,
-    Database,
-    Draft,
-    Family,
-    ToolError,
-    generate,
-    named_record,
-)
+from pipeline.environments.base import ToolError
+from pipeline.environments.cases import CaseEnvironment, Database
+from pipeline.environments.experts import Agent, named_record
+from pipeline.environments.generation import IDS, Draft, Family, generate
 from pipeline.tasks import Task
 
 POLICY = """
@@ -114,7 +107,7 @@ class TelecomEnvironment(CaseEnvironment):
             line: Line id.
         """
         self._record("lines", line).bill_sent = True
-        return {"ok": "yes"}
+        return {"bill": "sent"}
 
     def resume(self, line: str) -> dict[str, str]:
         """Resume a paused line.
@@ -155,10 +148,10 @@ class TelecomEnvironment(CaseEnvironment):
         if action == "check":
             return {"fault": device.fault}
         if action == "pay":
-            for line in self._db.lines.values():
-                if line.bill_sent:
-                    line.bill = "paid"
-            return {"ok": "yes"}
+            sent = [line for line in self._db.lines.values() if line.bill_sent]
+            for line in sent:
+                line.bill = "paid"
+            return {"bill": "paid" if sent else "none"}
         device.remedies.append(action)
         if REMEDIES.get(device.fault) == action:
             device.fault = "none"

@@ -1,0 +1,92 @@
+"""What the embedded domains share: a case file, a scripted customer, a verified outcome."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+from pipeline.environments.base import ToolError
+
+
+class Case(BaseModel):
+    """The case file of one contact, part of every domain's database."""
+
+    asked: list[str] = []  # answers that the customer was asked for
+    transferred: str | None = None  # reason code of a transfer to a person
+
+
+class Database(BaseModel):
+    """A domain's records; each domain adds its tables."""
+
+    case: Case = Case()
+
+
+@dataclass
+class ScriptedUser:
+    """A customer who answers one question with what the task says, notes it in the case, and else
+    says goodbye.
+    """
+
+    topic: str
+    answer: str
+    case: Case
+
+    def reply(self, message: str) -> str | None:
+        if "?" not in message or self.topic in self.case.asked:
+            return None
+        self.case.asked.append(self.topic)
+        return self.answer
+
+
+class CaseEnvironment:
+    """An embedded domain: a private database from the task's payload, and a verified outcome.
+
+    Payload: `goal` (what the request says), `database`, `expected` (the database at the end),
+    `facts` (words that the final message must hold), `answer` (topic and words of the customer, or
+    null). The reward is 1.0 when the episode was brought to its end, the final database equals the
+    expected one and every fact was told, else 0.0.
+    """
+
+    database_class: ClassVar[type[Database]]
+    user: ScriptedUser | None
+    done: bool
+    final_message: str
+
+    def reset(self, **row: Any) -> str | None:
+        payload = json.loads(row["payload"])
+        self._db: Any = self.database_class.model_validate(payload["database"])
+        self._expected = self.database_class.model_validate(payload["expected"])
+        self._facts: list[str] = payload["facts"]
+        answer = payload["answer"]
+        self.user = (
+            ScriptedUser(answer["topic"], answer["words"], self._db.case) if answer else None
+        )
+        self.done = False
+        self.final_message = ""
+        return None
+
+    def get_reward(self) -> float:
+        words = re.findall(r"[a-z0-9_]+", self.final_message.lower())
+        told = all(fact in words for fact in self._facts)
+        ended = self.done or bool(self.final_message)
+        return float(ended and told and self._db == self._expected)
+
+    def _transfer(self, reason: str) -> dict[str, str]:
+        self._db.case.transferred = reason
+        self.done = True
+        return {"ok": "yes"}
+
+    def _shown(self, table: str, key: str, *fields: str) -> dict[str, str]:
+        """What a tool shows of a record."""
+        shown: dict[str, str] = self._record(table, key).model_dump(include=set(fields))
+        return shown
+
+    def _record(self, table: str, key: str) -> Any:
+        records = getattr(self._db, table)
+        if key not in records:
+            raise ToolError(f"no {key}")
+        return records[key]
