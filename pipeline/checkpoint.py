@@ -81,8 +81,9 @@ def _sync(path: Path) -> None:
 
 
 def prune(folder: Path, limit: int) -> None:
-    """Remove all but the newest `limit` checkpoints of `save_steps`; those of stages and "
-    "`latest` are kept."""
+    """Remove all but the newest `limit` checkpoints of `save_steps`; those of stages and
+    `latest` are kept.
+    """
     latest = (folder / "latest").read_text(encoding="utf-8").strip()
     for path in sorted(folder.glob("step-*"))[:-limit]:
         if path.name != latest:  # newer ones may stand there from before a resume

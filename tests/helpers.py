@@ -1,5 +1,6 @@
-"""What several test modules share: small real models, an environment, a scripted policy, real "
-"ranks."""
+"""What several test modules share: small real models, an environment, a scripted policy, real
+ranks.
+"""
 
 import asyncio
 import json

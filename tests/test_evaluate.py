@@ -1,5 +1,6 @@
-"""Evaluation: every trial of every task exactly once, whatever the ranks; what is made of the "
-"records."""
+"""Evaluation: every trial of every task exactly once, whatever the ranks; what is made of the
+records.
+"""
 
 from dataclasses import replace
 from importlib import import_module
@@ -19,8 +20,9 @@ TASKS = [make_task(f"t{n}") for n in range(5)]
 
 
 class Watched:
-    """A rollout whose episodes earn number of the task / 10 + trial / 100; keeps what it was "
-    "asked to play."""
+    """A rollout whose episodes earn number of the task / 10 + trial / 100; keeps what it was
+    asked to play.
+    """
 
     def __init__(self):
         self.starts, self.greedy = [], None

@@ -274,8 +274,9 @@ SHARDS = {  # which episodes each of two ranks has
 
 
 def updates_on_this_rank(cases):
-    """For each (shards, dtype, loss type): parameters after two updates, and the statistics "
-    "of the last."""
+    """For each (shards, dtype, loss type): parameters after two updates, and the statistics
+    of the last.
+    """
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     rows, advantages = episodes(16)

@@ -1,5 +1,6 @@
-"""Playing episodes: what the policy says reaches the environment, and what comes back reaches "
-"the policy."""
+"""Playing episodes: what the policy says reaches the environment, and what comes back reaches
+the policy.
+"""
 
 import json
 from importlib import import_module
@@ -25,8 +26,9 @@ MALFORMED = say('<tool_call>\n{"name": "look"\n</tool_call>')
 
 
 def play_all(scripts, limits=LIMITS, environment=Desk, tasks=None):
-    """Trajectories of episodes whose policies say the given messages, and the sampler that "
-    "said them."""
+    """Trajectories of episodes whose policies say the given messages, and the sampler that
+    said them.
+    """
     tasks = tasks or [make_task(f"t{number}") for number in range(len(scripts))]
     sampler = ScriptedSampler(dict(enumerate(scripts)))
     rollout = Rollout(sampler, chat(), {"desk": environment}, limits)
