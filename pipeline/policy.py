@@ -209,8 +209,8 @@ class RowCache(Cache):
         self.positions = positions_BT
         self.rows = torch.arange(len(positions_BT), device=positions_BT.device)
         self.length = int(positions_BT.max()) + 1
-        while self.capacity < self.length:
-            self.capacity *= 2
+        if self.capacity < self.length:  # by quarters: doubling could take twice what is needed
+            self.capacity = max(self.length, self.capacity + self.capacity // 4)
         visible = torch.arange(self.length, device=positions_BT.device)
         return (visible <= positions_BT[:, :, None])[:, None]
 
