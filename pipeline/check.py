@@ -208,7 +208,12 @@ def memory_of_a_rank(config: Config) -> float:
     memory.
     """
     if on_gpu():
-        return float(min(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))
+        return float(
+            min(
+                torch.cuda.get_device_properties(i).total_memory
+                for i in range(torch.cuda.device_count())
+            )
+        )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and limit.read_text().strip().isdigit():

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from pipeline.config import UserError
-
 
 @dataclass(kw_only=True)
 class TrainState:
@@ -88,26 +86,6 @@ def prune(folder: Path, limit: int) -> None:
     for path in sorted(folder.glob("step-*"))[:-limit]:
         if path.name != latest:  # newer ones may stand there from before a resume
             shutil.rmtree(path)
-
-
-def find(output_dir: Path, name: str) -> Path:
-    """The checkpoint that `--resume-from-checkpoint` names; UserError where there is none."""
-    folder = output_dir / "checkpoints"
-    if name == "latest":
-        pointer = folder / "latest"
-        if not pointer.is_file():
-            raise UserError(
-                f"resume_from_checkpoint: {output_dir} holds no checkpoint; start it without "
-                "this flag"
-            )
-        name = pointer.read_text(encoding="utf-8").strip()
-    path = folder / name if (folder / name).is_dir() else Path(name)
-    if not (path / "state.json").is_file():
-        known = sorted(p.name for p in folder.glob("[!.]*") if p.is_dir())
-        raise UserError(
-            f"resume_from_checkpoint: got {name!r}; checkpoints here: {', '.join(known) or 'none'}"
-        )
-    return path
 
 
 def load_state(path: Path) -> TrainState:

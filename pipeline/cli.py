@@ -36,11 +36,11 @@ def parse(argv: list[str]) -> Config:
     given = vars(namespace)
     recipe, wants_help = given.pop("config"), given.pop("help")
     if wants_help:
-        build_parser(load_recipe(recipe)).print_help()
+        build_parser(load_recipe(recipe or DEFAULT_RECIPE)).print_help()
         sys.exit(0)
     if unknown:
         raise UserError(_unknown_argument(unknown[0], parser))
-    path = find_recipe(recipe)
+    path = find_recipe(recipe or _of_resumed_run(given) or DEFAULT_RECIPE)
     tree = read_recipe(path)
     flags = {}
     for dest, value in given.items():
@@ -50,6 +50,15 @@ def parse(argv: list[str]) -> Config:
     config = resolve(path, tree, flags)
     _require_files(config, path, flags)
     return config
+
+
+def _of_resumed_run(given: dict[str, Any]) -> str | None:
+    """The settings of the run to resume, which is what a resume goes on with."""
+    folder = given.get("run.output_dir")
+    if given.get("run.resume_from_checkpoint") is None or folder is None:
+        return None
+    path = Path(folder) / "config.yaml"
+    return str(path) if path.is_file() else None
 
 
 def flag(section: str, name: str) -> str:
@@ -74,7 +83,7 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="RECIPE",
-        default=DEFAULT_RECIPE,
+        default=None,
         help=f"a recipe file, or the name of a shipped recipe [{shown.recipe}]",
     )
     for section in SECTIONS:

@@ -195,7 +195,7 @@ class GRPOSettings(Section):
     """GRPO"""
 
     use_grpo: bool = Field(True, description="--no-grpo: evaluate only")
-    max_steps: NonNegativeInt = Field(120, description="optimizer steps in total, over all stages")
+    max_steps: NonNegativeInt = Field(120, description="steps in total, over all stages")
     learning_rate: PositiveFloat = Field(3e-4, description="peak learning rate")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
         "linear", description="decay over each stage's steps, to lr_end_share"

@@ -206,6 +206,7 @@ class Updater:
         ranks.
         """
         lengths = [trajectory.num_sampled_tokens for trajectory in trajectories]
+        self.ranks.barrier("update")  # names a rank that is stuck in its rollouts
         num_sequences, num_tokens = self.ranks.sum([len(lengths), sum(lengths)])
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # every group was dead, on every rank
@@ -221,6 +222,10 @@ class Updater:
         grad_norm = self.accelerator.clip_grad_norm_(
             self.module.parameters(), self.settings.max_grad_norm
         )
+        if not math.isfinite(float(grad_norm)):  # the same on every rank: gradients are exchanged
+            raise RuntimeError(
+                f"the gradient norm is {float(grad_norm)}; the weights are kept as they were"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()

@@ -6,6 +6,7 @@ Legend: B sequences, T tokens, N selected tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,10 @@ def hub_reachable() -> bool:
     """Whether the hub's name resolves: without it, transformers would retry for half a minute per
     file.
     """
+    if any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
+        return True  # a proxy resolves the name itself
     try:
         socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
     except OSError:
@@ -271,6 +276,7 @@ class Sampler:
                 f"model: its layers are {sorted(kinds)}; the sampler serves full attention only"
             )
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model.set_attn_implementation("sdpa")  # the others do not take the cache's mask
         for parameter in self.model.parameters():  # not the buffers: rotary frequencies need fp32
             parameter.data = parameter.data.to(dtype)
         self.device = next(self.model.parameters()).device

@@ -4,6 +4,7 @@ Checked as it is made.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,7 +14,7 @@ from pipeline.chat import Chat
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
 from pipeline.curriculum import Stage, make_stages
 from pipeline.environments import environment_classes
-from pipeline.environments.base import tool_schemas
+from pipeline.environments.base import settled, tool_schemas
 from pipeline.policy import load_tokenizer
 from pipeline.tasks import Task, load_tasks
 from pipeline.warm_start import check_demonstrations
@@ -62,7 +63,7 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
                 "the file"
             )
     check_demonstrations(config)
-    train = {domain: _train_tasks(config, domain) for domain in data.domains}
+    train = {domain: _train_tasks(config, domain, environments[domain]) for domain in data.domains}
     validation_count = max(config.evaluation.eval_steps_tasks, 1)
     validation = {d: generated(config, d, validation_count, "validation") for d in data.domains}
     held_out = {
@@ -89,11 +90,31 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
     return prepared
 
 
-def _train_tasks(config: Config, domain: str) -> list[Task]:
+def _train_tasks(config: Config, domain: str, environment: type[Any]) -> list[Task]:
     path = getattr(config.data, f"{domain}_tasks", None)
-    if path is not None:
-        return load_tasks(path, domain)[: config.data.tasks_per_domain]
-    return generated(config, domain, config.data.tasks_per_domain, "train")
+    if path is None:
+        return generated(config, domain, config.data.tasks_per_domain, "train")
+    tasks = load_tasks(path, domain)[: config.data.tasks_per_domain]
+    held_out = generated(config, domain, config.data.eval_tasks_per_domain, config.data.eval_split)
+    seen = {_content(task) for task in held_out}
+    for task in tasks:
+        try:
+            settled(environment().reset(**task.row()))
+        except Exception as error:  # whatever the environment says of a payload it cannot use
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{path}: task {task.id!r}: its payload cannot be used ({type(error).__name__}: "
+                f"{reason}); mend it"
+            ) from None
+        if _content(task) in seen:
+            raise UserError(
+                f"{path}: task {task.id!r} is also a held-out task; take it out of the file"
+            )
+    return tasks
+
+
+def _content(task: Task) -> str:
+    return json.dumps([task.prompt, json.loads(task.payload)], sort_keys=True)
 
 
 def generated(config: Config, domain: str, count: int, split: str) -> list[Task]:

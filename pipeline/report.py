@@ -37,7 +37,7 @@ FILES = {
     "config.yaml": "every setting of the run",
     "curriculum.json": "stages, their steps and groups",
     METRICS: "one line per training step and evaluation; only what the seed determines",
-    TIMINGS: "times and memory, under the same steps",
+    TIMINGS: "times, under the same steps",
     "results.json": "every evaluation, the floors",
     "trajectories": "transcripts, one file per stage, step and rank",
     "checkpoints": "models for `from_pretrained`; `latest` names the last",

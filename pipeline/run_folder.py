@@ -21,14 +21,33 @@ def folder_of(config: Config) -> Path:
 def check_folder(config: Config) -> None:
     """Refuse a folder that holds a run, unless that run is resumed."""
     folder = config.run.output_dir
-    if folder is None or config.run.resume_from_checkpoint is not None:
-        folder_of(config)
-        return
-    if (folder / "config.yaml").exists():
+    if config.run.resume_from_checkpoint is not None:
+        find_checkpoint(folder_of(config), config.run.resume_from_checkpoint)
+    elif folder is not None and (folder / "config.yaml").exists():
         raise UserError(
             f"output_dir: {folder} holds a run; resume it with --resume-from-checkpoint latest, "
-            "or name another folder"
+            "remove it, or name another folder"
         )
+
+
+def find_checkpoint(output_dir: Path, name: str) -> Path:
+    """The checkpoint that `--resume-from-checkpoint` names; UserError where there is none."""
+    folder = output_dir / "checkpoints"
+    if name == "latest":
+        pointer = folder / "latest"
+        if not pointer.is_file():
+            raise UserError(
+                f"resume_from_checkpoint: {output_dir} holds no checkpoint; check --output-dir, or "
+                "remove the folder and start anew"
+            )
+        name = pointer.read_text(encoding="utf-8").strip()
+    path = folder / name if (folder / name).is_dir() else Path(name)
+    if not (path / "state.json").is_file():
+        known = sorted(p.name for p in folder.glob("[!.]*") if p.is_dir())
+        raise UserError(
+            f"resume_from_checkpoint: got {name!r}; checkpoints here: {', '.join(known) or 'none'}"
+        )
+    return path
 
 
 def open_folder(config: Config) -> Path:

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline import checkpoint
 from pipeline.check import validate
 from pipeline.checkpoint import TrainState
-from pipeline.config import Config
+from pipeline.config import Config, UserError
 from pipeline.curriculum import describe
 from pipeline.distributed import Ranks
 from pipeline.grpo import Updater
@@ -33,7 +33,7 @@ from pipeline.policy import (
 )
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
-from pipeline.run_folder import open_folder
+from pipeline.run_folder import find_checkpoint, open_folder
 from pipeline.tracking import RunLog
 from pipeline.trajectory import RunRecord
 
@@ -70,6 +70,11 @@ def start(config: Config) -> Run:
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
+    if accelerator.distributed_type.value not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise UserError(
+            f"accelerate launch: its configuration asks for {accelerator.distributed_type.value}; "
+            "use --config_file accelerate_configs/multi_gpu.yaml"
+        )
     assert config.run.num_gpus in (None, accelerator.num_processes), "ranks do not know each other"
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
     parts = validate(config)
@@ -139,7 +144,7 @@ def load_start(config: Config, parts: Prepared, ranks: Ranks) -> tuple[TrainStat
     if config.run.resume_from_checkpoint is None:
         return TrainState(), load_model(config.model, parts.tokenizer, config.run.seed)
     assert config.run.output_dir is not None
-    path = checkpoint.find(config.run.output_dir, config.run.resume_from_checkpoint)
+    path = find_checkpoint(config.run.output_dir, config.run.resume_from_checkpoint)
     state = checkpoint.load_state(path)
     if ranks.is_main:
         print(f"resuming from {path.name}: {state.step} steps done")
@@ -151,7 +156,7 @@ def make_updater(run: Run) -> Updater:
     policy.
     """
     if run.config.grpo.gradient_checkpointing:
-        run.model.gradient_checkpointing_enable({"use_reentrant": False})
+        run.model.activation_checkpointing_enable({"use_reentrant": False})
         run.model.train()  # transformers recomputes in training mode only
     module = TokenLogprobs(run.model, run.config.rollout.temperature)
     reference = None
@@ -170,7 +175,7 @@ def make_updater(run: Run) -> Updater:
         run.parts.tokenizer.pad_token_id or 0,
     )
     if run.config.run.resume_from_checkpoint is not None:
-        path = checkpoint.find(run.folder, run.config.run.resume_from_checkpoint)
+        path = find_checkpoint(run.folder, run.config.run.resume_from_checkpoint)
         checkpoint.load_optimizer(path, updater.optimizer)
     return updater
 

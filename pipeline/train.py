@@ -4,6 +4,7 @@ after each stage.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 
@@ -109,6 +110,9 @@ def give_warm_start(run: Run) -> None:
     run.model = load_folder(run.folder / "checkpoints" / "warm-start", run.config.model)
     run.model.to(run.accelerator.device)
     run.rollout.sampler.load_weights(run.model)
+    gc.collect()  # the trainer's optimizer hangs in reference cycles
+    if run.accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def play_groups(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> list[Trajectory]:

@@ -70,13 +70,13 @@ def warm_start(
         disable_tqdm=True,
         report_to=[],
         seed=config.run.seed,
-        max_length=config.rollout.max_tokens,
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
         dataloader_pin_memory=on_gpu(),
         ddp_find_unused_parameters=False,
         accelerator_config={"use_configured_state": True},
     )
+    arguments._n_gpu = 1  # one rank is one GPU; on several, transformers would turn to DataParallel
     trainer = SFTTrainer(
         model=model,
         args=arguments,

@@ -1,5 +1,6 @@
 """What is checked before any rank computes: `--check`, preparation, memory, the run's folder."""
 
+import json
 import re
 from pathlib import Path
 
@@ -282,9 +283,13 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     for refuse in (check_folder, open_folder, check.main):
         assert refusal(refuse, settings) == (
             f"output_dir: {tmp_path} holds a run; resume it with --resume-from-checkpoint latest, "
-            "or name another folder"
+            "remove it, or name another folder"
         )
     resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
+    assert "holds no checkpoint" in refusal(check_folder, config(run=resumed))
+    (tmp_path / "checkpoints" / "warm-start").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "warm-start" / "state.json").write_text("{}")
+    (tmp_path / "checkpoints" / "latest").write_text("warm-start\n")
     before = (tmp_path / "config.yaml").read_text()
     assert open_folder(config(run=resumed)) == tmp_path
     assert (tmp_path / "config.yaml").read_text() == before
@@ -303,3 +308,20 @@ def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
 def test_resuming_needs_the_folder():
     message = refusal(check_folder, config(run={"resume_from_checkpoint": "latest"}))
     assert message == "resume_from_checkpoint: needs the run's folder; give --output-dir as well"
+
+
+def test_a_task_file_that_its_environment_cannot_use_is_refused_by_name(tmp_path):
+    path = tmp_path / "airline.jsonl"
+    row = {"id": "a1", "prompt": [{"role": "user", "content": "hello"}], "payload": {}}
+    path.write_text(json.dumps(row) + "\n")
+    settings = config(data={"airline_tasks": str(path)})
+    assert refusal(prepare, settings) == (
+        f"{path}: task 'a1': its payload cannot be used (KeyError: 'database'); mend it"
+    )
+
+
+def test_a_task_file_that_holds_a_held_out_task_is_refused(tmp_path):
+    path = tmp_path / "airline.jsonl"
+    save_tasks(generate_tasks(0, 3, "test", "medium"), path)
+    settings = config(data={"airline_tasks": str(path)})
+    assert "is also a held-out task" in refusal(prepare, settings)

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline import checkpoint
 from pipeline.checkpoint import (
     TrainState,
-    find,
     load_optimizer,
     load_state,
     prune,
@@ -19,6 +18,7 @@ from pipeline.checkpoint import (
     write_text,
 )
 from pipeline.config import UserError
+from pipeline.run_folder import find_checkpoint
 
 
 def adamw(model):
@@ -135,13 +135,13 @@ def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_latest(
         interrupt(broken)
         with pytest.raises(OSError, match="no space left"):
             save(folder, "step-000020", second, tokenizer(), adamw(second), TrainState(step=20))
-    found = find(tmp_path, "latest")
+    found = find_checkpoint(tmp_path, "latest")
     assert found.name == "step-000010"
     assert load_state(found).step == 10
     assert same(AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32), first)
 
     save(folder, "step-000020", second, tokenizer(), adamw(second), TrainState(step=20))
-    assert load_state(find(tmp_path, "latest")).step == 20
+    assert load_state(find_checkpoint(tmp_path, "latest")).step == 20
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["latest", "step-000010", "step-000020"]
 
@@ -153,9 +153,9 @@ def test_a_checkpoint_is_replaced_only_when_the_new_one_is_whole(tmp_path, monke
         break_sync(broken)
         with pytest.raises(OSError, match="no space left"):
             save_plain(folder, "warm-start", step=2, seed=1)
-    assert load_state(find(tmp_path, "latest")).step == 1
+    assert load_state(find_checkpoint(tmp_path, "latest")).step == 1
     save_plain(folder, "warm-start", step=2, seed=1)
-    assert load_state(find(tmp_path, "latest")).step == 2
+    assert load_state(find_checkpoint(tmp_path, "latest")).step == 2
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "warm-start"]
 
 
@@ -204,20 +204,21 @@ def test_what_latest_names_is_never_removed(tmp_path):
 def test_a_checkpoint_is_found_by_name_path_or_as_the_latest(tmp_path):
     folder = tmp_path / "checkpoints"
     pretend(folder, "stage-1-airline", "step-000050", latest="step-000050")
-    assert find(tmp_path, "latest") == folder / "step-000050"
-    assert find(tmp_path, "stage-1-airline") == folder / "stage-1-airline"
-    assert find(tmp_path, str(folder / "stage-1-airline")) == folder / "stage-1-airline"
+    assert find_checkpoint(tmp_path, "latest") == folder / "step-000050"
+    assert find_checkpoint(tmp_path, "stage-1-airline") == folder / "stage-1-airline"
+    assert find_checkpoint(tmp_path, str(folder / "stage-1-airline")) == folder / "stage-1-airline"
 
 
 def refusal(output_dir, name) -> str:
     with pytest.raises(UserError) as refused:
-        find(output_dir, name)
+        find_checkpoint(output_dir, name)
     return str(refused.value)
 
 
 def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path):
     assert refusal(tmp_path, "latest") == (
-        f"resume_from_checkpoint: {tmp_path} holds no checkpoint; start it without this flag"
+        f"resume_from_checkpoint: {tmp_path} holds no checkpoint; check --output-dir, or "
+        "remove the folder and start anew"
     )
     assert refusal(tmp_path, "step-000050") == (
         "resume_from_checkpoint: got 'step-000050'; checkpoints here: none"

@@ -165,6 +165,19 @@ def test_two_keys_give_two_conversations_and_one_key_the_same_again():
     assert ids(7) != ids(8)
 
 
+def test_a_model_with_eager_attention_is_sampled_as_it_is_trained():
+    model = small_model()
+    model.set_attn_implementation("eager")
+    sampler = sampler_of(model)
+    (first, second) = sampler.open([[5, 6, 7], [5, 6, 7, 8, 9]], [1, 2])
+    sampled = sampler.sample([first, second], [6, 6])
+    for prompt, message in zip(([5, 6, 7], [5, 6, 7, 8, 9]), sampled, strict=True):
+        for place, logprob in enumerate(message.logprobs):
+            context = prompt + message.ids[:place]
+            probability = distribution(model, context)[message.ids[place]]
+            assert logprob == pytest.approx(np.log(probability), abs=1e-5)
+
+
 def test_greedy_takes_the_most_likely_token():
     model = small_model()
     sampler = sampler_of(model, temperature=0.7)

@@ -282,5 +282,5 @@ FAMILIES = (
 
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """`n` airline tasks; see `base.generate`."""
+    """`n` airline tasks; see `generation.generate`."""
     return generate("airline", POLICY, FAMILIES, seed, n, split, difficulty)

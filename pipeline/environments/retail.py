@@ -296,5 +296,5 @@ FAMILIES = (
 
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """`n` retail tasks; see `base.generate`."""
+    """`n` retail tasks; see `generation.generate`."""
     return generate("retail", POLICY, FAMILIES, seed, n, split, difficulty)

@@ -334,5 +334,5 @@ FAMILIES = (
 
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """`n` telecom tasks; see `base.generate`."""
+    """`n` telecom tasks; see `generation.generate`."""
     return generate("telecom", POLICY, FAMILIES, seed, n, split, difficulty)

@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks of each run")
     parser.add_argument("--split", default="test", choices=["validation", "test"])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--reuse", action="store_true", help="keep runs that are finished already")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(own)
     jobs = [(recipe, seed, False) for recipe in options.recipes for seed in options.seeds]
@@ -52,7 +53,11 @@ def main(argv: list[str]) -> int:
         folder = options.output_dir / name
         flags = ["--config", recipe, "--seed", str(seed), "--num-gpus", str(options.num_gpus)]
         flags += ["--eval-split", options.split, "--output-dir", str(folder), *passed_on]
-        seconds = run([*flags, "--permute-rewards"] if control else flags, folder)
+        if control:
+            flags.append("--permute-rewards")
+        if not (options.reuse and (folder / "report.md").exists()):
+            run(flags)
+        seconds = float(results_of(folder)["wall_s"])
         rows.append({"name": name, "seconds": seconds, **figures(results_of(folder))})
         print(table(rows[-1:], heading=len(rows) == 1), flush=True)
     if options.json:
@@ -71,12 +76,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run(flags: list[str], folder: Path) -> float:
-    """One run, unless its results are there already; returns its wall seconds."""
-    if not (folder / "report.md").exists():
-        command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return float(results_of(folder)["wall_s"])
+def run(flags: list[str]) -> None:
+    """One run; a run that fails ends the script with its exit code, after its own message."""
+    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
+    code = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
+    if code:
+        sys.exit(code)
 
 
 def results_of(folder: Path) -> Results:
