@@ -1,5 +1,6 @@
-"""Group-relative advantages (GRPO, Shao et al. 2024, arXiv 2402.03300, section 4.1.2). Pure:
-tensors in, tensors out.
+"""Group-relative advantages (GRPO, Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
+
+Pure: tensors in, tensors out.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ def group_advantages(
         rewards: [groups x num_generations], siblings next to each other.
         num_generations: size of a group.
         scale_rewards: `group` divides by the group's own deviation, `batch` by that of all rewards
-        of the step,
-            `none` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783) does not divide.
+            of the step, `none` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783) does not divide.
         batch_std: deviation of all rewards of the step, over all ranks; only for `batch`.
     """
     if len(rewards) == 0:  # a rank that has no group of this step

@@ -30,9 +30,7 @@ _CACHE_SIZE = 65536  # renderings and parses kept: what a small model says, it s
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """What a sampled message says: text, tool calls (name, arguments), and what is malformed, if
-    anything.
-    """
+    """What a sampled message says: text, tool calls (name, arguments), and what is malformed."""
 
     content: str
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -87,8 +85,9 @@ class Chat:
         return list(self._prompt_ids(json.dumps(list(messages)), json.dumps(tools)))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
-        """What follows a sampled end of turn: the replies (tool results, a user message) and the
-        next header.
+        """What follows a sampled end of turn: the replies and the next header.
+
+        Replies are tool results or a user message.
         """
         return list(self._reply_ids(json.dumps(list(replies))))
 
@@ -132,9 +131,7 @@ class Chat:
         return self._encode_guarded(*self._render(messages, **options))
 
     def _render(self, messages: list[Message], **options: Any) -> tuple[str, list[str]]:
-        """Rendered text, with special strings inside messages replaced by guards, and what the
-        guards stand for.
-        """
+        """Rendered text, with guards for special strings in messages, and what they stand for."""
         guards: list[str] = []
 
         def guard(match: re.Match[str]) -> str:
@@ -176,7 +173,8 @@ class Chat:
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Ids of a special string as plain text: one character after the other, because
+        """Ids of a special string as plain text, one character after the other.
+
         `split_special_tokens` alone still finds added tokens that are not marked special.
         """
         encoded = [self._encode(character, split_special_tokens=True) for character in text]
@@ -217,9 +215,7 @@ class Chat:
     # -- checks at start --
 
     def _choose_parser(self, tool_call_format: str) -> bool:
-        """True where the tokenizer's response template reads the calls; else Hermes tags are
-        read.
-        """
+        """True where the tokenizer's response template reads the calls, not our Hermes parser."""
         if tool_call_format == "hermes":
             return False
         if getattr(self.tokenizer, "response_template", None) is not None:
@@ -231,9 +227,8 @@ class Chat:
         except ValueError:
             warnings.warn(
                 "the tokenizer carries no response template and TRL knows none for its chat "
-                "template: tool calls are "
-                "read as <tool_call>{...}</tool_call>; set tool_call_format: hermes to silence "
-                "this",
+                "template: tool calls are read as <tool_call>{...}</tool_call>; set "
+                "tool_call_format: hermes to silence this",
                 stacklevel=2,
             )
             return False
@@ -286,8 +281,9 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 
 def _is_call(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a model's JSON is {"name": text, "arguments": object} in valid Unicode; missing
-    arguments are none.
+    """Whether a model's JSON is {"name": text, "arguments": object} in valid Unicode.
+
+    Missing arguments count as none.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
@@ -299,8 +295,9 @@ def _is_call(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def parse_hermes(text: str) -> Parsed:
-    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks, the Hermes format
-    that Qwen uses.
+    """Read tool calls in the Hermes format, which Qwen uses.
+
+    A call is a block `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
     """
     text = re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL)
     calls: list[tuple[str, dict[str, Any]]] = []

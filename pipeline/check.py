@@ -1,5 +1,6 @@
-"""`--check`, and what every run checks before it starts ranks: settings, tasks, tokenizer,
-template, memory.
+"""`--check`, and what every run checks before it starts ranks.
+
+These are the settings, tasks, tokenizer, template and memory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def validate(config: Config) -> Prepared:
-    """Everything but the run's folder that can be refused before a rank computes. Raises
-    UserError.
+    """Check everything but the run's folder that can be refused before a rank computes.
+
+    Raises UserError.
     """
     parts = prepare(config)
     need, have = sum(memory_per_rank(config).values()), memory_of_a_rank(config)
@@ -141,9 +143,7 @@ def _print_memory(config: Config) -> None:
 
 
 def memory_per_rank(config: Config) -> dict[str, float]:
-    """Bytes that a rank needs, by purpose: an estimate from the model's shape and the recipe's
-    limits.
-    """
+    """Bytes that a rank needs, by purpose, estimated from the model's shape and the limits."""
     shape, num_parameters = model_shape(config)
     size = 2 if uses_bf16(config.model) else 4
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -177,9 +177,7 @@ def memory_per_rank(config: Config) -> dict[str, float]:
 
 
 def model_shape(config: Config) -> tuple[Any, int]:
-    """The configuration of the recipe's model and its number of parameters, without loading
-    weights.
-    """
+    """The configuration and number of parameters of the recipe's model, without loading weights."""
     name = config.model.model
     if name == "tiny":
         model = tiny_model(tiny_tokenizer(), 0)
@@ -204,8 +202,9 @@ def model_shape(config: Config) -> tuple[Any, int]:
 
 
 def memory_of_a_rank(config: Config) -> float:
-    """Bytes that one rank can use here: its GPU's, or its share of the machine's (or container's)
-    memory.
+    """Bytes that one rank can use here.
+
+    They are its GPU's, or its share of the machine's (or container's) memory.
     """
     if on_gpu():
         return float(

@@ -23,9 +23,8 @@ class TrainState:
     stage: str = "start"
     step: int = 0  # optimizer steps done
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
-    training: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # summaries of finished stages
+    # Summaries of finished stages.
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def evaluated(self, after: str) -> bool:
         return any(evaluation["after"] == after for evaluation in self.evaluations)
@@ -34,8 +33,9 @@ class TrainState:
 def save(
     folder: Path, name: str, model: Any, tokenizer: Any, optimizer: Any | None, state: TrainState
 ) -> Path:
-    """Write `folder/name` and point `latest` at it; an interrupted call leaves every earlier
-    checkpoint as it was.
+    """Write `folder/name` and point `latest` at it.
+
+    An interrupted call leaves every earlier checkpoint as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{name}.writing"
@@ -79,8 +79,9 @@ def _sync(path: Path) -> None:
 
 
 def prune(folder: Path, limit: int) -> None:
-    """Remove all but the newest `limit` checkpoints of `save_steps`; those of stages and
-    `latest` are kept.
+    """Remove all but the newest `limit` checkpoints of `save_steps`.
+
+    Those of stages and `latest` are kept.
     """
     latest = (folder / "latest").read_text(encoding="utf-8").strip()
     for path in sorted(folder.glob("step-*"))[:-limit]:

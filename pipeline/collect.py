@@ -1,6 +1,4 @@
-"""Evaluations, records and checkpoints: what the ranks bring together, and what rank 0 writes of
-it.
-"""
+"""Evaluations, records and checkpoints: what the ranks bring together and rank 0 writes."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ class Stage:
 
 
 def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
-    """The stages of a run: one per domain, with a share of earlier ones replayed, or one of all
-    domains.
+    """The stages of a run: one per domain, with earlier ones replayed, or one of all domains.
 
     A step takes a task at most once, so `groups` of a domain never passes its number of tasks.
     """
@@ -60,8 +59,9 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
 
 
 def split(total: int, weights: list[float]) -> list[int]:
-    """Whole numbers that sum to `total` in proportion to `weights` (largest remainders; ties: the
-    first).
+    """Whole numbers that sum to `total` in proportion to `weights`.
+
+    By largest remainders; ties go to the first.
     """
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(number) for number in exact]
@@ -72,8 +72,9 @@ def split(total: int, weights: list[float]) -> list[int]:
 
 
 def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: int) -> list[Task]:
-    """The tasks of a step (`step` optimizer steps done before it), one group each; the same on
-    every rank.
+    """The tasks of a step, one group each, the same on every rank.
+
+    `step` is the number of optimizer steps done before it.
     """
     number = step - stage.first_step
     assert 0 <= number < stage.num_steps, f"step {step} is not in stage {stage.name}"

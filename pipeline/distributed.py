@@ -1,4 +1,4 @@
-"""Every collective of the project. Elsewhere the code reads as one process.
+"""Every collective of the project; elsewhere the code reads as one process.
 
 Objects, barriers and small numbers travel over a control group on gloo, never NCCL: its deadlines
 are real and it takes no GPU memory. With one rank every call is local.
@@ -43,6 +43,9 @@ class Ranks:
         self._group = (
             dist.new_group(backend="gloo", timeout=self._timeout) if num_ranks > 1 else None
         )
+        # PyTorch has no public name for the store that its ranks met at.
+        self._store: Any = dist.distributed_c10d._get_default_store() if num_ranks > 1 else None
+        self._num_barriers = 0
         self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
         self.current = Phase("start")
 
@@ -51,22 +54,37 @@ class Ranks:
         return self.rank == 0
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks. Raises RuntimeError naming the missing rank when the deadline
-        passes.
-        """
+        """Wait for all ranks; RuntimeError names the missing rank when the deadline passes."""
         if self._group is None:
             return
+        self._num_barriers += 1
         with self._clock():
+            self._store.set(self._arrival(self.rank), "here")
             try:
                 dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"barrier {name!r} (rank {self.rank} in phase {self.current}): {error}"
+                    f"barrier {name!r} (rank {self.rank} in phase {self.current}): "
+                    f"{self._missing()}{error}"
                 ) from error
 
+    def _arrival(self, rank: int) -> str:
+        return f"barrier {self._num_barriers} rank {rank}"
+
+    def _missing(self) -> str:
+        """Which ranks have not come to this barrier; gloo knows only that a connection broke."""
+        time.sleep(1)  # for those that are on their way
+        try:
+            ranks = range(self.num_ranks)
+            missing = [rank for rank in ranks if not self._store.check([self._arrival(rank)])]
+        except RuntimeError:  # the store went with the rank that held it
+            return ""
+        return f"missing: rank {', '.join(map(str, missing))}; " if missing else ""
+
     def all_gather_objects(self, item: Item, name: str) -> list[Item]:
-        """Every rank's item, in order of ranks, on every rank; behind a barrier that names a
-        missing rank.
+        """Every rank's item, in order of ranks, on every rank.
+
+        A barrier before it names a missing rank.
         """
         if self._group is None:
             return [item]
@@ -94,8 +112,9 @@ class Ranks:
         return values
 
     def check_same_parameters(self, model: torch.nn.Module, when: str) -> str:
-        """The SHA-256 of the parameters. Raises RuntimeError naming the ranks whose parameters
-        differ from rank 0's.
+        """The SHA-256 of the parameters, if all ranks have the same.
+
+        Raises RuntimeError naming the ranks whose parameters differ from rank 0's.
         """
         digest = parameter_hash(model)
         digests = self.all_gather_objects(digest, f"parameters {when}")

@@ -1,5 +1,4 @@
-"""Counter-based random numbers: what is drawn depends on a key and a counter, never on rank or
-arrival order.
+"""Counter-based random numbers: a draw depends on a key and a counter, never on rank or order.
 
 A key is the first 8 bytes of BLAKE2b (RFC 7693) over the parts that name a stream, such as
 (seed, stage, step, domain, task, sample). The number at a counter is SplitMix64 (Steele, Lea and
@@ -23,8 +22,9 @@ Part = int | str
 
 
 def stream_key(*parts: Part) -> int:
-    """The 64-bit key of the stream that `parts` name; the same in every process and Python hash
-    seed.
+    """The 64-bit key of the stream that `parts` name.
+
+    It is the same in every process and for every Python hash seed.
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -42,9 +42,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def generator(*parts: Part) -> random.Random:
-    """Python's generator started from a stream's key, for code that makes tasks and
-    demonstrations.
-    """
+    """Python's generator started from a stream's key, for making tasks and demonstrations."""
     return random.Random(stream_key(*parts))
 
 

@@ -1,5 +1,6 @@
-"""Evaluation: the same held-out tasks, before the first stage and after each, in training and
-stand-alone.
+"""Evaluation: the same held-out tasks, before the first stage and after each.
+
+Runs in training and stand-alone.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def evaluate(
 def success(
     sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], num_trials: int
 ) -> dict[str, Success]:
-    """Success of each domain, as `results.json` holds it: sampled and greedy side by side, never
-    mixed.
+    """Success of each domain, as `results.json` holds it.
 
-    Per family and per branch of each decision as well. An episode counts by its reward.
+    Sampled and greedy stand side by side, never mixed; per family and per branch of each decision
+    as well. An episode counts by its reward.
     """
     domains = list(dict.fromkeys(record.domain for record in sampled))
     return {
@@ -111,8 +112,9 @@ def _by(
 def floors(
     environments: Mapping[str, type[Any]], tasks: Mapping[str, Sequence[Task]]
 ) -> dict[str, dict[str, float]]:
-    """What policies earn that never look: doing nothing, always transferring (best single reason),
-    every tool in turn.
+    """What policies earn that never look.
+
+    They do nothing, always transfer (best single reason), or call every tool in turn.
     """
     return {domain: _floor(environments[domain], tasks[domain]) for domain in tasks}
 

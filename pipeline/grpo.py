@@ -61,8 +61,9 @@ def token_weights(
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """The k3 estimator of KL(policy || reference) per token, never negative (Schulman 2020,
-    kl-approx).
+    """The k3 estimator of KL(policy || reference) per token, never negative.
+
+    After Schulman 2020 (kl-approx).
     """
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1
@@ -104,8 +105,7 @@ def make_micro_batches(
     max_tokens: int,
     pad_id: int,
 ) -> list[MicroBatch]:
-    """Sequences sorted by length and cut where the padded tokens of a forward pass would pass
-    `max_tokens`.
+    """Sequences sorted by length, cut where a forward pass would exceed `max_tokens`, padding included.
 
     Episodes without a sampled token (the environment failed at once) have no term and are left out.
     """
@@ -171,8 +171,9 @@ def empty_micro_batch(pad_id: int) -> MicroBatch:
 
 
 class Updater:
-    """Optimizer updates on trajectories: micro-batches, accumulation, one gradient exchange, clip,
-    step.
+    """Optimizer updates on trajectories.
+
+    An update is micro-batches, accumulation, one gradient exchange, clip, step.
     """
 
     def __init__(
@@ -202,9 +203,7 @@ class Updater:
     def update_policy(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], learning_rate: float
     ) -> dict[str, float]:
-        """One optimizer step on this rank's trajectories; returns the step's statistics over all
-        ranks.
-        """
+        """One optimizer step on this rank's trajectories; returns statistics over all ranks."""
         lengths = [trajectory.num_sampled_tokens for trajectory in trajectories]
         self.ranks.barrier("update")  # names a rank that is stuck in its rollouts
         num_sequences, num_tokens = self.ranks.sum([len(lengths), sum(lengths)])
@@ -242,8 +241,9 @@ class Updater:
         return statistics
 
     def _backward(self, batches: list[MicroBatch]) -> list[float]:
-        """Accumulate the gradient; all ranks run the same number of micro-batches and exchange
-        once.
+        """Accumulate the gradient and exchange it once.
+
+        All ranks run the same number of micro-batches.
         """
         count = int(self.ranks.max(len(batches)))
         batches = batches + [empty_micro_batch(self.pad_id)] * (count - len(batches))
@@ -270,10 +270,10 @@ class Updater:
 
 
 def learning_rate_at(done: int, num_steps: int, settings: GRPOSettings) -> float:
-    """The learning rate of a stage's next step after `done` of `num_steps`: linear warm-up, then
-    the decay.
+    """The learning rate of a stage's next step after `done` of `num_steps`.
 
-    Each stage has a schedule of its own, so that a later domain learns as fast as the first.
+    Linear warm-up, then the decay. Each stage has a schedule of its own, so that a later domain
+    learns as fast as the first.
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if done < warmup:

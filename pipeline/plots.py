@@ -1,4 +1,4 @@
-"""The pictures of a report. matplotlib is imported only to draw."""
+"""The pictures of a report; matplotlib is imported only to draw."""
 
 from __future__ import annotations
 

@@ -84,8 +84,9 @@ def uses_bf16(settings: ModelSettings) -> bool:
 
 @cache
 def hub_reachable() -> bool:
-    """Whether the hub's name resolves: without it, transformers would retry for half a minute per
-    file.
+    """Whether the hub's name resolves.
+
+    Without it, transformers would retry for half a minute per file.
     """
     if any(
         os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -120,8 +121,9 @@ class TokenLogprobs(nn.Module):
         self.temperature = temperature
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities of `batch.targets` and entropies in nats, each [N], at least
-        float32.
+        """Returns log-probabilities of `batch.targets` and entropies in nats.
+
+        Each is [N], at least float32.
         """
         hidden_BT = self.model.get_decoder()(
             input_ids=batch.input_ids, use_cache=False
@@ -148,9 +150,7 @@ class TokenLogprobs(nn.Module):
 
 
 class _RowLayer(CacheLayerMixin):
-    """Keys and values of one layer, [rows, positions, heads, size], each row written at its own
-    positions.
-    """
+    """Keys and values of a layer, [rows, positions, heads, size], each row at its own positions."""
 
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
@@ -165,9 +165,7 @@ class _RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, T, size] at `cache.positions` [B, T]; returns what the rows hold so
-        far.
-        """
+        """Write [B, heads, T, size] at `cache.positions` [B, T]; returns what the rows now hold."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -176,8 +174,9 @@ class _RowLayer(CacheLayerMixin):
         self.keys[rows[:, None], positions] = key_states.transpose(1, 2)
         self.values[rows[:, None], positions] = value_states.transpose(1, 2)
         count, length = len(rows), self.cache.length
-        return self.keys[:count, :length].transpose(1, 2), self.values[:count, :length].transpose(
-            1, 2
+        return (
+            self.keys[:count, :length].transpose(1, 2),
+            self.values[:count, :length].transpose(1, 2),
         )
 
     def _grow(self) -> None:
@@ -199,9 +198,7 @@ class _RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """A key-value cache whose rows stand at their own positions; the rows in use are the first
-    ones.
-    """
+    """A key-value cache whose rows stand at their own positions; those in use are the first."""
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int) -> None:
         self.num_rows, self.capacity, self.length = num_rows, capacity, 0
@@ -249,8 +246,7 @@ class Sampled:
 
 
 class Sampler:
-    """Samples conversations from its own copy of the weights, with one KV cache over all their
-    turns.
+    """Samples conversations from its own copy of the weights, with one KV cache over all turns.
 
     Five calls: `load_weights` once per step, `open` conversations, `extend` them by replies,
     `sample` the next message of each, `close`. A token is the inverse of the cumulative
@@ -292,8 +288,9 @@ class Sampler:
 
     @torch.no_grad()
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
-        """Start one conversation per prompt; equal prompts are computed once. Earlier ones must be
-        closed.
+        """Start one conversation per prompt; equal prompts are computed once.
+
+        Earlier conversations must be closed.
         """
         assert not self._rows, "close every conversation before opening new ones"
         place = {
@@ -324,8 +321,7 @@ class Sampler:
     def sample(
         self, episodes: Sequence[SamplerEpisode], max_tokens: Sequence[int], greedy: bool = False
     ) -> list[Sampled]:
-        """Sample the next message of each conversation, at most `max_tokens` (1 or more) tokens
-        each.
+        """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
 
         Greedy decoding takes the most likely token. Log-probabilities are those at the sampling
         temperature.
@@ -345,9 +341,8 @@ class Sampler:
         for step in range(longest):
             draws = None if greedy else uniforms(keys[active], drawn[active] + step)
             picked, picked_logprobs = self._pick(hidden, draws)
-            live = going[
-                active
-            ]  # a finished row may stay in the batch for a while; what it picks is ignored
+            # A finished row may stay in the batch for a while; what it picks is ignored.
+            live = going[active]
             rows = active[live]
             tokens[rows, step], logprobs[rows, step] = (picked[live], picked_logprobs[live])
             last[rows], lengths[rows] = picked[live], step + 1
@@ -371,9 +366,7 @@ class Sampler:
         ]
 
     def _bring_to_front(self, episodes: Sequence[SamplerEpisode], wanted: np.ndarray) -> np.ndarray:
-        """Swap rows so that the wanted episodes hold the first ones; returns each of those rows'
-        episode index.
-        """
+        """Swap the wanted episodes into the first rows; returns the episode index of each row."""
         index = {id(episode): i for i, episode in enumerate(episodes) if wanted[i]}
         count = len(index)
         holes = [r for r in range(count) if r not in self._rows or id(self._rows[r]) not in index]
@@ -392,8 +385,9 @@ class Sampler:
         return np.array([index[id(self._rows[row])] for row in range(count)])
 
     def _forward(self, tokens: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
-        """Feed tokens to the first rows, from the given positions; returns the last one's hidden
-        state, [B, H].
+        """Feed tokens to the first rows, from the given positions.
+
+        Returns the hidden state of each row's last token, [B, H].
         """
         counts = torch.tensor([len(ids) for ids in tokens])
         longest = int(counts.max())

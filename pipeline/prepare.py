@@ -1,5 +1,6 @@
-"""What a run needs before any rank computes: tasks, environments, tokenizer, chat format, stages.
-Checked as it is made.
+"""What a run needs before any rank computes, checked as it is made.
+
+These are the tasks, environments, tokenizer, chat format and stages.
 """
 
 from __future__ import annotations
@@ -44,15 +45,17 @@ class Prepared:
 
 
 def _sample(tasks: Sequence[Task]) -> Sequence[Task]:
-    """The tasks with the longest texts: tokens follow characters closely enough to look at these
-    only.
+    """The tasks with the longest texts.
+
+    Tokens follow characters closely enough to look at these only.
     """
     return sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.prompt))[:64]
 
 
 def prepare(config: Config, tokenizer: Any = None) -> Prepared:
-    """Load and check everything but the weights. Raises UserError for whatever is the user's to
-    mend.
+    """Load and check everything but the weights.
+
+    Raises UserError for whatever is the user's to mend.
     """
     data = config.data
     environments = environment_classes(data.domains, data.environments)

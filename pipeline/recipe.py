@@ -171,7 +171,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text, by the rules of `_Loader`. Raises `yaml.YAMLError`."""
+    """The value of a YAML text, by the rules of `_Loader`; raises `yaml.YAMLError`."""
     return yaml.load(text, Loader=_Loader)
 
 

@@ -1,5 +1,6 @@
-"""Playing episodes: the sampler's messages go to environments, their replies back, until each
-episode ends.
+"""Playing episodes, each until it ends.
+
+The sampler's messages go to environments, and their replies back.
 """
 
 from __future__ import annotations
@@ -55,9 +56,7 @@ class _Episode:
 
 
 class Rollout:
-    """Plays episodes of any domain with one sampler, one chat format and the limits of the
-    recipe.
-    """
+    """Plays episodes of any domain with one sampler, one chat format and the recipe's limits."""
 
     def __init__(
         self,
@@ -74,8 +73,9 @@ class Rollout:
         )
 
     def __call__(self, starts: Sequence[Start], greedy: bool = False) -> list[Trajectory]:
-        """One trajectory per start, in order; at most `max_live_episodes` are played side by
-        side.
+        """One trajectory per start, in order.
+
+        At most `max_live_episodes` are played side by side.
         """
         trajectories: list[Trajectory] = []
         size = self.limits.max_live_episodes
@@ -128,8 +128,9 @@ class Rollout:
         return len(episode.prompt_ids) + len(episode.completion_ids)
 
     def _take_turn(self, episode: _Episode, sampled: Sampled) -> None:
-        """Take one sampled message; then either the episode has a stop reason, or its reply is in
-        the sampler.
+        """Take one sampled message.
+
+        Then either the episode has a stop reason, or its reply is in the sampler.
         """
         episode.append(sampled.ids, sampled.logprobs)
         episode.num_turns += 1
@@ -153,8 +154,9 @@ class Rollout:
         self.sampler.extend(_handle(episode), ids)
 
     def _replies(self, episode: _Episode, parsed: Parsed) -> list[Message]:
-        """What the environment or the user answers; sets the stop reason when the episode ends
-        here.
+        """What the environment or the user answers.
+
+        Sets the stop reason when the episode ends here.
         """
         environment = episode.environment
         if parsed.malformed:

@@ -1,4 +1,7 @@
-"""A run folder's files as values: what reports and plots are made from. Imports no torch."""
+"""A run folder's files as values: what reports and plots are made from.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -23,14 +23,7 @@ from pipeline.config import Config, UserError
 from pipeline.curriculum import describe
 from pipeline.distributed import Ranks
 from pipeline.grpo import Updater
-from pipeline.policy import (
-    Sampler,
-    TokenLogprobs,
-    load_folder,
-    load_model,
-    on_gpu,
-    uses_bf16,
-)
+from pipeline.policy import Sampler, TokenLogprobs, load_folder, load_model, on_gpu, uses_bf16
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
 from pipeline.run_folder import find_checkpoint, open_folder
@@ -52,9 +45,8 @@ class Run:
     log: RunLog
     state: TrainState
     updater: Updater | None = None  # made when training starts
-    records: list[RunRecord] = field(
-        default_factory=list
-    )  # of this rank's training episodes in the stage
+    # Of this rank's training episodes in the stage.
+    records: list[RunRecord] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -152,8 +144,9 @@ def load_start(config: Config, parts: Prepared, ranks: Ranks) -> tuple[TrainStat
 
 
 def make_updater(run: Run) -> Updater:
-    """The trained module under Accelerate, its optimizer (restored on resume) and the reference
-    policy.
+    """The trained module under Accelerate, its optimizer and the reference policy.
+
+    The optimizer is restored on resume.
     """
     if run.config.grpo.gradient_checkpointing:
         run.model.activation_checkpointing_enable({"use_reentrant": False})

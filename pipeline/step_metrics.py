@@ -11,8 +11,9 @@ from pipeline.trajectory import StopReason, Trajectory
 
 
 def rollout_metrics(run: Run, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the step's episodes on all ranks: reward per domain, stop reasons, dead groups,
-    tokens.
+    """Means over the step's episodes on all ranks.
+
+    They are reward per domain, stop reasons, dead groups and tokens.
     """
     domains, size = run.config.data.domains, run.config.rollout.num_generations
     groups = [trajectories[i : i + size] for i in range(0, len(trajectories), size)]

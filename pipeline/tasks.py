@@ -26,7 +26,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One problem. Its identity is (domain, id): ids may repeat between domains."""
+    """One problem, identified by (domain, id): ids may repeat between domains."""
 
     domain: str
     id: str
@@ -40,8 +40,9 @@ class Task:
         return self.domain, self.id
 
     def row(self) -> dict[str, Any]:
-        """The keyword arguments of `Environment.reset`: fresh copies, so that no episode can alter
-        a task.
+        """The keyword arguments of `Environment.reset`.
+
+        They are fresh copies, so that no episode can alter a task.
         """
         return {
             "domain": self.domain,
@@ -52,8 +53,9 @@ class Task:
 
 
 class Source(Protocol):
-    """Where tasks come from: sized and indexable, so that a large file need not be held as
-    objects.
+    """Where tasks come from.
+
+    Sized and indexable, so that a large file need not be held as objects.
     """
 
     def __len__(self) -> int: ...
@@ -67,8 +69,7 @@ GenerateTasks = Callable[..., list[Task]]  # (seed, n, split, difficulty) -> tas
 def load_tasks(path: Path, domain: str) -> list[Task]:
     """Read a JSON or JSONL file of one domain's tasks, all of them validated.
 
-    Raises UserError naming the file, the line (or the place in the array), the task and what is
-    wrong.
+    UserError names the file, the line (or the place in the array), the task and what is wrong.
     """
     tasks: list[Task] = []
     seen: dict[str, str] = {}
@@ -197,10 +198,10 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
 
 
 def shard_tasks(count: int, rank: int, num_ranks: int) -> range:
-    """The indices of the groups that `rank` plays: every num_ranks-th one; shares differ by at
-    most one.
+    """The indices of the groups that `rank` plays: every num_ranks-th one.
 
-    Interleaved, so that the domains of a step, listed one after another, spread over the ranks.
+    Shares differ by at most one. Interleaved, so that the domains of a step, listed one after
+    another, spread over the ranks.
     """
     assert 0 <= rank < num_ranks
     return range(rank, count, num_ranks)

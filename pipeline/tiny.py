@@ -1,5 +1,4 @@
-"""The embedded default model: a tiny Qwen3 and its tokenizer, made here, so that nothing is
-downloaded.
+"""The embedded default model: a tiny Qwen3 and its tokenizer, made here, not downloaded.
 
 The tokenizer splits text into the words and JSON chunks of the embedded domains, one token each,
 and everything else into bytes (byte-level BPE without merges). Its chat template is a compact form
@@ -66,9 +65,7 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with one token for every word, id and JSON chunk of the embedded
-    domains.
-    """
+    """Byte-level tokenizer with a token for every word, id and JSON chunk of our domains."""
     chunks = sorted(set(_chunks()), key=lambda chunk: (-len(chunk), chunk))
     pattern = "|".join([*(re.escape(c) for c in chunks), r"[A-Za-z_]+", r"[0-9]", r"[^A-Za-z0-9_]"])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -149,9 +146,8 @@ def _chunks() -> Iterator[str]:
                 keys.add(name)
                 words |= set(parameter.get("enum", []))
         _walk(environment.database_class.model_json_schema(), keys, words)
-        keys |= words | set(
-            getattr(module, "REMEDIES", {})
-        )  # flights come as {"free": ..., "full": ...}
+        # Words are keys too: flights come as {"free": ..., "full": ...}.
+        keys |= words | set(getattr(module, "REMEDIES", {}))
         yield from (key for key in keys if key)
         for key in keys:
             yield from (f'", "arguments": {{"{key}": "', f'{{"{key}": "', f'", "{key}": "')

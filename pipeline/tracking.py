@@ -220,9 +220,8 @@ def _start_wandb(folder: Path, config: Config) -> Any:
 def _start_tensorboard(folder: Path, resumed_at: int | None) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
-    purge = (
-        None if resumed_at is None else resumed_at + 1
-    )  # hides what the cut-off lines have left there
+    # Hides what the cut-off lines have left there.
+    purge = None if resumed_at is None else resumed_at + 1
     tracker = TensorBoardTracker("tensorboard", folder, purge_step=purge)
     tracker.start()
     return tracker

@@ -1,5 +1,6 @@
-"""The run: evaluate, warm-start, then stage by stage the loop of rollouts and updates, evaluating
-after each stage.
+"""The run: evaluate, warm-start, then train stage by stage.
+
+A stage is the loop of rollouts and updates, with an evaluation after it.
 """
 
 from __future__ import annotations

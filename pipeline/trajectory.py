@@ -1,5 +1,7 @@
-"""What flows: a Trajectory is one played episode in tokens, a RunRecord its summary, a MicroBatch
-what one forward sees.
+"""What flows: Trajectory, RunRecord and MicroBatch.
+
+A Trajectory is one played episode in tokens, a RunRecord its summary, a MicroBatch what one
+forward pass sees.
 
 Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e]
 with loss_mask [1 1 1 1  0 0 0  1 1 1]: s sampled, e the sampled end of turn, t the tokens of a
@@ -16,7 +18,7 @@ import torch
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. What the model does wrong is a status here, never an exception."""
+    """Why an episode ended; what the model does wrong is a status here, never an exception."""
 
     # A message without a tool call that the user does not answer, or a tool that ends it.
     COMPLETED = "completed"
@@ -96,8 +98,7 @@ class RunRecord:
 class MicroBatch:
     """Sequences of one forward pass, and for each sampled token what its term of the loss needs.
 
-    Flat over the N sampled tokens of the B sequences; `input_ids` is padded on the right to T
-    tokens.
+    Flat over the N sampled tokens of the B sequences; `input_ids` is padded on the right to T.
     """
 
     input_ids: torch.Tensor  # [B, T] int64

@@ -1,10 +1,10 @@
-"""The warm start: a short supervised stage on demonstrations, through TRL's SFTTrainer, on the
-same ranks.
+"""The warm start: a short supervised stage on demonstrations.
 
-Its rows are `input_ids` and `labels` made by the same `chat.py` code as rollouts, so the policy
-learns to continue exactly what it will be given. It shall leave a policy that is able but far from
-good: the embedded experts follow the policy's rules only in part (`warm_start.rule_share`), so
-that every branch of every decision stays likely and GRPO has something to sharpen.
+It runs through TRL's SFTTrainer, on the same ranks. Its rows are `input_ids` and `labels` made by
+the same `chat.py` code as rollouts, so the policy learns to continue exactly what it will be given.
+It shall leave a policy that is able but far from good: the embedded experts follow the policy's
+rules only in part (`warm_start.rule_share`), so that every branch of every decision stays likely
+and GRPO has something to sharpen.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def warm_start(
 ) -> float:
     """Train `model` in place; every rank calls it after the Accelerator was made.
 
-    `on_step` is called after each optimizer step. Returns the mean loss of the last eighth of the
-    steps.
+    `on_step` is called after each optimizer step. Returns the mean loss of the steps' last eighth.
     """
     from datasets import Dataset
     from transformers import PrinterCallback
@@ -101,8 +100,9 @@ class _Steps(TrainerCallback):
 
 
 def pad_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:
-    """Rows without labels behind each step's own, so that any number of ranks gets equal shares of
-    a step.
+    """Add rows without labels behind each step's own.
+
+    With them any number of ranks gets equal shares of a step.
     """
     missing = -batch_size % num_ranks
     padding = [{"input_ids": [0], "labels": [IGNORED]}] * missing
@@ -127,8 +127,9 @@ def check_demonstrations(config: Config) -> None:
 
 
 def demonstration_rows(config: Config, chat: Chat, environments: dict[str, type[Any]]) -> list[Row]:
-    """As many rows as the warm start will see, in its order: no row is used twice if enough can be
-    made.
+    """As many rows as the warm start will see, in its order.
+
+    No row is used twice if enough can be made.
     """
     count = config.warm_start.steps * config.warm_start.batch_size
     if config.warm_start.data is not None:
@@ -186,8 +187,9 @@ def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]])
 
 
 def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-    """Conversations of a JSONL file, `{"messages": [...], "tools": [...]}`; UserError names the
-    line.
+    """Conversations of a JSONL file, `{"messages": [...], "tools": [...]}`.
+
+    UserError names the faulty line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -38,10 +38,9 @@ def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]
 
 @_once_a_class
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
-    """The tools of an environment: its class's public functions but `reset` and `get_reward`, as
-    in TRL.
+    """The tools of an environment: its class's public functions but `reset` and `get_reward`.
 
-    What an instance holds in its attributes is no tool, callable or not.
+    The rule is TRL's. What an instance holds in its attributes is no tool, callable or not.
     """
     return {
         name: member
@@ -52,8 +51,9 @@ def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
 
 @_once_a_class
 def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
-    """JSON schemas of the tools, from signatures and docstrings, in the form that chat templates
-    take.
+    """JSON schemas of the tools, in the form that chat templates take.
+
+    They are made from signatures and docstrings.
     """
     from transformers.utils import get_json_schema
 
@@ -72,8 +72,7 @@ def _validators(
 
 
 def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
-    """Call a tool with arguments that a model wrote; what comes back, JSON or text, is what the
-    model sees.
+    """Call a tool with arguments that a model wrote; returns what the model sees, JSON or text.
 
     An unknown tool, a wrong argument or a tool that raises is answered with {"error": ...}.
     """

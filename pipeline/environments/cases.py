@@ -27,8 +27,9 @@ class Database(BaseModel):
 
 @dataclass
 class ScriptedUser:
-    """A customer who answers one question with what the task says, notes it in the case, and else
-    says goodbye.
+    """A customer who answers one question with what the task says, and else says goodbye.
+
+    The answer is noted in the case.
     """
 
     topic: str

@@ -21,14 +21,14 @@ class Agent(Protocol):
     def ask(self, question: str) -> str: ...
 
     def decide(self, right: str, options: Sequence[str], chained: bool = False) -> str:
-        """The option to take at a decision of the policy text; `chained`: it follows an earlier
-        decision.
+        """The option to take at a decision of the policy text.
+
+        `chained`: it follows an earlier decision.
         """
 
 
-Expert = Callable[
-    [Agent, dict[str, str]], str
-]  # (agent, goal) -> final message; "" after a transfer
+# (agent, goal) -> final message; "" after a transfer
+Expert = Callable[[Agent, dict[str, str]], str]
 
 
 @dataclass
@@ -37,9 +37,8 @@ class ScriptedAgent:
 
     With `rule_share` 1 every decision follows the rule. Below it, a first decision does so with
     that probability, else a habit draws it (the first option .35, the others share .65); a chained
-    one is right with .6, else any
-    option: demonstrations that know tools and formats and leave every branch likely, for GRPO to
-    sharpen.
+    one is right with .6, else any option: demonstrations that know tools and formats and leave
+    every branch likely, for GRPO to sharpen.
     """
 
     environment: Any

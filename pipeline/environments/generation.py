@@ -18,9 +18,7 @@ IDS = tuple(f"K{number:02d}" for number in range(60))
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A task before it gets its id: what the customer wants, the records, and what must be
-    true at the end.
-    """
+    """A task without its id: what the customer wants, the records, what must be true at the end."""
 
     goal: dict[str, str]
     database: Database
@@ -33,8 +31,9 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of request: its phrasings (`{record}` and further slots of the goal) and the
-    shares of its branches.
+    """A kind of request: its phrasings and the shares of its branches.
+
+    Phrasings hold `{record}` and further slots of the goal.
     """
 
     name: str
@@ -45,8 +44,9 @@ class Family:
 
 
 def quota(shares: dict[str, float], count: int) -> list[str]:
-    """`count` names whose numbers follow the shares as closely as whole numbers can, at every
-    length.
+    """`count` names whose numbers follow the shares as closely as whole numbers can.
+
+    That holds at every length.
     """
     total = sum(shares.values())
     given = dict.fromkeys(shares, 0)
@@ -59,8 +59,9 @@ def quota(shares: dict[str, float], count: int) -> list[str]:
 
 
 def _owner(text: str) -> str:
-    """The split that owns a task's visible content: 70 % train, 15 % each for the others, so
-    that none share any.
+    """The one split that owns a task's visible content, so that no two splits share any.
+
+    Train owns 70 %, each of the others 15 %.
     """
     share = stream_key("split", text) / 2**64
     return "train" if share < 0.7 else "validation" if share < 0.85 else "test"
@@ -75,11 +76,10 @@ def generate(
     split: str,
     difficulty: str,
 ) -> list[Task]:
-    """`n` tasks with the shares of families and branches kept exactly; the same for the same
-    arguments everywhere.
+    """`n` tasks with the shares of families and branches kept exactly.
 
-    Splits share no visible content whatever the seeds. Raises ValueError when so many different
-    tasks do not exist.
+    The same arguments give the same tasks everywhere. Splits share no visible content whatever the
+    seeds. Raises ValueError when so many different tasks do not exist.
     """
     if split not in SPLITS or difficulty not in DIFFICULTIES:
         raise ValueError(
@@ -132,9 +132,8 @@ def _draft(
     draft = family.draft(random, branch)
     goal = {**draft.goal, "family": family.name}
     named = goal["record"]
-    if (
-        difficulty == "hard"
-    ):  # the customer gives a customer number; finding the record is one more call
+    # When hard, the customer gives a customer number; finding the record is one more call.
+    if difficulty == "hard":
         named = f"the one of {goal['customer']}"
         del goal["record"]
     else:

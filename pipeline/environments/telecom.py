@@ -1,5 +1,6 @@
-"""Telecom: bring a line, mobile data or roaming back; the phone is the customer's, and only they
-can touch it.
+"""Telecom: bring a line, mobile data or roaming back.
+
+The phone is the customer's, and only they can touch it.
 """
 
 from __future__ import annotations

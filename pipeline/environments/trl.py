@@ -1,5 +1,6 @@
-"""Environments in `trl.GRPOTrainer`: factories, rows and a reward function, with the tools of our
-own rollouts.
+"""Environments in `trl.GRPOTrainer`, with the tools of our own rollouts.
+
+Here are the factories, the rows and a reward function:
 
     GRPOTrainer(
         model,
