@@ -121,8 +121,8 @@ class Chat:
         if not text.startswith(before):
             raise UserError(
                 "model: its chat template renders an assistant message differently from what "
-                "it asks the model to "
-                "continue; try chat_template_kwargs such as {enable_thinking: false}"
+                "it asks the model to continue; try chat_template_kwargs such as "
+                "{enable_thinking: false}"
             )
         end = text.rindex(self.end_of_turn) + len(self.end_of_turn)
         return self._encode_guarded(text[len(before) : end], guards)
@@ -269,8 +269,7 @@ class Chat:
             if self._delta(short, replies) != self._delta(long, replies):
                 raise UserError(
                     "model: its chat template renders a reply differently after other "
-                    "conversations, so sampled "
-                    "tokens could not be kept; use another template"
+                    "conversations, so sampled tokens could not be kept; use another template"
                 )
 
 

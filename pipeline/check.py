@@ -52,8 +52,8 @@ def validate(config: Config) -> Prepared:
         )
         raise UserError(
             f"memory: each rank needs {need / GIB:.1f} GiB ({parts_of}) and has "
-            f"{have / GIB:.1f}; use a smaller model, "
-            "max_live_episodes or max_tokens_per_microbatch, or larger GPUs"
+            f"{have / GIB:.1f}; use a smaller model, max_live_episodes or "
+            "max_tokens_per_microbatch, or larger GPUs"
         )
     return parts
 

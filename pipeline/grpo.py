@@ -105,9 +105,10 @@ def make_micro_batches(
     max_tokens: int,
     pad_id: int,
 ) -> list[MicroBatch]:
-    """Sequences sorted by length, cut where a forward pass would exceed `max_tokens`, padding included.
+    """Sequences sorted by length, cut where a forward pass would exceed `max_tokens`.
 
-    Episodes without a sampled token (the environment failed at once) have no term and are left out.
+    Padded tokens count. Episodes without a sampled token (the environment failed at once) have no
+    term and are left out.
     """
     sampled = [i for i, trajectory in enumerate(trajectories) if trajectory.num_sampled_tokens]
     order = sorted(sampled, key=lambda i: (-trajectories[i].num_tokens, i))

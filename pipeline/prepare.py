@@ -87,8 +87,8 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
         if tokens + config.rollout.max_tokens_per_turn > config.rollout.max_tokens:
             raise UserError(
                 f"max_tokens: got {config.rollout.max_tokens}, but a prompt of {domain} has "
-                f"{tokens} tokens and a turn "
-                f"may take {config.rollout.max_tokens_per_turn}; raise max_tokens"
+                f"{tokens} tokens and a turn may take {config.rollout.max_tokens_per_turn}; "
+                "raise max_tokens"
             )
     return prepared
 
