@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.chat import Chat, Parsed
 from pipeline.config import RolloutSettings
 from pipeline.environments.base import call_tool, error_result, settled, tool_schemas
-from pipeline.policy import Sampled, Sampler, SamplerEpisode
+from pipeline.sampler import Sampled, Sampler, SamplerEpisode
 from pipeline.tasks import Message, Task
 from pipeline.trajectory import StopReason, Trajectory
 

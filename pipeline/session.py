@@ -23,10 +23,11 @@ from pipeline.config import Config, UserError
 from pipeline.curriculum import describe
 from pipeline.distributed import Ranks
 from pipeline.grpo import Updater
-from pipeline.policy import Sampler, TokenLogprobs, load_folder, load_model, on_gpu, uses_bf16
+from pipeline.policy import TokenLogprobs, load_folder, load_model, on_gpu, uses_bf16
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
 from pipeline.run_folder import find_checkpoint, open_folder
+from pipeline.sampler import Sampler
 from pipeline.tracking import RunLog
 from pipeline.trajectory import RunRecord
 

@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.chat import Chat
-from pipeline.policy import Sampled
+from pipeline.sampler import Sampled
 from pipeline.tasks import Message, Task
 from pipeline.tiny import tiny_tokenizer
 from pipeline.trajectory import StopReason, Trajectory

@@ -18,7 +18,7 @@ LAYERS = (  # a module imports from earlier lines only
     "trajectory",
     "environments",
     "tiny",
-    "policy chat distributed advantages",
+    "policy sampler chat distributed advantages",
     "rollout grpo curriculum",
     "tracking checkpoint evaluate warm_start",
     "run_files prepare",

@@ -13,7 +13,8 @@ from pipeline.chat import Chat
 from pipeline.config import ModelSettings, UserError
 from pipeline.draws import stream_key, uniforms
 from pipeline.grpo import make_micro_batches
-from pipeline.policy import Sampler, TokenLogprobs, load_folder, load_model, load_tokenizer
+from pipeline.policy import TokenLogprobs, load_folder, load_model, load_tokenizer
+from pipeline.sampler import Sampler
 from pipeline.tiny import tiny_model
 
 END = 0  # the end of turn of the small models

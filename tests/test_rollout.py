@@ -14,8 +14,8 @@ from pipeline.draws import stream_key
 from pipeline.environments import environment_classes
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
-from pipeline.policy import Sampler
 from pipeline.rollout import Rollout, Start
+from pipeline.sampler import Sampler
 from pipeline.tiny import tiny_model
 from pipeline.trajectory import StopReason
 
