@@ -296,12 +296,16 @@ def test_a_killed_rank_is_named(environment):
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_ranks_too(environment, stop):
+    def as_under_nohup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(stop, signal.SIG_DFL)  # tests in the background of a shell ignore SIGINT
+
     process = subprocess.Popen(
         [sys.executable, RUN, "--num-gpus", "2", "--run-name", "sleep"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # as nohup does
+        preexec_fn=as_under_nohup,
     )
     assert process.stdout is not None
     started = [process.stdout.readline() for _ in range(3)]
