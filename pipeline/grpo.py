@@ -49,8 +49,8 @@ def token_weights(
 
     `grpo`: mean over a sequence's tokens, then over sequences (arXiv 2402.03300); `bnpo` and
     `dapo`: mean over all tokens of the step (arXiv 2503.14476); `dr_grpo`: sum over tokens /
-    (sequences x max_tokens) (arXiv 2503.20783). `num_sequences` and `num_tokens` count the step
-    over all ranks.
+    (sequences x max_tokens) (arXiv 2503.20783). `num_sequences` and `num_tokens` count what
+    is trained on in the step, over all ranks: without dead groups where these are dropped.
     """
     if loss_type == "grpo":
         return [1 / (max(length, 1) * num_sequences) for length in lengths]

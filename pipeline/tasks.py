@@ -9,7 +9,7 @@ string.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,9 +61,6 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Task: ...
-
-
-GenerateTasks = Callable[..., list[Task]]  # (seed, n, split, difficulty) -> tasks
 
 
 def load_tasks(path: Path, domain: str) -> list[Task]:

@@ -276,13 +276,6 @@ class StageProgress:
         waited_s = time.monotonic() - self._last_line
         return self._done % every == 0 or self._done == self._num_steps or waited_s > 60
 
-    def say(self, line: str) -> None:
-        """A line that does not break the bar."""
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
-        elif self._is_main:
-            _say(line)
-
     def __enter__(self) -> Self:
         return self
 
