@@ -73,6 +73,14 @@ class ModelSettings(Section):
     mixed_precision: Literal["auto", "bf16", "no"] = Field(
         "auto", description="auto: bf16 on CUDA, fp32 on CPU"
     )
+    use_peft: bool = Field(
+        False, description="GRPO trains LoRA adapters on the frozen model, through PEFT"
+    )
+    lora_r: PositiveInt = Field(16, description="rank of the LoRA matrices")
+    lora_alpha: PositiveInt = Field(32, description="LoRA's scale is lora_alpha / lora_r")
+    lora_target_modules: list[str] = Field(
+        ["all-linear"], description="names of the layers that get LoRA", min_length=1
+    )
 
 
 class DataSettings(Section):
@@ -204,6 +212,12 @@ class GRPOSettings(Section):
         0.1, ge=0, le=1, description="share of the peak learning rate at a stage's end"
     )
     warmup_steps: NonNegativeInt = Field(5, description="steps of linear warm-up of each stage")
+    scale_lr: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="how learning_rate grows with tasks_per_step / reference_tasks_per_step"
+    )
+    reference_tasks_per_step: PositiveInt | None = Field(
+        None, description="the tasks_per_step that learning_rate was chosen for"
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     adam_beta2: float = Field(0.98, ge=0, lt=1, description="AdamW")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW")
@@ -211,12 +225,21 @@ class GRPOSettings(Section):
     beta: NonNegativeFloat = Field(
         0.0, description="weight of the KL divergence (k3) to the reference policy; 0 needs none"
     )
+    sync_ref_model: bool = Field(
+        False, description="the policy at each stage's start becomes the reference policy"
+    )
     epsilon: PositiveFloat = Field(0.2, description="lower clip of the ratio")
     epsilon_high: PositiveFloat | None = Field(
-        0.28, description="upper clip of the ratio; null: epsilon"
+        0.28, description="upper clip of the ratio; null: epsilon. cispo: the largest ratio itself"
     )
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
-        "dapo", description="normalisation of the loss, as in TRL"
+    delta: PositiveFloat | None = Field(
+        None, description="bound of the ratio also where the advantage is negative; null: none"
+    )
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = Field(
+        "dapo", description="the loss and its normalisation, as in TRL"
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="a ratio per token, or one per episode (GSPO)"
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         "group", description="what advantages are divided by"
@@ -224,7 +247,13 @@ class GRPOSettings(Section):
     num_iterations: PositiveInt = Field(1, description="updates per batch of trajectories")
     entropy_coef: NonNegativeFloat = Field(0.005, description="weight of the entropy bonus")
     max_tokens_per_microbatch: PositiveInt = Field(
-        2048, description="padded tokens of one forward pass"
+        2048, description="tokens of one forward pass, padding included"
+    )
+    padding_free: bool = Field(
+        False, description="join the sequences of a forward pass in one row instead of padding them"
+    )
+    shard_optimizer: bool = Field(
+        False, description="each rank keeps a share of AdamW's moments (ZeroRedundancyOptimizer)"
     )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
@@ -235,13 +264,43 @@ class GRPOSettings(Section):
     permute_rewards: bool = Field(
         False, description="control: permute the rewards among the episodes of each step"
     )
+    logprob_gap_limit: PositiveFloat | None = Field(
+        None,
+        description="warn where sampler and training differ by more (train/logprob_gap); "
+        "null: 1e-3 in fp32, 0.5 in bf16",
+    )
+
+    @property
+    def upper_clip(self) -> float:
+        """`epsilon_high`, which is `epsilon` where it is null."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @model_validator(mode="after")
-    def _the_upper_clip_is_the_wider(self) -> Self:
-        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+    def _the_clips_fit_the_loss(self) -> Self:
+        if self.upper_clip < self.epsilon:
             raise UserError(
                 f"epsilon_high: got {self.epsilon_high}, below epsilon {self.epsilon}; "
                 "give epsilon or more, or null"
+            )
+        if self.loss_type == "cispo" and self.upper_clip < 1:
+            raise UserError(
+                f"epsilon_high: got {self.upper_clip}, which with loss_type cispo is the largest "
+                "ratio; give 1 or more, such as 5"
+            )
+        if self.delta is not None and self.loss_type == "cispo":
+            raise UserError("delta: not used by loss_type cispo; take it out")
+        if self.delta is not None and self.delta <= 1 + self.upper_clip:
+            raise UserError(
+                f"delta: got {self.delta}; give more than 1 + epsilon_high, {1 + self.upper_clip}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_learning_rate_can_be_scaled(self) -> Self:
+        if self.scale_lr != "none" and self.reference_tasks_per_step is None:
+            raise UserError(
+                f"scale_lr: got {self.scale_lr} without reference_tasks_per_step; "
+                "give the tasks_per_step that learning_rate was chosen for"
             )
         return self
 
@@ -276,6 +335,13 @@ class RunSettings(Section):
         None, description="`latest`, or a checkpoint folder of this output folder"
     )
     timeout: PositiveFloat = Field(600.0, description="deadline of every collective, in seconds")
+    deterministic: bool = Field(
+        False,
+        description="the same tokens on any number of CPU ranks, bit by bit; several times slower",
+    )
+    doctor: bool = Field(
+        False, description="check the ranks, their links and this machine in a minute, then exit"
+    )
     check: bool = Field(False, description="check recipe, tasks, template and memory, then exit")
 
 
@@ -311,3 +377,16 @@ class Config(Section):
             if name not in stages:
                 raise UserError(f"stage_weights: got {name!r}; name stages ({', '.join(stages)})")
         return self
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """`grpo.learning_rate`, scaled to the step's number of tasks; ranks play no part.
+
+        `linear` after Goyal et al. 2017 (arXiv 1706.02677, section 2.1), `sqrt` after Krizhevsky
+        2014 (arXiv 1404.5997, section 5) and, for Adam, Malladi et al. 2022 (arXiv 2205.10287).
+        """
+        if self.grpo.scale_lr == "none":
+            return self.grpo.learning_rate
+        assert self.grpo.reference_tasks_per_step is not None
+        factor = self.rollout.tasks_per_step / self.grpo.reference_tasks_per_step
+        return self.grpo.learning_rate * (factor if self.grpo.scale_lr == "linear" else factor**0.5)

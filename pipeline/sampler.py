@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -212,12 +213,14 @@ class Sampler:
         )
         cached = np.array([episode.length + len(episode.pending) for episode in episodes])
         for step in range(longest):
-            draws = None if greedy else uniforms(keys[active], drawn[active] + step)
-            picked, picked_logprobs = self._pick(hidden, draws)
+            logprobs_BV = self._logprobs(hidden)
+            places = keys[active], drawn[active] + step
+            picked = self.pick(logprobs_BV, *places, greedy)
+            chosen = logprobs_BV[torch.arange(len(picked)), torch.from_numpy(picked)].cpu().numpy()
             # A finished row may stay in the batch for a while; what it picks is ignored.
             live = going[active]
             rows = active[live]
-            tokens[rows, step], logprobs[rows, step] = (picked[live], picked_logprobs[live])
+            tokens[rows, step], logprobs[rows, step] = (picked[live], chosen[live])
             last[rows], lengths[rows] = picked[live], step + 1
             going[rows] = (picked[live] != self.end_of_turn_id) & (step + 1 < limits[rows])
             if not going.any():
@@ -278,19 +281,35 @@ class Sampler:
         picked: torch.Tensor = hidden_BT[torch.arange(len(tokens)), counts - 1]
         return picked
 
-    def _pick(
-        self, hidden: torch.Tensor, draws: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The next token of each row and its log-probability."""
-        logits = self.model.get_output_embeddings()(hidden).float() / self.temperature
-        logprobs = logits.log_softmax(-1)
-        if draws is None:
-            picked = logits.argmax(-1)
+    def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of every next token at the sampling temperature, [B, V], float32."""
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+        return (logits.float() / self.temperature).log_softmax(-1)
+
+    def pick(
+        self,
+        logprobs_BV: torch.Tensor,
+        keys: NDArray[np.uint64],
+        positions: NDArray[np.int64],
+        greedy: bool,
+    ) -> NDArray[np.int64]:
+        """The next token of each row, whose draw stands at `positions` of the stream `keys`."""
+        if greedy:
+            picked = logprobs_BV.argmax(-1)
         else:
-            cumulative = logprobs.double().exp().cumsum(-1)
-            numbers = torch.from_numpy(draws).to(self.device)[:, None] * cumulative[:, -1:]
-            picked = torch.searchsorted(cumulative, numbers, right=True)[:, 0].clamp_(
-                max=logits.shape[-1] - 1
-            )
-        chosen = logprobs.gather(-1, picked[:, None])[:, 0]
-        return picked.cpu().numpy(), chosen.cpu().numpy()
+            draws = torch.from_numpy(uniforms(keys, positions)).to(logprobs_BV.device)
+            picked = inverse_cdf(cumulative(logprobs_BV), draws)
+        tokens: NDArray[np.int64] = picked.cpu().numpy()
+        return tokens
+
+
+def cumulative(logprobs_BV: torch.Tensor) -> torch.Tensor:
+    """The cumulative distribution of each row, [B, V], float64; its last value is near 1."""
+    return logprobs_BV.double().exp().cumsum(-1)
+
+
+def inverse_cdf(cumulative_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
+    """The token of each row in whose share of the distribution the draw, in [0, 1), lies."""
+    numbers = draws_B[:, None] * cumulative_BV[:, -1:]
+    last = cumulative_BV.shape[-1] - 1
+    return torch.searchsorted(cumulative_BV, numbers, right=True)[:, 0].clamp_(max=last)

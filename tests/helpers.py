@@ -17,7 +17,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.chat import Chat
-from pipeline.sampler import Sampled
+from pipeline.draws import uniforms
+from pipeline.sampler import Sampled, Sampler, cumulative
 from pipeline.tasks import Message, Task
 from pipeline.tiny import tiny_tokenizer
 from pipeline.trajectory import StopReason, Trajectory
@@ -184,6 +185,37 @@ class ScriptedSampler:
         self.contexts[key] += ids[:room]
         logprobs = [-0.5 - position / 100 for position in range(len(ids))]
         return Sampled(ids=ids[:room], logprobs=logprobs[:room], finished=len(ids) <= room)
+
+
+class ForcedSampler(Sampler):
+    """The real sampler, made to say given tokens instead of those that it draws.
+
+    `forced` holds, for each key, the tokens of its stream in order; other keys are drawn as ever.
+    `different` gathers, for each forced token that this sampler would not have drawn, how far its
+    draw lies from that token's share of the cumulative distribution.
+    """
+
+    forced: Mapping[int, Sequence[int]] = {}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_forced = 0
+        self.different: list[float] = []
+
+    def pick(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
+        picked = super().pick(logprobs_BV, keys, positions, greedy)
+        for row, (key, position) in enumerate(zip(keys.tolist(), positions.tolist(), strict=True)):
+            tokens = self.forced.get(key, ())
+            if position >= len(tokens):  # a free stream, or a row that is finished already
+                continue
+            self.num_forced += 1
+            if picked[row] != tokens[position]:
+                picked[row] = tokens[position]
+                line = [0.0, *cumulative(logprobs_BV[row : row + 1])[0].tolist()]
+                draw = float(uniforms(keys[row], positions[row])) * line[-1]
+                low, high = line[tokens[position]], line[tokens[position] + 1]
+                self.different.append(max(low - draw, draw - high))
+        return picked
 
 
 # Real ranks
