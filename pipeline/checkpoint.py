@@ -1,7 +1,7 @@
 """Checkpoints: written aside, synced, renamed, and only then pointed at by `latest`.
 
-A checkpoint is a folder that `from_pretrained` loads (model and tokenizer), with `optimizer.pt`
-and `state.json`.
+A checkpoint is a folder that `from_pretrained` loads (model, or LoRA adapters, and tokenizer), with
+`optimizer.pt` and `state.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
+
+from pipeline import lora
 
 
 @dataclass(kw_only=True)
@@ -31,19 +34,27 @@ class TrainState:
 
 
 def save(
-    folder: Path, name: str, model: Any, tokenizer: Any, optimizer: Any | None, state: TrainState
+    folder: Path,
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    state: TrainState,
+    optimizer_state: dict[str, Any] | None = None,
 ) -> Path:
-    """Write `folder/name` and point `latest` at it.
+    """Write `folder/name` and point `latest` at it; of a model with LoRA, the adapters alone.
 
     An interrupted call leaves every earlier checkpoint as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{name}.writing"
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
+    if isinstance(model, PeftModel):
+        lora.save(model, aside)
+    else:
+        model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
-    if optimizer is not None:
-        torch.save(optimizer.state_dict(), aside / "optimizer.pt")
+    if optimizer_state is not None:
+        torch.save(optimizer_state, aside / "optimizer.pt")
     (aside / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
     for path in aside.rglob("*"):
         _sync(path)

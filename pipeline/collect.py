@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pipeline import checkpoint, report
 from pipeline.curriculum import Stage
+from pipeline.distributed import whole_state
 from pipeline.evaluate import evaluate, floors, success
 from pipeline.session import Run, curriculum
 from pipeline.trajectory import StopReason, Trajectory
@@ -109,11 +110,12 @@ def save_when_due(run: Run, stage: Stage) -> None:
 def save_checkpoint(run: Run, name: str) -> None:
     """Compare parameters over the ranks; rank 0 writes, all wait."""
     with run.ranks.phase("checkpoint", run.state.stage, run.state.step):
-        run.ranks.check_same_parameters(run.model, f"at checkpoint {name}")
+        run.ranks.check_same_parameters(run.model.named_parameters(), f"at checkpoint {name}")
+        updater = run.updater
+        optimizer = None if updater is None else whole_state(updater.optimizer, run.ranks.rank)
         if run.ranks.is_main:
-            optimizer = run.updater.optimizer if run.updater else None
             folder = run.folder / "checkpoints"
-            checkpoint.save(folder, name, run.model, run.parts.tokenizer, optimizer, run.state)
+            checkpoint.save(folder, name, run.model, run.parts.tokenizer, run.state, optimizer)
         run.ranks.barrier(f"checkpoint {name}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 Item = TypeVar("Item")
 
@@ -111,12 +112,23 @@ class Ranks:
         values: list[float] = tensor.tolist()
         return values
 
-    def check_same_parameters(self, model: torch.nn.Module, when: str) -> str:
-        """The SHA-256 of the parameters, if all ranks have the same.
+    def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor (on CPU, of the same shape), in order of ranks, on every rank."""
+        if self._group is None:
+            return [tensor]
+        with self._clock():
+            gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+            dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
+
+    def check_same_parameters(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], when: str
+    ) -> str:
+        """The SHA-256 of named parameters, if all ranks have the same.
 
         Raises RuntimeError naming the ranks whose parameters differ from rank 0's.
         """
-        digest = parameter_hash(model)
+        digest = parameter_hash(parameters)
         digests = self.all_gather_objects(digest, f"parameters {when}")
         different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
@@ -142,10 +154,27 @@ class Ranks:
             self.seconds[name] += time.perf_counter() - start
 
 
-def parameter_hash(model: torch.nn.Module) -> str:
-    """SHA-256 over names and bytes of all parameters."""
+def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over the names and bytes of parameters."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW whose moments are spread over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1).
+
+    Needs a process group; with one rank it is plain AdamW.
+    """
+    if not dist.is_initialized():
+        return torch.optim.AdamW(parameters, **settings)
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
+
+
+def whole_state(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
+    """The optimizer's state as one process would have it, on rank 0; every rank must call it."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if rank == 0 else None

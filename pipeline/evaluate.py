@@ -30,22 +30,23 @@ def evaluate(
     ranks: Ranks,
     greedy: bool = False,
 ) -> tuple[list[RunRecord], list[Trajectory]]:
-    """Play every task `num_trials` times, spread over the ranks, without any gradient.
+    """Play every task `num_trials` times, the tasks spread over the ranks, without any gradient.
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
     The draws depend on task and trial alone, so two evaluations differ by the policy only. Raises
     RuntimeError when a trial is missing or double.
     """
-    trials = [(task, trial) for task in tasks for trial in range(num_trials)]
-    mine = [trials[index] for index in shard_tasks(len(trials), ranks.rank, ranks.num_ranks)]
+    mine = [tasks[index] for index in shard_tasks(len(tasks), ranks.rank, ranks.num_ranks)]
     starts = [
-        Start(task=t, trial=k, key=stream_key(seed, "evaluation", *t.key, k)) for t, k in mine
+        Start(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
+        for task in mine
+        for k in range(num_trials)
     ]
     trajectories = rollout(starts, greedy=greedy)
     gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
     found = {(r.domain, r.task_id, r.trial): r for records in gathered for r in records}
     total = sum(map(len, gathered))
-    wanted = [(*task.key, trial) for task, trial in trials]
+    wanted = [(*task.key, trial) for task in tasks for trial in range(num_trials)]
     if total != len(wanted) or set(found) != set(wanted):
         raise RuntimeError(
             f"evaluation: {len(wanted)} trials expected, {total} came, {len(found)} different; "

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline import lora
 from pipeline.config import ModelSettings, UserError
 from pipeline.tiny import tiny_model, tiny_tokenizer
 from pipeline.trajectory import MicroBatch
@@ -48,7 +49,12 @@ def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
 
 
 def load_folder(folder: str | Path, settings: ModelSettings) -> Any:
-    """A causal language model with fp32 parameters from a folder or a hub id."""
+    """A causal language model with fp32 parameters from a folder or a hub id.
+
+    The adapters of a LoRA checkpoint come merged into their base model.
+    """
+    if lora.is_adapter(folder):
+        return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder,
@@ -99,6 +105,20 @@ def _not_loaded(name: str, what: str, error: Exception) -> str:
     )
 
 
+@torch.no_grad()
+def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
+    """UserError where the model's attention sees across sequences that are joined in one row."""
+    device = next(module.parameters()).device
+    sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
+    positions = torch.arange(4, device=device).repeat(2)[None]
+    apart = module.model(sequences, use_cache=False).logits.flatten(0, 1)
+    joined = module.model(sequences.view(1, -1), position_ids=positions, use_cache=False).logits[0]
+    if not torch.allclose(apart, joined, rtol=1e-3, atol=1e-3):
+        raise UserError(
+            "padding_free: this model's attention mixes joined sequences up; set it false"
+        )
+
+
 class TokenLogprobs(nn.Module):
     """The module that DDP wraps: log-probabilities and entropies of selected tokens.
 
@@ -118,7 +138,7 @@ class TokenLogprobs(nn.Module):
         Each is [N], at least float32.
         """
         hidden_BT = self.model.get_decoder()(
-            input_ids=batch.input_ids, use_cache=False
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         ).last_hidden_state
         hidden_N = hidden_BT[batch.rows, batch.columns]
         head = self.model.get_output_embeddings()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from pipeline.chat import Chat, Parsed
@@ -64,24 +65,22 @@ class Rollout:
         chat: Chat,
         environments: dict[str, type[Any]],
         limits: RolloutSettings,
+        deterministic: bool = False,
     ) -> None:
-        self.sampler, self.chat, self.environments, self.limits = (
-            sampler,
-            chat,
-            environments,
-            limits,
-        )
+        self.sampler, self.chat, self.environments = sampler, chat, environments
+        self.limits, self.deterministic = limits, deterministic
 
     def __call__(self, starts: Sequence[Start], greedy: bool = False) -> list[Trajectory]:
         """One trajectory per start, in order.
 
-        At most `max_live_episodes` are played side by side.
+        At most `max_live_episodes` are played side by side; where runs must be deterministic, only
+        those of one task, so that the shapes of a forward pass do not depend on other tasks.
         """
-        trajectories: list[Trajectory] = []
+        key = (lambda start: start.task.key) if self.deterministic else (lambda start: None)
         size = self.limits.max_live_episodes
-        for first in range(0, len(starts), size):
-            trajectories += self._play(starts[first : first + size], greedy)
-        return trajectories
+        together = [list(group) for _, group in groupby(starts, key)]
+        batches = [group[i : i + size] for group in together for i in range(0, len(group), size)]
+        return [trajectory for batch in batches for trajectory in self._play(batch, greedy)]
 
     def _play(self, starts: Sequence[Start], greedy: bool) -> list[Trajectory]:
         episodes = [self._reset(start) for start in starts]

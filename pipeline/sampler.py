@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pipeline.config import UserError
 from pipeline.draws import uniforms
+from pipeline.lora import merged_parameters
 
 # Settings of models that change logits after the output layer, which is applied here by itself.
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -156,8 +157,8 @@ class Sampler:
 
     @torch.no_grad()
     def load_weights(self, model: Any) -> None:
-        """Copy the weights of the trained model."""
-        for own, trained in zip(self.model.parameters(), model.parameters(), strict=True):
+        """Copy the weights of the trained model; LoRA's are merged on the way."""
+        for own, trained in zip(self.model.parameters(), merged_parameters(model), strict=True):
             own.copy_(trained)
 
     @torch.no_grad()

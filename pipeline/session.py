@@ -16,20 +16,20 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from transformers.utils import logging as transformers_logging
 
-from pipeline import checkpoint
+from pipeline import checkpoint, lora
 from pipeline.check import validate
 from pipeline.checkpoint import TrainState
 from pipeline.config import Config, UserError
 from pipeline.curriculum import describe
 from pipeline.distributed import Ranks
-from pipeline.grpo import Updater
-from pipeline.policy import TokenLogprobs, load_folder, load_model, on_gpu, uses_bf16
+from pipeline.policy import load_folder, load_model, on_gpu, uses_bf16
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
 from pipeline.run_folder import find_checkpoint, open_folder
 from pipeline.sampler import Sampler
 from pipeline.tracking import RunLog
 from pipeline.trajectory import RunRecord
+from pipeline.updater import Updater
 
 
 @dataclass(kw_only=True)
@@ -46,6 +46,7 @@ class Run:
     log: RunLog
     state: TrainState
     updater: Updater | None = None  # made when training starts
+    warned_of_gap: bool = False
     # Of this rank's training episodes in the stage.
     records: list[RunRecord] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
@@ -69,6 +70,12 @@ def start(config: Config) -> Run:
             "use --config_file accelerate_configs/multi_gpu.yaml"
         )
     assert config.run.num_gpus in (None, accelerator.num_processes), "ranks do not know each other"
+    if config.run.deterministic:
+        if accelerator.device.type != "cpu":
+            raise UserError(
+                "deterministic: works on CPU ranks only; set ACCELERATE_USE_CPU=true, or leave it"
+            )
+        torch.set_num_threads(1)
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
     parts = validate(config)
     opened = ranks.all_gather_objects(open_folder(config) if ranks.is_main else None, "run folder")
@@ -92,7 +99,8 @@ def start(config: Config) -> Run:
         checkpoint.write_text(folder / "curriculum.json", stages)
         print(f"run folder: {folder}", flush=True)
         _say_short_steps(config, parts)
-    rollout = Rollout(sampler, parts.chat, parts.environments, config.rollout)
+    deterministic = config.run.deterministic
+    rollout = Rollout(sampler, parts.chat, parts.environments, config.rollout, deterministic)
     return Run(
         config=config,
         folder=folder,
@@ -141,38 +149,8 @@ def load_start(config: Config, parts: Prepared, ranks: Ranks) -> tuple[TrainStat
     state = checkpoint.load_state(path)
     if ranks.is_main:
         print(f"resuming from {path.name}: {state.step} steps done")
-    return state, load_folder(path, config.model)
-
-
-def make_updater(run: Run) -> Updater:
-    """The trained module under Accelerate, its optimizer and the reference policy.
-
-    The optimizer is restored on resume.
-    """
-    if run.config.grpo.gradient_checkpointing:
-        run.model.activation_checkpointing_enable({"use_reentrant": False})
-        run.model.train()  # transformers recomputes in training mode only
-    module = TokenLogprobs(run.model, run.config.rollout.temperature)
-    reference = None
-    if run.config.grpo.beta > 0:
-        source = run.folder / "checkpoints" / "warm-start"
-        frozen = load_folder(source, run.config.model) if source.exists() else fresh_model(run)
-        frozen.to(run.accelerator.device).eval().requires_grad_(False)
-        reference = TokenLogprobs(frozen, run.config.rollout.temperature)
-    updater = Updater(
-        run.accelerator,
-        run.accelerator.prepare(module),
-        reference,
-        run.ranks,
-        run.config.grpo,
-        run.config.rollout,
-        run.parts.tokenizer.pad_token_id or 0,
-    )
-    if run.config.run.resume_from_checkpoint is not None:
-        path = find_checkpoint(run.folder, run.config.run.resume_from_checkpoint)
-        checkpoint.load_optimizer(path, updater.optimizer)
-    return updater
-
-
-def fresh_model(run: Run) -> Any:
-    return load_model(run.config.model, run.parts.tokenizer, run.config.run.seed)
+    if state.step and lora.is_adapter(path) != config.model.use_peft:
+        held = "LoRA adapters" if lora.is_adapter(path) else "a whole model"
+        got = str(config.model.use_peft).lower()
+        raise UserError(f"use_peft: got {got}, but {path.name} holds {held}; resume with its value")
+    return state, load_folder(lora.base_of(path) if lora.is_adapter(path) else path, config.model)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from pipeline.distributed import Ranks
+from pipeline.policy import uses_bf16
 from pipeline.session import Run
 from pipeline.trajectory import StopReason, Trajectory
 
@@ -47,6 +48,28 @@ def rollout_metrics(run: Run, trajectories: Sequence[Trajectory]) -> dict[str, f
         f"rollout/stop/{r}": count / episodes for r, count in zip(StopReason, stops, strict=True)
     }
     return metrics
+
+
+def over_iterations(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Statistics of the updates of one step: their means; the gap to the sampler of the first."""
+    means = {name: sum(row[name] for row in found) / len(found) for name in found[0]}
+    return means | {name: found[0][name] for name in means if "logprob_gap" in name}
+
+
+def warn_of_gap(run: Run, statistics: dict[str, float]) -> None:
+    """Once a run, say that training computes other log-probabilities than the sampler did."""
+    limit = run.config.grpo.logprob_gap_limit
+    limit = limit or (0.5 if uses_bf16(run.config.model) else 1e-3)
+    gap = statistics.get("train/logprob_gap", 0.0)
+    if gap <= limit or run.warned_of_gap:
+        return
+    run.warned_of_gap = True
+    if run.ranks.is_main:
+        print(
+            f"warning: step {run.state.step + 1}: a log-probability differs by {gap:.2g} between "
+            f"sampler and training (logprob_gap_limit {limit:g}); see train/logprob_gap",
+            flush=True,
+        )
 
 
 class Timer:

@@ -24,14 +24,15 @@ from pipeline.collect import (
 from pipeline.config import Config
 from pipeline.curriculum import Stage, tasks_of_step
 from pipeline.draws import permutation, stream_key
-from pipeline.grpo import learning_rate_at
+from pipeline.learner import make_updater, start_stage
 from pipeline.policy import load_folder
 from pipeline.rollout import Start
-from pipeline.session import Run, make_updater, start
-from pipeline.step_metrics import Timer, rollout_metrics
+from pipeline.session import Run, start
+from pipeline.step_metrics import Timer, over_iterations, rollout_metrics, warn_of_gap
 from pipeline.tasks import Task, shard_tasks
 from pipeline.tracking import StageProgress
 from pipeline.trajectory import Trajectory
+from pipeline.updater import learning_rate_at
 from pipeline.warm_start import warm_start
 
 
@@ -55,6 +56,7 @@ def train(run: Run) -> None:
             continue
         first = max(stage.first_step, run.state.step)
         done, is_main = first - stage.first_step, run.ranks.is_main
+        start_stage(run, stage)
         with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
             for step in range(first, stage.last_step):
                 timer = Timer(run.ranks)
@@ -154,18 +156,21 @@ def update(
     settings, size = run.config.grpo, run.config.rollout.num_generations
     batch_std = None
     if settings.scale_rewards == "batch":
-        sums = [len(rewards), float(rewards.sum()), float(rewards.square().sum())]
-        count, total, squares = run.ranks.sum(sums)
-        batch_std = (max(0.0, squares - total**2 / count) / max(1.0, count - 1)) ** 0.5
+        shards = run.ranks.all_gather_objects(rewards.tolist(), "rewards")
+        # Sorted, so that rounding does not depend on the ranks.
+        everything = sorted(reward for shard in shards for reward in shard)
+        batch_std = float(torch.tensor(everything, dtype=torch.float64).std())
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std).tolist()
     dead = dead_groups(rewards, size).tolist()
-    kept = [i for i in range(len(trajectories)) if not (settings.drop_dead_groups and dead[i])]
-    learning_rate = learning_rate_at(run.state.step - stage.first_step, stage.num_steps, settings)
-    statistics: dict[str, float] = {}
+    kept = [not (settings.drop_dead_groups and is_dead) for is_dead in dead]
+    done, peak = run.state.step - stage.first_step, run.config.peak_learning_rate
+    learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
     with run.ranks.phase("update", stage.name, run.state.step + 1):
-        for _ in range(settings.num_iterations):
-            statistics = run.updater.update_policy(
-                [trajectories[i] for i in kept], [advantages[i] for i in kept], learning_rate
-            )
+        found = [
+            run.updater.update_policy(trajectories, advantages, learning_rate, kept)
+            for _ in range(settings.num_iterations)
+        ]
         run.rollout.sampler.load_weights(run.model)
+    statistics = over_iterations(found)
+    warn_of_gap(run, statistics)
     return statistics

@@ -98,17 +98,24 @@ class RunRecord:
 class MicroBatch:
     """Sequences of one forward pass, and for each sampled token what its term of the loss needs.
 
-    Flat over the N sampled tokens of the B sequences; `input_ids` is padded on the right to T.
+    Flat over the N sampled tokens of the B sequences. Either each sequence has a row of
+    `input_ids`, padded on the right, and `position_ids` is missing; or all stand in one row, one
+    after the other, and `position_ids`, which starts anew at each, tells them apart.
     """
 
-    input_ids: torch.Tensor  # [B, T] int64
+    input_ids: torch.Tensor  # [B, T] int64, or [1, T]
+    position_ids: torch.Tensor | None  # [1, T] int64
     lengths: torch.Tensor  # [B] int64, real tokens of each sequence
-    rows: torch.Tensor  # [N] int64, sequence of each sampled token
+    rows: torch.Tensor  # [N] int64, row of each sampled token
     columns: torch.Tensor  # [N] int64, position whose output predicts it (its own position - 1)
+    sequences: torch.Tensor  # [N] int64, which of the B sequences it belongs to
     targets: torch.Tensor  # [N] int64, the sampled ids
     old_logprobs: torch.Tensor  # [N] float32
     advantages: torch.Tensor  # [N] float32
     weights: torch.Tensor  # [N] float32, share of the global normaliser; 0 drops a token
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device) for name, value in vars(self).items()
+        }
+        return MicroBatch(**moved)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from random import Random
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.chat import Chat
 from pipeline.draws import uniforms
+from pipeline.micro_batches import micro_batch
+from pipeline.policy import TokenLogprobs
 from pipeline.sampler import Sampled, Sampler, cumulative
 from pipeline.tasks import Message, Task
 from pipeline.tiny import tiny_tokenizer
@@ -84,6 +87,31 @@ def make_trajectory(
         "num_turns": 1,
     }
     return Trajectory(**{**values, **fields})
+
+
+def make_episodes(count: int) -> tuple[list[Trajectory], list[float]]:
+    """Random conversations with log-probabilities near the small model's, and advantages."""
+    random = Random(count)
+    rows = []
+    for _ in range(count):
+        length = random.randint(1, 40)
+        completion = [random.randrange(16) for _ in range(length)]
+        mask = [1] + [random.randrange(2) for _ in range(length - 1)]
+        rows.append(make_trajectory([1, random.randrange(16)], completion, mask))
+    batch = micro_batch([(row, 0.0, 1.0) for row in rows], 0)
+    with torch.no_grad():
+        logprobs = TokenLogprobs(small_model(), 1.0)(batch)[0]
+    noise = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1)) * 0.1
+    kept = (logprobs + noise).split([row.num_sampled_tokens for row in rows])
+    for i, values in enumerate(kept):
+        numbers = iter(values.tolist())
+        rows[i] = make_trajectory(
+            rows[i].prompt_ids,
+            rows[i].completion_ids,
+            rows[i].loss_mask,
+            logprobs=[next(numbers) if mask else 0.0 for mask in rows[i].loss_mask],
+        )
+    return rows, [random.choice([-1.0, -0.3, 0.5, 2.0]) for _ in range(count)]
 
 
 def call(name: str, **arguments: Any) -> Message:

@@ -1,0 +1,98 @@
+"""What is trained: the policy or its LoRA adapters, the optimizer and the reference policy.
+
+Made when GRPO starts, from the model as it is then, or from the checkpoint to resume from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pipeline import checkpoint, lora
+from pipeline.curriculum import Stage
+from pipeline.policy import TokenLogprobs, load_folder, load_model, refuse_mixed_up_sequences
+from pipeline.run_folder import find_checkpoint
+from pipeline.session import Run
+from pipeline.updater import Reference, Updater
+
+
+def make_updater(run: Run) -> Updater:
+    """The trained module under Accelerate, with optimizer and reference policy."""
+    config, resumed = run.config, None
+    if config.run.resume_from_checkpoint is not None:
+        resumed = find_checkpoint(run.folder, config.run.resume_from_checkpoint)
+    if config.grpo.gradient_checkpointing:
+        run.model.activation_checkpointing_enable({"use_reentrant": False})
+        run.model.train()  # transformers recomputes in training mode only
+    if config.model.use_peft:
+        base = _base_of_adapters(run)
+        run.model = lora.attach(run.model, config.model, base, config.run.seed)
+        run.model.to(run.accelerator.device)
+    module = TokenLogprobs(run.model, config.rollout.temperature)
+    if config.grpo.padding_free:
+        refuse_mixed_up_sequences(module)
+    reference = None
+    if config.grpo.beta > 0:
+        if resumed is not None:
+            _set_weights(run, _folder_of_reference(run))
+        reference = Reference(module)
+    if resumed is not None and (reference is not None or config.model.use_peft):
+        _set_weights(run, resumed)
+    pad_id = run.parts.tokenizer.pad_token_id or 0
+    updater = Updater(run.accelerator, module, run.ranks, config, pad_id, reference)
+    if resumed is not None:
+        checkpoint.load_optimizer(resumed, updater.optimizer)
+    run.rollout.sampler.load_weights(run.model)
+    return updater
+
+
+def start_stage(run: Run, stage: Stage) -> None:
+    """At a stage's first step, make the policy the reference where the recipe says so."""
+    assert run.updater is not None
+    reference = run.updater.reference
+    if reference is None:
+        return
+    if run.config.grpo.sync_ref_model and run.state.step == stage.first_step:
+        reference.refresh()
+    when = f"of the reference policy in stage {stage.name}"
+    run.ranks.check_same_parameters(reference.parameters.items(), when)
+
+
+def _base_of_adapters(run: Run) -> str:
+    """The folder or hub id of the model that adapters belong to, written now if it is nowhere."""
+    folder = run.folder / "checkpoints"
+    name = run.config.model.model
+    if (folder / "warm-start").is_dir():
+        return str((folder / "warm-start").resolve())
+    if name != "tiny" and not lora.is_adapter(name):
+        return str(Path(name).resolve()) if Path(name).is_dir() else name
+    if run.ranks.is_main and not (folder / "base").is_dir():
+        checkpoint.save(folder, "base", run.model, run.parts.tokenizer, run.state)
+    run.ranks.barrier("base model")
+    return str((folder / "base").resolve())
+
+
+def _folder_of_reference(run: Run) -> Path | None:
+    """The checkpoint with the weights of the reference; None for the model as it came."""
+    stages, folder = run.parts.stages, run.folder / "checkpoints"
+    under_way = next((s.index for s in stages if not run.state.evaluated(s.name)), len(stages))
+    if run.config.grpo.sync_ref_model and under_way > 0:
+        return folder / f"stage-{under_way}-{stages[under_way - 1].name}"
+    return folder / "warm-start" if (folder / "warm-start").is_dir() else None
+
+
+@torch.no_grad()
+def _set_weights(run: Run, folder: Path | None) -> None:
+    """Give the model, or its adapters, the weights of a checkpoint."""
+    config = run.config
+    if config.model.use_peft:
+        if folder is not None and lora.is_adapter(folder):
+            lora.load(run.model, folder)
+        return  # fresh adapters change nothing
+    if folder is None:
+        loaded = load_model(config.model, run.parts.tokenizer, config.run.seed)
+    else:
+        loaded = load_folder(folder, config.model)
+    for own, other in zip(run.model.parameters(), loaded.parameters(), strict=True):
+        own.copy_(other)
