@@ -7,6 +7,7 @@ are real and it takes no GPU memory. With one rank every call is local.
 from __future__ import annotations
 
 import hashlib
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 Item = TypeVar("Item")
 
@@ -163,6 +165,25 @@ def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
+def summed_over_ranks(module: Any) -> Any:
+    """Make DDP add the ranks' gradients up, where it would average them; returns the module.
+
+    A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
+    the number of ranks.
+    """
+
+    if isinstance(module, DistributedDataParallel):
+        # DDP does not take a function whose annotations are text, as they are here.
+        module.register_comm_hook(None, lambda _, bucket: _add_up(bucket))
+    return module
+
+
+def _add_up(bucket: dist.GradBucket) -> Any:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.optim.Optimizer:
     """AdamW whose moments are spread over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1).
 
@@ -178,3 +199,42 @@ def whole_state(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] |
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if rank == 0 else None
+
+
+class Board:
+    """Notes that ranks leave for each other at the store where they met.
+
+    They arrive also where collectives fail or hang. Each board has a connection of its own: one
+    that waits does not hold up another. With one rank the notes stay in this process.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        store: Any = (  # torch's type stubs lack `clone`
+            dist.distributed_c10d._get_default_store() if num_ranks > 1 else dist.HashStore()
+        )
+        self._store = store.clone()
+
+    def post(self, name: str, item: Any) -> None:
+        self._store.set(f"note {name}", pickle.dumps(item))
+
+    def has(self, name: str) -> bool:
+        return bool(self._store.check([f"note {name}"]))
+
+    def read(self, name: str, wait_s: float) -> Any:
+        """The item, once it is posted; RuntimeError where it is not within `wait_s`."""
+        self._store.wait([f"note {name}"], timedelta(seconds=wait_s))
+        return pickle.loads(self._store.get(f"note {name}"))
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum in place, over the device's own links: NCCL on GPU, gloo on CPU."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Fill `whole` with every rank's `part`, in order of ranks, over the device's own links."""
+    # The first name is torch 2.13's, which warns of the second.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part)
+    return whole

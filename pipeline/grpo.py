@@ -19,10 +19,10 @@ multiplied by its weight (`token_weights`, where each `loss_type` has its formul
 - The entropy bonus is `-entropy_coef * mean(entropy)` over the step's sampled tokens, whatever
   `loss_type` (as in TRL).
 
-One normaliser: weights are normalised by counts over *all* ranks. DDP averages gradients over
-ranks, so the loss of a rank is multiplied by the number of ranks; the gradient is then that of one
-process with the whole batch, whatever each rank holds. For bnpo and grpo TRL normalises each
-micro-batch by itself and averages; on one rank without accumulation the two are the same number.
+One normaliser: weights are normalised by counts over *all* ranks, and the ranks' gradients are
+added up; the sum is that of one process with the whole batch, whatever each rank holds. For bnpo
+and grpo TRL normalises each micro-batch by itself and averages; on one rank without accumulation
+the two are the same number.
 """
 
 from __future__ import annotations

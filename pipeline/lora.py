@@ -7,14 +7,22 @@ the folder or hub id of the base model, so PEFT loads and merges them too.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.utils.save_and_load import load_peft_weights
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ModelSettings, UserError
 
@@ -25,30 +33,41 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
     """The model with fresh adapters, whose product is zero; the model itself is frozen.
 
     `base` is the folder or hub id that its weights came from. Raises UserError where
-    `lora_target_modules` fits no layer, or one of the embeddings, which sampling could not merge.
+    `lora_target_modules` names anything but linear layers between embeddings and output layer.
     """
     targets = settings.lora_target_modules
+    every = targets == ["all-linear"]
+    if not every:
+        _check_targets(model, targets)
     config = LoraConfig(
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        target_modules="all-linear" if every else targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # PEFT 0.21 asks transformers 5.23 by an old name.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         torch.manual_seed(seed)
-        try:
-            attached = get_peft_model(model, config)
-        except ValueError as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"lora_target_modules: got {','.join(targets)} ({reason})") from None
-    for layer in (attached.get_input_embeddings(), attached.get_output_embeddings()):
-        if isinstance(layer, BaseTunerLayer):
-            raise UserError(
-                f"lora_target_modules: got {','.join(targets)}, which holds an embedding or the "
-                "output layer; name layers between them, or all-linear"
-            )
+        attached = get_peft_model(model, config)
+    config.base_model_name_or_path = base  # PEFT puts the model's own idea of its name there
     return attached
+
+
+def _check_targets(model: Any, targets: list[str]) -> None:
+    """PEFT ignores a name that fits nothing beside one that fits; the sampler merges no head."""
+    head = model.get_output_embeddings()
+    named = [(f".{name}", layer) for name, layer in model.named_modules()]
+    linear = [(name, layer) for name, layer in named if isinstance(layer, (nn.Linear, Conv1D))]
+    linear = [(name, layer) for name, layer in linear if layer is not head]
+    for target in targets:
+        count = sum(name.endswith(f".{target}") for name, _ in named)
+        if count == 0 or count != sum(name.endswith(f".{target}") for name, _ in linear):
+            known = dict.fromkeys(name.rpartition(".")[2] for name, _ in linear)
+            raise UserError(
+                f"lora_target_modules: got {target!r}; give linear layers below the output layer, "
+                f"here {', '.join(known)}, or all-linear by itself"
+            )
 
 
 def merged_parameters(model: Any) -> Iterator[torch.Tensor]:
@@ -75,9 +94,16 @@ def base_of(folder: str | Path) -> str:
 
     A checkpoint of the same run, which moves together with it, comes before a recorded path.
     """
-    name: str = json.loads((Path(folder) / CONFIG).read_text("utf-8"))["base_model_name_or_path"]
+    name: str | None = _config(folder)["base_model_name_or_path"]
+    if name is None:
+        raise UserError(f"model: the adapters in {folder} name no base model; enter it in {CONFIG}")
     sibling = Path(folder).resolve().parent / Path(name).name
     return str(sibling) if sibling.is_dir() else name
+
+
+def _config(folder: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / CONFIG).read_text("utf-8"))
+    return found
 
 
 def save(model: PeftModel, folder: Path) -> None:
@@ -88,13 +114,17 @@ def save(model: PeftModel, folder: Path) -> None:
 
 
 def load(model: PeftModel, folder: Path) -> None:
-    """Take over the adapters of a checkpoint; raises UserError where they have another shape."""
-    try:
-        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
-    except RuntimeError:
+    """Take over the adapters of a checkpoint; UserError where they are made in another way."""
+    saved = load_peft_weights(str(folder), device="cpu")
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    same = {n: w.shape for n, w in saved.items()} == {n: w.shape for n, w in own.items()}
+    config: Any = model.peft_config["default"]
+    if not same or _config(folder)["lora_alpha"] != config.lora_alpha:
         raise UserError(
-            f"lora_r, lora_target_modules: not those of the adapters in {folder}; give its settings"
-        ) from None
+            f"lora_r, lora_alpha, lora_target_modules: not those of the adapters in {folder}; "
+            "give its settings"
+        )
+    set_peft_model_state_dict(model, saved)
 
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:

@@ -56,18 +56,24 @@ def _run(argv: list[str]) -> int:
     if config.run.check:
         return _check(config)
     world = launch.resolve(config.run.num_gpus)
-    if world.rank == 0:
+    if world.rank == 0 and not config.run.doctor:
         check_folder(config)
     if world.num_launched < world.num_ranks:
-        from pipeline.check import validate
+        if not config.run.doctor:
+            from pipeline.check import validate
 
-        validate(config)
+            validate(config)
         return launch.start_ranks(world, argv)
     launch.use_device(world)
+    run = config.run.model_copy(update={"num_gpus": world.num_ranks})
+    config = config.model_copy(update={"run": run})
+    if config.run.doctor:
+        from pipeline.doctor import main as doctor
+
+        return doctor(config)
     from pipeline.train import main as train
 
-    run = config.run.model_copy(update={"num_gpus": world.num_ranks})
-    return train(config.model_copy(update={"run": run}))
+    return train(config)
 
 
 def _check(config: Config) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch.func import functional_call
 
 from pipeline.config import Config, GRPOSettings
-from pipeline.distributed import Ranks, sharded_adamw
+from pipeline.distributed import Ranks, sharded_adamw, summed_over_ranks
 from pipeline.grpo import TokenStats, grpo_loss, token_weights
 from pipeline.micro_batches import Item, empty_micro_batch, make_micro_batches
 from pipeline.policy import TokenLogprobs
@@ -59,7 +59,7 @@ class Updater:
         reference: Reference | None = None,
     ) -> None:
         self.accelerator, self.ranks, self.reference = accelerator, ranks, reference
-        self.module, self.wrapped = module, accelerator.prepare(module)
+        self.module, self.wrapped = module, summed_over_ranks(accelerator.prepare(module))
         self.settings, self.limits, self.pad_id = config.grpo, config.rollout, pad_id
         self.deterministic = config.run.deterministic
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -86,7 +86,7 @@ class Updater:
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
         self.ranks.barrier("update")  # names a rank that is stuck in its rollouts
-        num_sequences, num_tokens = self.ranks.sum([sum(kept), sum(lengths)])
+        num_sequences, num_tokens = self._counts(sum(kept), sum(lengths))
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # every group was dead, on every rank
             return statistics
@@ -110,6 +110,11 @@ class Updater:
         statistics["train/logprob_gap"] = self.ranks.max(max_gap)
         statistics["train/logprob_gap_mean"] = gap / num_tokens
         return statistics
+
+    def _counts(self, num_sequences: int, num_tokens: int) -> tuple[float, float]:
+        """Over all ranks: per-rank counts would make means of means."""
+        sequences, tokens = self.ranks.sum([num_sequences, num_tokens])
+        return sequences, tokens
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
         budget, padding_free = self.settings.max_tokens_per_microbatch, self.settings.padding_free
@@ -141,9 +146,7 @@ class Updater:
         for number, batch in enumerate(batches, 1):
             last = number == count
             with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                # DDP averages over the ranks, and the loss is normalised over all of them.
-                scale = float(self.ranks.num_ranks)
-                found.append(self._backward_one(self.wrapped, batch, num_tokens, scale))
+                found.append(self._backward_one(self.wrapped, batch, num_tokens))
         return _sums(found)
 
     def _backward_in_order(
@@ -158,7 +161,7 @@ class Updater:
         total, found = self.parameters[0].new_zeros(sum(sizes)), []
         for turn in range(int(self.ranks.max(len(groups)))):
             batches = groups[turn] if turn < len(groups) else []
-            found += [self._backward_one(self.module, batch, num_tokens, 1.0) for batch in batches]
+            found += [self._backward_one(self.module, batch, num_tokens) for batch in batches]
             mine = torch.cat([_gradient(p).flatten() for p in self.parameters])
             self.optimizer.zero_grad()
             for share in self.ranks.all_gather_tensors(mine):
@@ -167,14 +170,12 @@ class Updater:
             parameter.grad = share.view_as(parameter)
         return _sums(found)
 
-    def _backward_one(
-        self, module: Any, batch: MicroBatch, num_tokens: float, scale: float
-    ) -> TokenStats:
+    def _backward_one(self, module: Any, batch: MicroBatch, num_tokens: float) -> TokenStats:
         batch = batch.to(self.accelerator.device)
         logprobs, entropy = module(batch)
         ref_logprobs = None if self.reference is None else self._ref_logprobs(batch)
         loss, stats = grpo_loss(logprobs, entropy, batch, self.settings, num_tokens, ref_logprobs)
-        self.accelerator.backward(loss * scale)
+        self.accelerator.backward(loss)
         return stats
 
     def _ref_logprobs(self, batch: MicroBatch) -> torch.Tensor:

@@ -8,7 +8,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from random import Random
@@ -57,6 +57,19 @@ def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config).to(dtype)
+
+
+def in_float64(model: Any) -> Any:
+    """The model in float64 throughout: transformers' norms compute in float32 whatever they get."""
+    model = model.double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_rms_norm, module.weight, module.variance_epsilon)
+    return model
+
+
+def _rms_norm(weight: torch.Tensor, epsilon: float, hidden: torch.Tensor) -> torch.Tensor:
+    return weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)
 
 
 def make_task(name: str = "t1", request: str = "hello", **fields: Any) -> Task:

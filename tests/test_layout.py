@@ -26,8 +26,8 @@ LAYERS = (  # a module imports from earlier lines only
     "plots check",
     "report",
     "session",
-    "learner collect step_metrics",
-    "launch train",
+    "learner collect step_metrics doctor_checks",
+    "launch train doctor",
     "run",
 )
 LAYER = {name: number for number, line in enumerate(LAYERS) for name in line.split()}

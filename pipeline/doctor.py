@@ -1,0 +1,273 @@
+"""`--doctor`: what would otherwise fail an hour into a run, found in under a minute.
+
+One table on rank 0, a row as soon as it is found. What the ranks measured reaches rank 0 as notes
+at the store where they met, so that a failure on any rank shows also where collectives fail, and
+a check that hangs is named and ended by a watchdog.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from threading import Thread, Timer
+from typing import Any
+
+from accelerate import Accelerator, InitProcessGroupKwargs
+
+from pipeline import doctor_checks as rows
+from pipeline.config import Config
+from pipeline.distributed import Board, Ranks
+from pipeline.doctor_checks import Check, Finding, Place, named
+from pipeline.policy import on_gpu
+
+DEADLINE_S = 30.0  # of one check, if the run's own is not shorter
+GRACE_S = 10.0  # by which rank 0 speaks before the others give up
+SILENT_S = 5.0  # the same, for those that failed to connect
+COLUMNS = (12, 8, 80)
+
+INSTALL = "pip install -c constraints.txt -e . on every host"
+DISK = "another --output-dir; df -h and mount show what is there"
+CHECKS = (
+    Check("devices", rows.measure_devices, rows.judge_devices, "nvidia-smi on every host"),
+    Check("versions", rows.measure_versions, rows.judge_versions, INSTALL),
+    Check("all-reduce", rows.measure_mean, rows.judge_mean, talks=True),
+    Check("bandwidth", rows.measure_speed, rows.judge_speed, talks=True),
+    Check("barrier", rows.measure_barrier, rows.judge_barrier, talks=True),
+    Check("DDP", rows.measure_fit, rows.judge_fit, talks=True),
+    Check("bf16", rows.measure_bf16, rows.judge_bf16, "--mixed-precision no"),
+    Check("disk", rows.measure_disk, rows.judge_disk, DISK),
+    Check("memory", rows.measure_memory, rows.judge_memory, rows.SMALLER),
+)
+
+
+def main(config: Config, checks: Sequence[Check] = CHECKS, deadline_s: float = DEADLINE_S) -> int:
+    """Check this rank together with the others; 1 on every rank if anything is broken, else 0."""
+    return Doctor(config, checks, min(deadline_s, config.run.timeout)).run()
+
+
+def connect(config: Config, deadline_s: float) -> Place:
+    """Meet the other ranks as a run does, with shorter deadlines."""
+    # Errors of gloo say more than the watchdog can, so they come before it. NCCL would end the
+    # process without a word of the doctor's, so it comes after.
+    early_s = deadline_s * 2 / 3
+    timeout = timedelta(seconds=2 * deadline_s if on_gpu() else early_s)
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    assert config.run.num_gpus in (None, num_ranks), "ranks do not know each other"
+    return Place(
+        config=config,
+        accelerator=accelerator,
+        ranks=Ranks(rank, num_ranks, early_s),
+        board=Board(num_ranks),
+        deadline_s=deadline_s,
+    )
+
+
+def links_remedy() -> str:
+    """What to try when ranks do not hear each other."""
+    gloo = "GLOO_SOCKET_IFNAME=eth0 (a name that `ip addr` shows) chooses the network interface"
+    if not on_gpu():
+        return f"{gloo}; every host must reach MASTER_ADDR (firewall, /etc/hosts)"
+    return (
+        "NCCL_DEBUG=INFO shows what NCCL tries; NCCL_SOCKET_IFNAME=eth0 chooses the network "
+        "interface, GLOO_SOCKET_IFNAME=eth0 that of barriers; NCCL_IB_DISABLE=1 does without "
+        "InfiniBand, NCCL_P2P_DISABLE=1 without direct copies between GPUs"
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check measured on one rank, or why it could not."""
+
+    facts: Any = None
+    error: str = ""
+
+
+class Doctor:
+    """The checks in their order, on this rank."""
+
+    def __init__(self, config: Config, checks: Sequence[Check], deadline_s: float) -> None:
+        self.config, self.checks, self.deadline_s = config, checks, deadline_s
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.findings: list[Finding] = []
+        self.begun = time.perf_counter()
+
+    def run(self) -> int:
+        self._heading()
+        place = self._connect()
+        if place is None:
+            return self._end()
+        watching = Board(place.ranks.num_ranks)
+        for check in self.checks:
+            self._begin(check.name)
+            try:
+                with self._watched(check.name, _remedy(check), watching):
+                    finding = self._examine(check, place)
+            except RuntimeError as error:  # the store is gone, with the rank or agent that held it
+                self._row(check.name, Finding("broken", _say(error), _remedy(check)))
+                return self._end()
+            self._row(check.name, finding)
+        self._part(place)
+        return self._end()
+
+    def _connect(self) -> Place | None:
+        name, begun = "connection", time.perf_counter()
+        self._begin(name)
+        try:
+            with self._watched(name, links_remedy(), None):
+                place = connect(self.config, self.deadline_s)
+        except Exception as error:
+            finding = Finding("broken", _say(error), links_remedy())
+            if self.rank > 0:  # no other rank can speak for this one, but rank 0 is heard first
+                time.sleep(SILENT_S)
+                text = f"rank {self.rank} on {platform.node()}: {finding.text}"
+                print(f"\n{name:<{COLUMNS[0]}}{_shown(replace(finding, text=text))}", flush=True)
+            self._row(name, finding)
+            return None
+        num_ranks, links = place.ranks.num_ranks, "NCCL" if on_gpu() else "gloo"
+        text = f"{num_ranks} ranks met over {links}, in {time.perf_counter() - begun:.1f} s"
+        self._row(name, Finding("ok", text if num_ranks > 1 else "one rank, which needs none"))
+        return place
+
+    def _examine(self, check: Check, place: Place) -> Finding:
+        """Measure; rank 0 judges what all ranks measured and tells the others."""
+        if check.talks and place.ranks.num_ranks == 1:
+            return Finding("note", "one rank: there is nothing to exchange")
+        if check.talks and self._links_are_broken():
+            return Finding("note", "not checked, because the ranks cannot talk (see above)")
+        board, name, wait_s = place.board, check.name, 2 * self.deadline_s + GRACE_S
+        board.post(f"{name} {place.ranks.rank}", _measured(check, place))
+        if place.ranks.is_main:
+            every = range(place.ranks.num_ranks)
+            finding = _judged(check, [board.read(f"{name} {rank}", wait_s) for rank in every])
+            board.post(f"{name} judged", finding)
+        judged: Finding = board.read(f"{name} judged", wait_s)
+        return judged
+
+    def _links_are_broken(self) -> bool:
+        talking = {check.name for check in self.checks if check.talks}
+        return any(f.status == "broken" and f.check in talking for f in self.findings)
+
+    def _part(self, place: Place) -> None:
+        """Rank 0 may hold the store, so it is the last to leave."""
+        others = range(1, place.ranks.num_ranks)
+        with suppress(RuntimeError):  # everything is said
+            if place.ranks.rank in others:
+                place.board.post(f"{place.ranks.rank} left", True)
+            else:
+                for rank in others:
+                    place.board.read(f"{rank} left", SILENT_S)
+
+    @contextmanager
+    def _watched(self, name: str, remedy: str, board: Board | None) -> Iterator[None]:
+        """Ends this process with 1 when what is inside takes longer than the deadline."""
+        patience = self.deadline_s + (GRACE_S if self.rank > 0 else 0)
+        timer = Timer(patience, self._give_up, [name, remedy, board])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _give_up(self, name: str, remedy: str, board: Board | None) -> None:
+        try:
+            if self.rank == 0:
+                text = f"not done after {self.deadline_s:g} s{_accounts(name, board)}"
+                self._row(name, Finding("broken", text, remedy))
+                self._end()
+        finally:
+            os._exit(1)
+
+    def _heading(self) -> None:
+        if self.rank == 0:
+            print(f"doctor: recipe {self.config.recipe}; a check may take {self.deadline_s:g} s")
+            first, second, _ = COLUMNS
+            print(f"{'check':<{first}}{'status':<{second}}finding", flush=True)
+
+    def _begin(self, name: str) -> None:
+        if self.rank == 0:
+            print(f"{name:<{COLUMNS[0]}}", end="", flush=True)
+
+    def _row(self, name: str, finding: Finding) -> None:
+        self.findings.append(replace(finding, check=name))
+        if self.rank == 0:
+            print(_shown(finding), flush=True)
+
+    def _end(self) -> int:
+        broken = [finding.check for finding in self.findings if finding.status == "broken"]
+        done = {finding.check for finding in self.findings}
+        left = [check.name for check in self.checks if check.name not in done]
+        if self.rank == 0:
+            seconds = f"{time.perf_counter() - self.begun:.0f} s"
+            verdict = f"broken: {', '.join(broken)}" if broken else "nothing is broken"
+            rest = f"; not checked: {', '.join(left)}" if left else ""
+            print(f"doctor: {verdict}{rest} ({seconds})", flush=True)
+        return 1 if broken else 0
+
+
+def _remedy(check: Check) -> str:
+    return check.remedy or links_remedy()
+
+
+def _measured(check: Check, place: Place) -> Outcome:
+    try:
+        return Outcome(facts=check.measure(place))
+    except Exception as error:
+        return Outcome(error=_say(error))
+
+
+def _judged(check: Check, outcomes: Sequence[Outcome]) -> Finding:
+    if any(outcome.error for outcome in outcomes):
+        return Finding("broken", _errors(dict(enumerate(outcomes))), _remedy(check))
+    try:
+        return check.judge([outcome.facts for outcome in outcomes])
+    except Exception as error:
+        return Finding("broken", _say(error), _remedy(check))
+
+
+def _accounts(name: str, board: Board | None) -> str:
+    """What is known of the ranks that a check waits for; nothing, where the store hangs too."""
+    found: list[str] = []
+
+    def ask(board: Board) -> None:
+        ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
+        there = {r: board.read(f"{name} {r}", 1) for r in ranks if board.has(f"{name} {r}")}
+        found.append(_errors(there))
+        found.append(f"still in it: {named(set(ranks) - set(there))}")
+
+    if board is not None:
+        asking = Thread(target=ask, args=[board], daemon=True)
+        asking.start()
+        asking.join(SILENT_S)
+    return "".join(f"; {text}" for text in found if text)
+
+
+def _errors(outcomes: dict[int, Outcome]) -> str:
+    """`rank 1: KeyError: ...`, those that say the same together."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, outcome in outcomes.items():
+        if outcome.error:
+            ranks_of.setdefault(outcome.error, []).append(rank)
+    return "; ".join(f"{named(ranks)}: {error}" for error, ranks in ranks_of.items())
+
+
+def _say(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:400]}" if words else type(error).__name__
+
+
+def _shown(finding: Finding) -> str:
+    """A row without its name: the status, and text and remedy in their column."""
+    first, second, width = COLUMNS
+    lines = textwrap.wrap(finding.text, width, break_long_words=False, break_on_hyphens=False)
+    if finding.remedy:
+        remedy = f"try: {finding.remedy}"
+        lines += textwrap.wrap(remedy, width, break_long_words=False, break_on_hyphens=False)
+    return f"{finding.status:<{second}}" + f"\n{' ' * (first + second)}".join(lines)

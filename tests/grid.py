@@ -1,0 +1,183 @@
+"""The update and the run on several numbers of ranks: what the tests and the full grid share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from helpers import in_float64, make_episodes, make_trajectory, play_ranks, small_model
+
+from pipeline.config import Config
+from pipeline.distributed import Ranks, parameter_hash
+from pipeline.micro_batches import Item, cuts, make_micro_batches, micro_batch
+from pipeline.policy import TokenLogprobs
+from pipeline.tiny import tiny_model, tiny_tokenizer
+from pipeline.trajectory import MicroBatch, Trajectory
+from pipeline.updater import Reference, Updater
+
+LAYOUTS = ("padded", "token-budget", "packed")
+LEVELS = ("token", "sequence")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+GROUP = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One update: on how many ranks, in how many micro-batches of which layout, in which type.
+
+    With `spread` idle the last rank has no trajectory; `means` normalises by each rank's own
+    counts, which is the fault that the grid must show.
+    """
+
+    num_ranks: int = 1
+    count: int = 1
+    layout: str = "padded"
+    dtype: str = "float64"
+    spread: str = "even"
+    loss_type: str = "dapo"
+    level: str = "token"
+    model: str = "small"
+    means: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an update left on rank 0, flat, and whether all ranks have the same parameters."""
+
+    gradient: np.ndarray[Any, Any]  # clipped
+    parameters: np.ndarray[Any, Any]
+    statistics: dict[str, float]
+    same: bool
+
+
+def batch() -> tuple[list[Trajectory], list[float]]:
+    """40 episodes of uneven lengths in groups of 4.
+
+    One group's advantages are all zero, and one episode was cut before it sampled anything.
+    """
+    rows, advantages = make_episodes(40)
+    advantages[8:12] = [0.0] * GROUP
+    rows[17] = make_trajectory(rows[17].prompt_ids, [], reward=0.0)
+    return rows, advantages
+
+
+def share(num_groups: int, rank: int, num_ranks: int, spread: str) -> list[int]:
+    """The episodes of a rank: every so many-th group; with `idle` the last rank has none."""
+    active = num_ranks - (spread == "idle")
+    groups = range(rank, num_groups, active) if rank < active else range(0)
+    return [group * GROUP + i for group in groups for i in range(GROUP)]
+
+
+def cut(items: Sequence[Item], layout: str, count: int) -> list[MicroBatch]:
+    """At most `count` micro-batches: of equal numbers of rows, or by the smallest such budget."""
+    if layout == "padded":
+        kept = [item for item in items if item[0].num_sampled_tokens]
+        size = max(1, -(-len(kept) // count))
+        return [micro_batch(kept[i : i + size], 0) for i in range(0, len(kept), size)]
+    joined = layout == "packed"
+    lengths = sorted((t.num_tokens for t, _, _ in items if t.num_sampled_tokens), reverse=True)
+    budget = next(b for b in range(1, 1 << 20) if len(cuts(lengths, b, joined)) <= count)
+    return make_micro_batches(items, budget, 0, joined)
+
+
+def model_of(cell: Cell, seed: int = 0) -> Any:
+    small = cell.model == "small"
+    model = small_model(seed) if small else tiny_model(tiny_tokenizer(), seed)
+    return in_float64(model) if cell.dtype == "float64" else model
+
+
+def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
+    """Two terms, a clipped gradient, one AdamW step, through the pipeline's own Updater."""
+    config = Config.model_validate(
+        {
+            "grpo": {
+                "loss_type": cell.loss_type,
+                "importance_sampling_level": cell.level,
+                "epsilon_high": 2.0 if cell.loss_type == "cispo" else 0.28,
+                "beta": 0.1,
+                "entropy_coef": 0.01,
+                "max_grad_norm": 0.05,  # below the norm, so that the clip is at work
+                "weight_decay": 0.01,
+            }
+        }
+    )
+    model = model_of(cell)
+    updater = _CutUpdater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    updater.cell = cell
+    updater.reference = Reference(TokenLogprobs(model_of(cell, seed=1), 1.0))
+    gradients: list[np.ndarray[Any, Any]] = []
+    updater.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(_flat(p.grad for p in model.parameters()))
+    )
+    rows, advantages = batch()
+    mine = share(len(rows) // GROUP, ranks.rank, ranks.num_ranks, cell.spread)
+    statistics = updater.update_policy(
+        [rows[i] for i in mine], [advantages[i] for i in mine], learning_rate=1e-3
+    )
+    digests = ranks.all_gather_objects(_digest(model), "digests")
+    parameters = _flat(p.detach() for p in model.parameters())
+    same = len(set(digests)) == 1
+    return Outcome(gradient=gradients[0], parameters=parameters, statistics=statistics, same=same)
+
+
+class _CutUpdater(Updater):
+    """The Updater with a cell's cut, and with its fault if it has one."""
+
+    cell: Cell
+
+    def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
+        return cut(items, self.cell.layout, self.cell.count)
+
+    def _counts(self, num_sequences: int, num_tokens: int) -> tuple[float, float]:
+        if not self.cell.means:
+            return super()._counts(num_sequences, num_tokens)
+        return num_sequences * self.ranks.num_ranks, num_tokens * self.ranks.num_ranks
+
+
+def _flat(tensors: Any) -> np.ndarray[Any, Any]:
+    return torch.cat([tensor.double().flatten() for tensor in tensors]).numpy().copy()
+
+
+def _digest(model: Any) -> str:
+    return parameter_hash(model.named_parameters())
+
+
+def _updates_on_this_rank(cells: Sequence[Cell]) -> dict[Cell, Outcome] | None:
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 120)
+    outcomes = {cell: update(cell, accelerator, ranks) for cell in cells}
+    return outcomes if ranks.is_main else None
+
+
+def play_updates(cells: Sequence[Cell]) -> dict[Cell, Outcome]:
+    """The outcome of every cell; one spawn per number of ranks."""
+    found: dict[Cell, Outcome] = {}
+    for num_ranks in sorted({cell.num_ranks for cell in cells}):
+        here = [cell for cell in cells if cell.num_ranks == num_ranks]
+        results = play_ranks(_updates_on_this_rank, num_ranks, here)
+        failed = [result for result in results if isinstance(result, str)]
+        if failed:
+            raise RuntimeError(failed[0])
+        found |= results[0]
+    return found
+
+
+def difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    """|a - b| / |b|, by Euclidean norms."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def update_cells(rank_counts: Sequence[int], counts: Sequence[int], model: str) -> list[Cell]:
+    """The grid of the update, with the single process that it is compared with."""
+    return [
+        Cell(num_ranks=n, count=c, layout=layout, dtype=dtype, spread=spread, model=model)
+        for n in rank_counts
+        for spread in (("even", "idle") if n > 1 else ("even",))
+        for c in counts
+        for layout in LAYOUTS
+        for dtype in ("float64", "float32")
+    ]
