@@ -92,12 +92,14 @@ def model_of(cell: Cell, seed: int = 0) -> Any:
 
 def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     """Two terms, a clipped gradient, one AdamW step, through the pipeline's own Updater."""
+    clip = 0.1 if cell.level == "token" else 0.01  # such that some ratios are beyond it
     config = Config.model_validate(
         {
             "grpo": {
                 "loss_type": cell.loss_type,
                 "importance_sampling_level": cell.level,
-                "epsilon_high": 2.0 if cell.loss_type == "cispo" else 0.28,
+                "epsilon": clip,
+                "epsilon_high": clip + (1 if cell.loss_type == "cispo" else 0.002),
                 "beta": 0.1,
                 "entropy_coef": 0.01,
                 "max_grad_norm": 0.05,  # below the norm, so that the clip is at work

@@ -232,30 +232,30 @@ class ForcedSampler(Sampler):
     """The real sampler, made to say given tokens instead of those that it draws.
 
     `forced` holds, for each key, the tokens of its stream in order; other keys are drawn as ever.
-    `different` gathers, for each forced token that this sampler would not have drawn, how far its
-    draw lies from that token's share of the cumulative distribution.
+    `misses` says, for each forced token by key and position, how far its draw lies from that
+    token's share of the cumulative distribution; None where the token would have been drawn.
     """
 
     forced: Mapping[int, Sequence[int]] = {}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.num_forced = 0
-        self.different: list[float] = []
+        self.misses: dict[tuple[int, int], float | None] = {}
 
     def pick(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
         picked = super().pick(logprobs_BV, keys, positions, greedy)
         for row, (key, position) in enumerate(zip(keys.tolist(), positions.tolist(), strict=True)):
             tokens = self.forced.get(key, ())
-            if position >= len(tokens):  # a free stream, or a row that is finished already
+            if position >= len(tokens):  # a free stream, or one that is at its end
                 continue
-            self.num_forced += 1
+            # A row that has finished its message is asked again with the next one.
+            self.misses[key, position] = None
             if picked[row] != tokens[position]:
                 picked[row] = tokens[position]
                 line = [0.0, *cumulative(logprobs_BV[row : row + 1])[0].tolist()]
                 draw = float(uniforms(keys[row], positions[row])) * line[-1]
                 low, high = line[tokens[position]], line[tokens[position] + 1]
-                self.different.append(max(low - draw, draw - high))
+                self.misses[key, position] = max(low - draw, draw - high)
         return picked
 
 
@@ -265,10 +265,12 @@ _context = get_context("forkserver")  # a clean server process imports once, and
 _context.set_forkserver_preload(["pipeline.session"])
 
 
-def play_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+def play_ranks(
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 120
+) -> list[Any]:
     """Run `function(*arguments)` on so many real processes; what each returns, by rank.
 
-    Each finds the variables that `accelerate launch` would set. What a rank raises comes back as
+    They are ended when none says anything for `timeout_s`. Each finds the variables that `accelerate launch` would set. What a rank raises comes back as
     the text of its traceback, in place of a result.
     """
     with socket.socket() as free:
@@ -287,7 +289,7 @@ def play_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) ->
     results: list[Any] = [f"rank {rank} said nothing" for rank in range(num_ranks)]
     open_pipes = list(pipes)
     while open_pipes:
-        ready = wait(open_pipes, timeout=120)
+        ready = wait(open_pipes, timeout=timeout_s)
         if not ready:
             break
         for pipe in ready:
