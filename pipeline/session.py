@@ -99,6 +99,7 @@ def start(config: Config) -> Run:
         checkpoint.write_text(folder / "curriculum.json", stages)
         print(f"run folder: {folder}", flush=True)
         _say_short_steps(config, parts)
+        _say_learning_rate(config)
     deterministic = config.run.deterministic
     rollout = Rollout(sampler, parts.chat, parts.environments, config.rollout, deterministic)
     return Run(
@@ -122,6 +123,16 @@ def _say_short_steps(config: Config, parts: Prepared) -> None:
     }
     if short and config.grpo.use_grpo:
         print(f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}")
+
+
+def _say_learning_rate(config: Config) -> None:
+    settings, peak = config.grpo, config.peak_learning_rate
+    if settings.use_grpo and settings.scale_lr != "none":
+        print(
+            f"learning rate: {peak:g} ({settings.learning_rate:g} for "
+            f"{settings.reference_tasks_per_step} tasks per step, scale_lr {settings.scale_lr} to "
+            f"{config.rollout.tasks_per_step})"
+        )
 
 
 def machine(ranks: Ranks) -> dict[str, Any]:

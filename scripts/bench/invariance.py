@@ -87,23 +87,26 @@ def updates(model: str, rank_counts: list[int], counts: tuple[int, ...]) -> Iter
     exact, rounded = (found[cell] for cell in singles)
     rounding = difference(rounded.gradient, exact.gradient)
     size = f"{len(exact.parameters) / 1e6:.2g} M parameters"
-    for n in rank_counts:
-        for dtype, single, bound in (("float64", exact, 1e-12), ("float32", rounded, 1e-6)):
-            here = [found[c] for c in cells if c.num_ranks == n and c.dtype == dtype]
-            on = f"{n} ranks, {len(here)} cuts, {size}"
-            gradient = max(difference(o.gradient, single.gradient) for o in here)
-            parameters = max(difference(o.parameters, single.parameters) for o in here)
-            yield Row(f"update, {dtype}: gradient", on, gradient, bound)
-            yield Row(f"update, {dtype}: parameters", on, parameters, bound)
-        error = max(difference(o.gradient, exact.gradient) for o in here) / rounding
-        on = f"{n} ranks; one process: {rounding:.2g} from float64"
-        yield Row("update, float32: error over one's", on, error, 1.5)
+    for dtype, single, bound in (("float64", exact, 1e-12), ("float32", rounded, 1e-6)):
+        here = [found[c] for c in cells if c.dtype == dtype]
+        on = f"{listed(rank_counts)} ranks, {len(here)} updates, {size}"
+        gradient = max(difference(o.gradient, single.gradient) for o in here)
+        parameters = max(difference(o.parameters, single.parameters) for o in here)
+        yield Row(f"update, {dtype}: gradient", on, gradient, bound)
+        yield Row(f"update, {dtype}: parameters", on, parameters, bound)
+    error = max(difference(o.gradient, exact.gradient) for o in here) / rounding
+    on = f"against float64; one process is {rounding:.1g} off"
+    yield Row("update, float32: error over one's", on, error, 1.5)
     differing = sum(not outcome.same for outcome in found.values())
     yield Row("ranks with other parameters", f"all {len(found)} updates", differing, 0)
     means = [difference(found[cell].gradient, exact.gradient) for cell in faulty]
     if means:
         on = "the fault that must be seen"
         yield Row("means of each rank instead", on, min(means), 0.01, least=True)
+
+
+def listed(rank_counts: list[int]) -> str:
+    return ", ".join(map(str, rank_counts))
 
 
 def losses() -> Iterator[Row]:
