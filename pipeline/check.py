@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
+from pipeline import lora
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
@@ -52,8 +53,8 @@ def validate(config: Config) -> Prepared:
         )
         raise UserError(
             f"memory: each rank needs {need / GIB:.1f} GiB ({parts_of}) and has "
-            f"{have / GIB:.1f}; use a smaller model, max_live_episodes or "
-            "max_tokens_per_microbatch, or larger GPUs"
+            f"{have / GIB:.1f}; lower max_live_episodes or max_tokens_per_microbatch, set "
+            "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
     return parts
 
@@ -144,7 +145,8 @@ def _print_memory(config: Config) -> None:
 
 def memory_per_rank(config: Config) -> dict[str, float]:
     """Bytes that a rank needs, by purpose, estimated from the model's shape and the limits."""
-    shape, num_parameters = model_shape(config)
+    model = empty_model(config)
+    shape, num_parameters = model.config, model.num_parameters()
     size = 2 if uses_bf16(config.model) else 4
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     layers = shape.num_hidden_layers
@@ -168,23 +170,44 @@ def memory_per_rank(config: Config) -> dict[str, float]:
         if grpo.gradient_checkpointing:  # one layer's, and every layer's input
             kept = kept // layers + tokens * layers * shape.hidden_size * size
         logits = 3 * 4 * min(1 << 24, tokens * shape.vocab_size)
-        memory["gradients (fp32)"] = 4.0 * num_parameters
-        memory["AdamW (fp32, two moments)"] = 8.0 * num_parameters
+        memory |= _memory_of_training(config, model, num_parameters)
         memory["activations of a micro-batch"] = float(kept + logits)
-        if grpo.beta > 0:
-            memory["reference policy (fp32)"] = 4.0 * num_parameters
     return memory
 
 
-def model_shape(config: Config) -> tuple[Any, int]:
-    """The configuration and number of parameters of the recipe's model, without loading weights."""
+def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:
+    """Bytes that come with trained weights, in GRPO or the warm start, whichever needs more."""
+    grpo, num_trained = config.grpo, num_parameters
+    num_ranks = config.run.num_gpus or 1
+    memory = {}
+    if config.model.use_peft:
+        with torch.device("meta"):
+            attached = lora.attach(model, config.model, config.model.model, config.run.seed)
+        num_trained = sum(p.numel() for p in attached.parameters() if p.requires_grad)
+        memory["LoRA adapters (fp32)"] = 4.0 * num_trained
+    memory["gradients (fp32)"] = 4.0 * num_trained
+    memory["AdamW (fp32, two moments)"] = 8.0 * num_trained
+    if grpo.shard_optimizer:
+        memory["AdamW (fp32, two moments)"] /= num_ranks
+    if grpo.beta > 0:
+        memory["reference policy (fp32)"] = 4.0 * num_trained
+    warm_start = {  # trains every weight, and shards nothing
+        "gradients of the warm start": 4.0 * num_parameters,
+        "AdamW of the warm start": 8.0 * num_parameters,
+    }
+    needs_more = sum(warm_start.values()) > sum(memory.values())
+    return warm_start if config.warm_start.steps and needs_more else memory
+
+
+def empty_model(config: Config) -> Any:
+    """The recipe's model without its weights."""
     name = config.model.model
     if name == "tiny":
-        model = tiny_model(tiny_tokenizer(), 0)
-        return model.config, model.num_parameters()
+        with torch.device("meta"):
+            return tiny_model(tiny_tokenizer(), 0)
     try:
         shape = AutoConfig.from_pretrained(
-            name,
+            lora.base_of(name) if lora.is_adapter(name) else name,
             trust_remote_code=config.model.trust_remote_code,
             local_files_only=not hub_reachable(),
         )
@@ -195,10 +218,9 @@ def model_shape(config: Config) -> tuple[Any, int]:
             ) from None
         shape = Qwen3Config(**SHAPES[name])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             shape, trust_remote_code=config.model.trust_remote_code
         )
-    return shape, model.num_parameters()
 
 
 def memory_of_a_rank(config: Config) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,7 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
         target_modules="all-linear" if every else targets,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        # PEFT 0.21 asks transformers 5.23 by an old name.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    with torch.random.fork_rng(), _quiet():
         torch.manual_seed(seed)
         attached = get_peft_model(model, config)
     config.base_model_name_or_path = base  # PEFT puts the model's own idea of its name there
@@ -107,10 +106,11 @@ def _config(folder: str | Path) -> dict[str, Any]:
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters alone, and the base model's configuration beside them."""
+    """Write the adapters alone, as PEFT does.
+
+    No config.json: with it transformers would look for a whole model here.
+    """
     model.save_pretrained(str(folder), save_embedding_layers=False)
-    base: Any = model.get_base_model()
-    base.config.save_pretrained(folder)
 
 
 def load(model: PeftModel, folder: Path) -> None:
@@ -129,4 +129,13 @@ def load(model: PeftModel, folder: Path) -> None:
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
     """The plain model with an adapter folder's products added to its weights."""
-    return PeftModel.from_pretrained(base_model, str(folder)).merge_and_unload()
+    with _quiet():
+        return PeftModel.from_pretrained(base_model, str(folder)).merge_and_unload()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks transformers 5.23 by an old name.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield

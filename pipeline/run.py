@@ -68,7 +68,7 @@ def _run(argv: list[str]) -> int:
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})
     if config.run.doctor:
-        from pipeline.doctor import main as doctor
+        from pipeline.doctor.main import main as doctor
 
         return doctor(config)
     from pipeline.train import main as train

@@ -52,8 +52,8 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
 
 
-def start(config: Config) -> Run:
-    """Connect the ranks, open the run folder, load tasks and model."""
+def connect(config: Config) -> tuple[Accelerator, Ranks]:
+    """Meet the other ranks; raises UserError where they were launched for something else."""
     transformers_logging.disable_progress_bar()
     # Accelerate knows the old name of this setting only, torch 2.13 warns of it.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
@@ -77,6 +77,12 @@ def start(config: Config) -> Run:
             )
         torch.set_num_threads(1)
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
+    return accelerator, ranks
+
+
+def start(config: Config) -> Run:
+    """Connect the ranks, open the run folder, load tasks and model."""
+    accelerator, ranks = connect(config)
     parts = validate(config)
     opened = ranks.all_gather_objects(open_folder(config) if ranks.is_main else None, "run folder")
     folder = opened[0]

@@ -270,8 +270,9 @@ def play_ranks(
 ) -> list[Any]:
     """Run `function(*arguments)` on so many real processes; what each returns, by rank.
 
-    They are ended when none says anything for `timeout_s`. Each finds the variables that `accelerate launch` would set. What a rank raises comes back as
-    the text of its traceback, in place of a result.
+    They are ended when none says anything for `timeout_s`. Each finds the variables that
+    `accelerate launch` would set. What a rank raises comes back as the text of its traceback, in
+    place of a result.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-import textwrap
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,29 +20,31 @@ from typing import Any
 
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from pipeline import doctor_checks as rows
 from pipeline.config import Config
 from pipeline.distributed import Board, Ranks
-from pipeline.doctor_checks import Check, Finding, Place, named
+from pipeline.doctor import links, machine
+from pipeline.doctor.table import COLUMNS, Check, Finding, Place, named, shown
 from pipeline.policy import on_gpu
 
 DEADLINE_S = 30.0  # of one check, if the run's own is not shorter
+EARLY = 2 / 3  # of the deadline, after which a collective fails by itself
 GRACE_S = 10.0  # by which rank 0 speaks before the others give up
-SILENT_S = 5.0  # the same, for those that failed to connect
-COLUMNS = (12, 8, 80)
+SILENT_S = 5.0  # the same, for those that cannot reach rank 0
+# What gloo says on a rank that waited for another one.
+WAITED = ("Timed out", "Connection closed", "Connection reset")
 
 INSTALL = "pip install -c constraints.txt -e . on every host"
 DISK = "another --output-dir; df -h and mount show what is there"
 CHECKS = (
-    Check("devices", rows.measure_devices, rows.judge_devices, "nvidia-smi on every host"),
-    Check("versions", rows.measure_versions, rows.judge_versions, INSTALL),
-    Check("all-reduce", rows.measure_mean, rows.judge_mean, talks=True),
-    Check("bandwidth", rows.measure_speed, rows.judge_speed, talks=True),
-    Check("barrier", rows.measure_barrier, rows.judge_barrier, talks=True),
-    Check("DDP", rows.measure_fit, rows.judge_fit, talks=True),
-    Check("bf16", rows.measure_bf16, rows.judge_bf16, "--mixed-precision no"),
-    Check("disk", rows.measure_disk, rows.judge_disk, DISK),
-    Check("memory", rows.measure_memory, rows.judge_memory, rows.SMALLER),
+    Check("devices", machine.measure_devices, machine.judge_devices, "nvidia-smi on every host"),
+    Check("versions", machine.measure_versions, machine.judge_versions, INSTALL),
+    Check("all-reduce", links.measure_mean, links.judge_mean, talks=True),
+    Check("bandwidth", links.measure_speed, links.judge_speed, talks=True),
+    Check("barrier", links.measure_barrier, links.judge_barrier, talks=True),
+    Check("DDP", links.measure_fit, links.judge_fit, talks=True),
+    Check("bf16", machine.measure_bf16, machine.judge_bf16, "--mixed-precision no"),
+    Check("disk", machine.measure_disk, machine.judge_disk, DISK),
+    Check("memory", machine.measure_memory, machine.judge_memory, machine.SMALLER),
 )
 
 
@@ -55,7 +57,7 @@ def connect(config: Config, deadline_s: float) -> Place:
     """Meet the other ranks as a run does, with shorter deadlines."""
     # Errors of gloo say more than the watchdog can, so they come before it. NCCL would end the
     # process without a word of the doctor's, so it comes after.
-    early_s = deadline_s * 2 / 3
+    early_s = EARLY * deadline_s
     timeout = timedelta(seconds=2 * deadline_s if on_gpu() else early_s)
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
@@ -102,7 +104,7 @@ class Doctor:
         self._heading()
         place = self._connect()
         if place is None:
-            return self._end()
+            return 1
         watching = Board(place.ranks.num_ranks)
         for check in self.checks:
             self._begin(check.name)
@@ -110,11 +112,11 @@ class Doctor:
                 with self._watched(check.name, _remedy(check), watching):
                     finding = self._examine(check, place)
             except RuntimeError as error:  # the store is gone, with the rank or agent that held it
-                self._row(check.name, Finding("broken", _say(error), _remedy(check)))
-                return self._end()
+                return self._end_alone(check.name, error)
             self._row(check.name, finding)
+        code = self._end()
         self._part(place)
-        return self._end()
+        return code
 
     def _connect(self) -> Place | None:
         name, begun = "connection", time.perf_counter()
@@ -123,15 +125,11 @@ class Doctor:
             with self._watched(name, links_remedy(), None):
                 place = connect(self.config, self.deadline_s)
         except Exception as error:
-            finding = Finding("broken", _say(error), links_remedy())
-            if self.rank > 0:  # no other rank can speak for this one, but rank 0 is heard first
-                time.sleep(SILENT_S)
-                text = f"rank {self.rank} on {platform.node()}: {finding.text}"
-                print(f"\n{name:<{COLUMNS[0]}}{_shown(replace(finding, text=text))}", flush=True)
-            self._row(name, finding)
+            self._end_alone(name, error)
             return None
-        num_ranks, links = place.ranks.num_ranks, "NCCL" if on_gpu() else "gloo"
-        text = f"{num_ranks} ranks met over {links}, in {time.perf_counter() - begun:.1f} s"
+        num_ranks, backend = place.ranks.num_ranks, "NCCL" if on_gpu() else "gloo"
+        text = f"{num_ranks} ranks met in {time.perf_counter() - begun:.1f} s; they exchange over "
+        text += backend
         self._row(name, Finding("ok", text if num_ranks > 1 else "one rank, which needs none"))
         return place
 
@@ -154,15 +152,27 @@ class Doctor:
         talking = {check.name for check in self.checks if check.talks}
         return any(f.status == "broken" and f.check in talking for f in self.findings)
 
+    def _end_alone(self, name: str, error: Exception) -> int:
+        """After an error that rank 0 cannot be told of; if it has one too, it speaks alone."""
+        text = f"rank {self.rank} on {platform.node()}: {_say(error)}"
+        finding = Finding("broken", text, links_remedy())
+        if self.rank > 0:
+            time.sleep(SILENT_S)  # the launcher ends this rank meanwhile, if rank 0 has ended
+            print(f"\n{name:<{COLUMNS[0]}}{shown(finding)}", flush=True)
+        self._row(name, finding)
+        return self._end()
+
     def _part(self, place: Place) -> None:
-        """Rank 0 may hold the store, so it is the last to leave."""
-        others = range(1, place.ranks.num_ranks)
-        with suppress(RuntimeError):  # everything is said
-            if place.ranks.rank in others:
-                place.board.post(f"{place.ranks.rank} left", True)
+        """All leave when rank 0 has said all, and rank 0, which may hold the store, is the last."""
+        board, ranks = place.board, place.ranks
+        with suppress(RuntimeError):  # a rank that is gone does not matter any more
+            if ranks.is_main:
+                board.post("all is said", True)
+                for rank in range(1, ranks.num_ranks):
+                    board.read(f"rank {rank} leaves", SILENT_S)
             else:
-                for rank in others:
-                    place.board.read(f"{rank} left", SILENT_S)
+                board.read("all is said", SILENT_S)
+                board.post(f"rank {ranks.rank} leaves", True)
 
     @contextmanager
     def _watched(self, name: str, remedy: str, board: Board | None) -> Iterator[None]:
@@ -187,7 +197,7 @@ class Doctor:
 
     def _heading(self) -> None:
         if self.rank == 0:
-            print(f"doctor: recipe {self.config.recipe}; a check may take {self.deadline_s:g} s")
+            print(f"doctor: recipe {self.config.recipe}; each check may take {self.deadline_s:g} s")
             first, second, _ = COLUMNS
             print(f"{'check':<{first}}{'status':<{second}}finding", flush=True)
 
@@ -198,21 +208,23 @@ class Doctor:
     def _row(self, name: str, finding: Finding) -> None:
         self.findings.append(replace(finding, check=name))
         if self.rank == 0:
-            print(_shown(finding), flush=True)
+            print(shown(finding), flush=True)
 
     def _end(self) -> int:
         broken = [finding.check for finding in self.findings if finding.status == "broken"]
         done = {finding.check for finding in self.findings}
         left = [check.name for check in self.checks if check.name not in done]
         if self.rank == 0:
-            seconds = f"{time.perf_counter() - self.begun:.0f} s"
             verdict = f"broken: {', '.join(broken)}" if broken else "nothing is broken"
             rest = f"; not checked: {', '.join(left)}" if left else ""
-            print(f"doctor: {verdict}{rest} ({seconds})", flush=True)
+            seconds = time.perf_counter() - self.begun
+            print(f"doctor: {verdict}{rest} (after {seconds:.0f} s)", flush=True)
         return 1 if broken else 0
 
 
-def _remedy(check: Check) -> str:
+def _remedy(check: Check, error: str = "") -> str:
+    if "OutOfMemoryError" in error:
+        return "ending what else uses this GPU (nvidia-smi)"
     return check.remedy or links_remedy()
 
 
@@ -225,7 +237,8 @@ def _measured(check: Check, place: Place) -> Outcome:
 
 def _judged(check: Check, outcomes: Sequence[Outcome]) -> Finding:
     if any(outcome.error for outcome in outcomes):
-        return Finding("broken", _errors(dict(enumerate(outcomes))), _remedy(check))
+        text = _errors(dict(enumerate(outcomes)))
+        return Finding("broken", text, _remedy(check, text))
     try:
         return check.judge([outcome.facts for outcome in outcomes])
     except Exception as error:
@@ -238,9 +251,11 @@ def _accounts(name: str, board: Board | None) -> str:
 
     def ask(board: Board) -> None:
         ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
-        there = {r: board.read(f"{name} {r}", 1) for r in ranks if board.has(f"{name} {r}")}
-        found.append(_errors(there))
-        found.append(f"still in it: {named(set(ranks) - set(there))}")
+        with suppress(RuntimeError):
+            done = {r: board.read(f"{name} {r}", 1) for r in ranks if board.has(f"{name} {r}")}
+            found.append(_errors(done))
+            if waiting := set(ranks) - set(done):
+                found.append(f"{named(waiting)} still in it")
 
     if board is not None:
         asking = Thread(target=ask, args=[board], daemon=True)
@@ -250,24 +265,16 @@ def _accounts(name: str, board: Board | None) -> str:
 
 
 def _errors(outcomes: dict[int, Outcome]) -> str:
-    """`rank 1: KeyError: ...`, those that say the same together."""
+    """`rank 1: KeyError: ...`; ranks that say the same together, those that only waited last."""
     ranks_of: dict[str, list[int]] = {}
     for rank, outcome in outcomes.items():
         if outcome.error:
             ranks_of.setdefault(outcome.error, []).append(rank)
-    return "; ".join(f"{named(ranks)}: {error}" for error, ranks in ranks_of.items())
+    errors = sorted(ranks_of, key=lambda error: any(words in error for words in WAITED))
+    return "; ".join(f"{named(ranks_of[error])}: {error}" for error in errors)
 
 
 def _say(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:400]}" if words else type(error).__name__
-
-
-def _shown(finding: Finding) -> str:
-    """A row without its name: the status, and text and remedy in their column."""
-    first, second, width = COLUMNS
-    lines = textwrap.wrap(finding.text, width, break_long_words=False, break_on_hyphens=False)
-    if finding.remedy:
-        remedy = f"try: {finding.remedy}"
-        lines += textwrap.wrap(remedy, width, break_long_words=False, break_on_hyphens=False)
-    return f"{finding.status:<{second}}" + f"\n{' ' * (first + second)}".join(lines)
+    text = str(error).split("Exception raised from ")[0]  # the frames of C++
+    words = " ".join(re.sub(r"\[\S+:\d+\]", "", text).split())  # and its files
+    return f"{type(error).__name__}: {words[:600]}" if words else type(error).__name__
