@@ -225,6 +225,9 @@ class GRPOSettings(Section):
     beta: NonNegativeFloat = Field(
         0.0, description="weight of the KL divergence (k3) to the reference policy; 0 needs none"
     )
+    use_bias_correction_kl: bool = Field(
+        False, description="multiply that divergence by the ratio (DeepSeek-V3.2)"
+    )
     sync_ref_model: bool = Field(
         False, description="the policy at each stage's start becomes the reference policy"
     )

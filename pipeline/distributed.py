@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 Item = TypeVar("Item")
@@ -178,6 +177,18 @@ def summed_over_ranks(module: Any) -> Any:
     return module
 
 
+def kept_apart(module: Any) -> None:
+    """Make DDP leave each rank its own gradients."""
+    if isinstance(module, DistributedDataParallel):
+        module.register_comm_hook(None, lambda _, bucket: _as_it_is(bucket))
+
+
+def _as_it_is(bucket: dist.GradBucket) -> Any:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 def _add_up(bucket: dist.GradBucket) -> Any:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
@@ -191,12 +202,14 @@ def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.
     """
     if not dist.is_initialized():
         return torch.optim.AdamW(parameters, **settings)
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles for a second
+
     return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
 
 
 def whole_state(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
     """The optimizer's state as one process would have it, on rank 0; every rank must call it."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if hasattr(optimizer, "consolidate_state_dict"):
         optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if rank == 0 else None
 

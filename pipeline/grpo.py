@@ -13,9 +13,13 @@ multiplied by its weight (`token_weights`, where each `loss_type` has its formul
 
 - `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
   every token and bounds its weight: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages
-  * logprobs`.
+  * logprobs`. The bound is `epsilon_high` itself, as in ScaleRL (2025, arXiv 2510.13786) and TRL,
+  not 1 + epsilon_high as in MiniMax-M1.
 - `importance_sampling_level` sequence (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7) gives
-  all tokens of an episode the ratio `exp(mean(logprobs - old_logprobs))`.
+  all tokens of an episode the ratio `exp(mean(logprobs - old_logprobs))`; GSPO's own objective,
+  equation 5, is this with `loss_type` grpo.
+- `use_bias_correction_kl` multiplies the divergence by the ratio (DeepSeek-V3.2, 2025, arXiv
+  2512.02556); off here, as in GRPO's equation 3, on by default in TRL 1.16.
 - The entropy bonus is `-entropy_coef * mean(entropy)` over the step's sampled tokens, whatever
   `loss_type` (as in TRL).
 
@@ -121,7 +125,8 @@ def grpo_loss(
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = k3(logprobs, ref_logprobs)
-        loss = loss + settings.beta * (kl * batch.weights).sum()
+        term = kl * ratio if settings.use_bias_correction_kl else kl
+        loss = loss + settings.beta * (term * batch.weights).sum()
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * (entropy * counted).sum() / max(num_tokens, 1)
     gap = (logprobs - batch.old_logprobs).detach().abs() * counted

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from pipeline.chat import Chat
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
+from pipeline.distributed import kept_apart
 from pipeline.draws import permutation
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
@@ -46,12 +47,18 @@ def warm_start(
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
-    settings = config.warm_start
-    rows = pad_steps(demonstration_rows(config, chat, environments), settings.batch_size, num_ranks)
+    settings, alone = config.warm_start, config.run.deterministic
+    rows = demonstration_rows(config, chat, environments)
+    if alone:  # every rank does all the work: sums of shares would depend on the number of ranks
+        rows, batch_size = repeat_steps(rows, settings.batch_size, num_ranks), settings.batch_size
+    else:
+        rows = pad_steps(rows, settings.batch_size, num_ranks)
+        batch_size = -(-settings.batch_size // num_ranks)
     arguments = SFTConfig(
         output_dir=str(config.run.output_dir),
         max_steps=settings.steps,
-        per_device_train_batch_size=-(-settings.batch_size // num_ranks),
+        per_device_train_batch_size=batch_size,
+        average_tokens_across_devices=not alone,
         train_sampling_strategy="sequential",  # the rows come in the order of their own draws
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
@@ -84,6 +91,8 @@ def warm_start(
     )
     trainer.remove_callback(PrinterCallback)  # the run's own log tells what it did
     trainer.add_callback(_Steps(on_step))
+    if alone:
+        trainer.add_callback(_Alone(trainer))
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return float(losses[-1])
@@ -97,6 +106,22 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._on_step()
+
+
+class _Alone(TrainerCallback):
+    """Keeps each rank's gradients to itself."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        kept_apart(self._trainer.model_wrapped)
+
+
+def repeat_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:
+    """Each step's rows once for every rank, where ranks take blocks of `batch_size` in turn."""
+    steps = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+    return [row for step in steps for _ in range(num_ranks) for row in step]
 
 
 def pad_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:

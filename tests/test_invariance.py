@@ -77,14 +77,15 @@ def test_all_ranks_end_with_the_same_parameters(outcomes):
 
 SMALL = ["--tasks-per-domain", "30", "--eval-tasks-per-domain", "1", "--eval-trials", "2"]
 SMALL += ["--eval-steps", "0", "--save-steps", "0", "--max-tokens-per-turn", "24"]
+SMALL += ["--domains", "airline", "--difficulty", "easy"]
 TRAIN = [*SMALL, "--warm-start-steps", "0", "--tasks-per-step", "4", "--num-generations", "4"]
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags that start from one warm start, so short that it still says many wrong things."""
+    """Flags that start from one warm start, just long enough for some groups to be alive."""
     folder = tmp_path_factory.mktemp("start")
-    play_run(1, [*SMALL, "--warm-start-steps", "60", "--max-steps", "0"], folder)
+    play_run(2, [*SMALL, "--warm-start-steps", "80", "--max-steps", "0"], folder)
     return ["--model", str(folder / "checkpoints" / "warm-start")]
 
 
@@ -114,7 +115,9 @@ def test_a_deterministic_run_is_the_same_on_one_two_and_four_ranks(
 ) -> None:
     flags = [*start, *TRAIN, "--max-steps", "20", "--deterministic"]
     one, two, four = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2, 4))
-    assert len(one.episodes) > 20 * 16 and one.num_tokens > 5000
+    assert len(one.episodes) > 20 * 16 and one.num_tokens > 4000
     assert one.episodes == two.episodes == four.episodes  # tokens and log-probabilities
     assert np.array_equal(one.parameters, two.parameters)
     assert np.array_equal(one.parameters, four.parameters)
+    first = np.load(tmp_path / "1" / "parameters-1.npy")
+    assert difference(one.parameters, first) > 1e-3  # it learned all the while

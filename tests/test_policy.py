@@ -12,7 +12,7 @@ from pipeline import policy
 from pipeline.chat import Chat
 from pipeline.config import ModelSettings, UserError
 from pipeline.draws import stream_key, uniforms
-from pipeline.grpo import make_micro_batches
+from pipeline.micro_batches import make_micro_batches
 from pipeline.policy import TokenLogprobs, load_folder, load_model, load_tokenizer
 from pipeline.sampler import Sampler, cumulative, inverse_cdf
 from pipeline.tiny import tiny_model
@@ -75,9 +75,7 @@ def play(sampler, numbers) -> list[Conversation]:
 
 def recomputed(model, trajectories, max_tokens=400, temperature=1.0):
     """(log-probabilities by TokenLogprobs, those of the sampler), over all micro-batches."""
-    batches = make_micro_batches(
-        trajectories, [1.0] * len(trajectories), [1.0] * len(trajectories), max_tokens, 0
-    )
+    batches = make_micro_batches([(t, 1.0, 1.0) for t in trajectories], max_tokens, 0)
     with torch.no_grad():
         ours = [TokenLogprobs(model, temperature)(batch)[0] for batch in batches]
     return torch.cat(ours), torch.cat([batch.old_logprobs for batch in batches])
@@ -318,7 +316,7 @@ def some_trajectories():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_token_logprobs_are_the_log_softmax_of_the_full_logits(temperature):
     model = small_model(dtype=torch.float64)
-    (batch,) = make_micro_batches(some_trajectories(), [0.0] * 5, [1.0] * 5, 1000, pad_id=9)
+    (batch,) = make_micro_batches([(t, 0.0, 1.0) for t in some_trajectories()], 1000, 9)
     logprobs, entropy = TokenLogprobs(model, temperature)(batch)
     full = (model(batch.input_ids).logits / temperature).log_softmax(-1)
     brute = [
@@ -332,14 +330,14 @@ def test_token_logprobs_are_the_log_softmax_of_the_full_logits(temperature):
 
 def test_the_selected_tokens_are_the_sampled_ones():
     trajectory = make_trajectory([1, 2, 3], [4, 5, 6, 7], [1, 0, 1, 1])
-    (batch,) = make_micro_batches([trajectory], [0.0], [1.0], 100, pad_id=0)
+    (batch,) = make_micro_batches([(trajectory, 0.0, 1.0)], 100, 0)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert batch.targets.tolist() == [4, 6, 7]
     assert batch.columns.tolist() == [2, 4, 5]  # the position before each
 
 
 def test_chunks_change_neither_values_nor_gradients(monkeypatch):
-    (batch,) = make_micro_batches(some_trajectories(), [0.0] * 5, [1.0] * 5, 1000, pad_id=0)
+    (batch,) = make_micro_batches([(t, 0.0, 1.0) for t in some_trajectories()], 1000, 0)
 
     def values_and_gradients():
         model = small_model(dtype=torch.float64)

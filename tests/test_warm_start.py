@@ -22,6 +22,7 @@ from pipeline.warm_start import (
     encode,
     pad_steps,
     read_demonstrations,
+    repeat_steps,
     warm_start,
 )
 
@@ -222,29 +223,48 @@ def test_a_steps_rows_are_padded_to_equal_shares_of_the_ranks():
     assert pad_steps(rows, 2, 3) == [*rows[:2], padding, *rows[2:4], padding, *rows[4:], padding]
 
 
-def train_on_this_rank():
+def test_a_deterministic_steps_rows_come_once_for_every_rank():
+    rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 5)]
+    assert repeat_steps(rows, 2, 1) == rows
+    assert repeat_steps(rows, 2, 2) == [*rows[:2], *rows[:2], *rows[2:], *rows[2:]]
+
+
+def train_on_this_rank(deterministic):
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     model, steps = tiny_model(tokenizer(), seed=1), []
     settings = config(steps=3, batch_size=4, rule_share=1.0)
+    run = settings.run.model_copy(update={"deterministic": deterministic})
+    settings = settings.model_copy(update={"run": run})
     loss = warm_start(
         settings, model, tokenizer(), chat(), ENVIRONMENTS, ranks.num_ranks, lambda: steps.append(1)
     )
-    ranks.check_same_parameters(model, "after the warm start")
+    ranks.check_same_parameters(model.named_parameters(), "after the warm start")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return flat.numpy(), loss, len(steps)
 
 
+def played(num_ranks, deterministic):
+    results = play_ranks(train_on_this_rank, num_ranks, deterministic)
+    for result in results:
+        assert isinstance(result, tuple), result
+    return results
+
+
 def test_any_number_of_ranks_warm_starts_alike():
     """4 rows a step on 3 ranks: shares of 2, one of them of padding only."""
-    alone, *three = play_ranks(train_on_this_rank, 1) + play_ranks(train_on_this_rank, 3)
-    for result in (alone, *three):
-        assert isinstance(result, tuple), result
+    alone, *three = played(1, False) + played(3, False)
     before = torch.cat([p.detach().flatten() for p in tiny_model(tokenizer(), seed=1).parameters()])
     moved = (torch.from_numpy(alone[0]) - before).norm()
     assert moved > 0.01 * before.norm()
     for parameters, loss, steps in three:
-        apart = (torch.from_numpy(parameters) - torch.from_numpy(alone[0])).norm()
-        assert apart < 1e-3 * moved
+        assert abs(parameters - alone[0]).max() <= 1e-5
         assert loss == pytest.approx(alone[1], rel=1e-3)
         assert steps == alone[2] == 3
+
+
+def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks():
+    alone, *three = played(1, True) + played(3, True)
+    for parameters, loss, _ in three:
+        assert (parameters == alone[0]).all()
+        assert loss == alone[1]

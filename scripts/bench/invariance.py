@@ -6,7 +6,8 @@
   every number of ranks, also with a rank that has none, in 1, 2, 4 and 8 micro-batches, padded,
   cut by a token budget, or joined; against one process with one padded micro-batch.
 - losses: every loss_type at both levels of importance sampling, on two ranks against one.
-- warm start: the recipe's own, on several ranks; its result is where the following start.
+- warm start: its parameters on several ranks, after 100 steps, and after 20 deterministic ones.
+  Rounding grows with the steps of a training. The whole warm start is where the following begin.
 - replay: the tokens of a run on one rank forced through runs on more; each step starts from the
   same weights, so that steps are compared and not what they add up to.
 - deterministic: a whole run with `deterministic: true`, token for token and bit by bit.
@@ -124,14 +125,15 @@ def losses() -> Iterator[Row]:
 
 def runs(folder: Path, rank_counts: list[int], num_steps: int) -> Iterator[Row]:
     first, others = rank_counts[0], rank_counts[1:]
-    warm = {
-        n: play_run(n, [*RUN, "--max-steps", "0"], folder / f"warm-{n}").parameters
-        for n in rank_counts
-    }
-    for n in others:
-        worst = float(np.abs(warm[n] - warm[first]).max())
-        yield Row("warm start: largest parameter", f"{n} ranks against {first}", worst, 1e-5)
-    start = ["--model", str(folder / f"warm-{first}" / "checkpoints" / "warm-start"), *RUN]
+    for flags, bound in ((["--no-deterministic"], 1e-5), (["--deterministic"], 0)):
+        steps = 100 if bound else 20
+        short = [*RUN, *flags, "--max-steps", "0", "--warm-start-steps", str(steps)]
+        warm = {n: play_run(n, short, folder / f"{n}{flags[0]}").parameters for n in rank_counts}
+        worst = max(float(np.abs(warm[n] - warm[first]).max()) for n in others)
+        on = f"{listed(rank_counts)} ranks, {steps} steps {'' if bound else ', deterministic'}"
+        yield Row("warm start: largest difference", on.replace(" ,", ","), worst, bound)
+    play_run(2, [*RUN, "--max-steps", "0"], folder / "warm")
+    start = ["--model", str(folder / "warm" / "checkpoints" / "warm-start"), *RUN]
     start += ["--warm-start-steps", "0", "--max-steps", str(num_steps), "--tasks-per-step", "12"]
     alone = play_run(first, start, folder / "alone")
     forced = alone.forced_streams(seed=1)
