@@ -45,20 +45,38 @@ def warm_start(
     """
     from datasets import Dataset
     from transformers import PrinterCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTTrainer
 
-    settings, alone = config.warm_start, config.run.deterministic
-    rows = demonstration_rows(config, chat, environments)
-    if alone:  # every rank does all the work: sums of shares would depend on the number of ranks
-        rows, batch_size = repeat_steps(rows, settings.batch_size, num_ranks), settings.batch_size
+    rows, size = demonstration_rows(config, chat, environments), config.warm_start.batch_size
+    if config.run.deterministic:  # sums of shares would depend on the ranks: each does all the work
+        rows, share = repeat_steps(rows, size, num_ranks), size
     else:
-        rows = pad_steps(rows, settings.batch_size, num_ranks)
-        batch_size = -(-settings.batch_size // num_ranks)
+        rows, share = pad_steps(rows, size, num_ranks), -(-size // num_ranks)
+    trainer = SFTTrainer(
+        model=model,
+        args=_arguments(config, share),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)  # the run's own log tells what it did
+    trainer.add_callback(_Steps(on_step))
+    if config.run.deterministic:
+        trainer.add_callback(_Alone(trainer))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return float(losses[-1])
+
+
+def _arguments(config: Config, share: int) -> Any:
+    """The trainer's settings, for so many of a step's rows on each rank."""
+    from trl import SFTConfig
+
+    settings = config.warm_start
     arguments = SFTConfig(
         output_dir=str(config.run.output_dir),
         max_steps=settings.steps,
-        per_device_train_batch_size=batch_size,
-        average_tokens_across_devices=not alone,
+        per_device_train_batch_size=share,
+        average_tokens_across_devices=not config.run.deterministic,
         train_sampling_strategy="sequential",  # the rows come in the order of their own draws
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
@@ -83,19 +101,7 @@ def warm_start(
         accelerator_config={"use_configured_state": True},
     )
     arguments._n_gpu = 1  # one rank is one GPU; on several, transformers would turn to DataParallel
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    trainer.remove_callback(PrinterCallback)  # the run's own log tells what it did
-    trainer.add_callback(_Steps(on_step))
-    if alone:
-        trainer.add_callback(_Alone(trainer))
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return float(losses[-1])
+    return arguments
 
 
 class _Steps(TrainerCallback):

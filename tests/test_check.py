@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from helpers import tokenizer
 
-from pipeline import check, policy
-from pipeline.check import memory_of_a_rank, memory_per_rank, model_shape, validate
-from pipeline.config import Config, UserError
+from pipeline import check, lora, policy
+from pipeline.check import empty_model, memory_of_a_rank, memory_per_rank, validate
+from pipeline.checkpoint import TrainState, save
+from pipeline.config import Config, ModelSettings, UserError
 from pipeline.environments.airline import generate_tasks
 from pipeline.environments.base import tool_schemas
 from pipeline.prepare import prepare
@@ -86,7 +87,9 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
     assert re.search(r"  weights \(fp32\) +14\.98 GiB\n", said)
     assert re.search(r"  weights of the sampler +7\.49 GiB\n", said)
-    assert re.search(r"  AdamW \(fp32, two moments\) +29\.97 GiB\n", said)
+    assert re.search(r"  LoRA adapters \(fp32\) +0\.12 GiB\n", said)
+    assert re.search(r"  AdamW \(fp32, two moments\) +0\.25 GiB\n", said)
+    assert re.search(r"  sum +61\.63 GiB, ", said)
 
 
 def test_an_unknown_hub_model_is_refused():
@@ -104,9 +107,10 @@ def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
-    shape, num_parameters = model_shape(load_recipe(QWEN))
-    assert num_parameters == 4_022_468_096
-    assert (shape.num_hidden_layers, shape.hidden_size) == (36, 2560)
+    model = empty_model(load_recipe(QWEN))
+    assert model.num_parameters() == 4_022_468_096
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (36, 2560)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
 def test_the_memory_of_the_tiny_recipe_adds_up():
@@ -141,11 +145,77 @@ def test_a_reference_policy_and_less_to_train_change_the_sum():
     assert saving[activations] < plain[activations]
 
 
+def test_adapters_alone_need_gradients_moments_and_a_reference():
+    # Rank 16 on seven layers of each block: 16 x (in + out) weights each, in 36 blocks.
+    count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
+    recipe = load_recipe(QWEN)
+    assert recipe.model.use_peft and (recipe.model.lora_r, recipe.warm_start.steps) == (16, 0)
+    need = memory_per_rank(with_settings(recipe, grpo={"beta": 0.1}))
+    assert need["LoRA adapters (fp32)"] == need["gradients (fp32)"] == 4 * count
+    assert need["reference policy (fp32)"] == 4 * count
+    assert need["AdamW (fp32, two moments)"] == 8 * count
+    assert need["weights (fp32)"] == 4 * 4_022_468_096
+    half = memory_per_rank(with_settings(recipe, model={"lora_r": 8}))
+    assert half["gradients (fp32)"] == 2 * count
+    some = memory_per_rank(with_settings(recipe, model={"lora_target_modules": ["q_proj"]}))
+    assert some["gradients (fp32)"] == 4 * 36 * 16 * (2560 + 4096)
+
+
+def test_a_sharded_optimizer_leaves_each_rank_its_share_of_the_moments():
+    recipe = with_settings(load_recipe(QWEN), model={"use_peft": False})
+    whole = memory_per_rank(recipe)
+    shared = memory_per_rank(with_settings(recipe, grpo={"shard_optimizer": True}))
+    moments = "AdamW (fp32, two moments)"
+    assert whole[moments] == 8 * 4_022_468_096
+    assert shared == {**whole, moments: 4_022_468_096}  # on 8 ranks
+
+
+def test_a_warm_start_trains_every_weight_also_before_adapters():
+    recipe, warm_start = load_recipe(QWEN), {"steps": 1}
+    need = memory_per_rank(with_settings(recipe, warm_start=warm_start))
+    assert need["gradients of the warm start"] == 4 * 4_022_468_096
+    assert need["AdamW of the warm start"] == 8 * 4_022_468_096
+    assert not {"LoRA adapters (fp32)", "gradients (fp32)"} & need.keys()
+    sharded = {"model": {"use_peft": False}, "grpo": {"shard_optimizer": True}}
+    need = memory_per_rank(with_settings(recipe, warm_start=warm_start, **sharded))
+    assert need["AdamW of the warm start"] == 8 * 4_022_468_096
+    # The larger of the two phases counts: with a reference policy that is GRPO.
+    plain = {"model": {"use_peft": False}, "grpo": {"beta": 0.1}, "warm_start": warm_start}
+    assert "reference policy (fp32)" in memory_per_rank(with_settings(recipe, **plain))
+
+
+def with_settings(settings: Config, **sections) -> Config:
+    changed = {
+        name: getattr(settings, name).model_copy(update=values) for name, values in sections.items()
+    }
+    return settings.model_copy(update=changed)
+
+
+def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
+    base = tiny_model(tokenizer(), 0)
+    save(tmp_path, "base", base, tokenizer(), TrainState())
+    name = str(tmp_path / "base")
+    adapters = lora.attach(base, ModelSettings(lora_r=2), name, 0)
+    path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState()))
+    plain, own = (config(model={"model": model}) for model in (name, path))
+    assert memory_per_rank(own) == memory_per_rank(plain) == memory_per_rank(config())
+    assert validate(own).tokenizer.chat_template == tokenizer().chat_template
+    further = {"model": path, "use_peft": True}
+    assert "LoRA adapters (fp32)" in memory_per_rank(config(model=further, warm_start={"steps": 0}))
+
+
+def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
+    model = {"use_peft": True, "lora_target_modules": ["q_proj", "w_proj"]}
+    assert refusal(validate, config(model=model)).startswith(
+        "lora_target_modules: got 'w_proj'; give linear layers below the output layer, here "
+    )
+
+
 def test_a_run_that_cannot_fit_is_refused_with_the_sum():
     message = refusal(validate, config(rollout={"max_tokens": 10**9}))
     assert re.match(r"memory: each rank needs \d+\.\d GiB \(weights \(fp32\) 0\.0 \+ ", message)
     assert re.search(r" \+ key-value cache \d+\.\d \+ ", message)
-    assert re.search(r"\) and has \d+\.\d; use a smaller model, max_live_episodes", message)
+    assert re.search(r"\) and has \d+\.\d; lower max_live_episodes", message)
 
 
 def test_ranks_share_the_machines_memory(monkeypatch):

@@ -5,7 +5,8 @@ import os
 
 import pytest
 import torch
-from helpers import small_model, tokenizer
+from accelerate import Accelerator
+from helpers import make_episodes, play_ranks, small_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import checkpoint
@@ -17,12 +18,19 @@ from pipeline.checkpoint import (
     save,
     write_text,
 )
-from pipeline.config import UserError
+from pipeline.config import Config, UserError
+from pipeline.distributed import Ranks, parameter_hash, whole_state
+from pipeline.policy import TokenLogprobs
 from pipeline.run_folder import find_checkpoint
+from pipeline.updater import Updater
 
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
+
+
+def state_of(model):
+    return adamw(model).state_dict()
 
 
 def train(model, optimizer, steps, start=0):
@@ -38,7 +46,7 @@ def same(a, b) -> bool:
 
 
 def save_plain(folder, name, step=0, seed=0):
-    return save(folder, name, small_model(seed), tokenizer(), None, TrainState(step=step))
+    return save(folder, name, small_model(seed), tokenizer(), TrainState(step=step))
 
 
 # What is saved
@@ -46,7 +54,7 @@ def save_plain(folder, name, step=0, seed=0):
 
 def test_others_load_a_checkpoint_by_from_pretrained(tmp_path):
     model = small_model()
-    path = save(tmp_path, "stage-1-airline", model, tokenizer(), adamw(model), TrainState())
+    path = save(tmp_path, "stage-1-airline", model, tokenizer(), TrainState(), state_of(model))
     assert path == tmp_path / "stage-1-airline"
     assert (path / "model.safetensors").is_file()
     assert same(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), model)
@@ -62,7 +70,7 @@ def test_the_state_comes_back_as_it_was(tmp_path):
         evaluations=[{"after": "start", "step": 0, "success": {"airline": {"mean": 0.1}}}],
         training={"airline": {"episodes": 9}},
     )
-    path = save(tmp_path, "step-000057", small_model(), tokenizer(), None, state)
+    path = save(tmp_path, "step-000057", small_model(), tokenizer(), state)
     assert load_state(path) == state
     assert load_state(path).evaluated("start")
     assert not load_state(path).evaluated("airline")
@@ -72,7 +80,9 @@ def test_training_goes_on_exactly_as_without_the_checkpoint(tmp_path):
     model = small_model()
     optimizer = adamw(model)
     train(model, optimizer, steps=3)
-    path = save(tmp_path, "step-000003", model, tokenizer(), optimizer, TrainState(step=3))
+    path = save(
+        tmp_path, "step-000003", model, tokenizer(), TrainState(step=3), optimizer.state_dict()
+    )
     train(model, optimizer, steps=2, start=3)
 
     resumed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -90,13 +100,67 @@ def test_without_its_optimizer_training_would_go_on_differently(tmp_path):
     model = small_model()
     optimizer = adamw(model)
     train(model, optimizer, steps=3)
-    path = save(tmp_path, "warm-start", model, tokenizer(), None, TrainState())
+    path = save(tmp_path, "warm-start", model, tokenizer(), TrainState())
     train(model, optimizer, steps=2, start=3)
     resumed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     fresh = adamw(resumed)
     load_optimizer(path, fresh)  # a warm start has none
     train(resumed, fresh, steps=2, start=3)
     assert not same(resumed, model)
+
+
+# On other ranks, with moments spread over them or not
+
+
+def update(folder, shard_optimizer, resume):
+    """Three updates from the start, saved, or three more from there; the hash of the parameters.
+
+    A deterministic run, so that the number of ranks changes no bit.
+    """
+    accelerator = Accelerator()
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    config = Config.model_validate(
+        {
+            "grpo": {"shard_optimizer": shard_optimizer, "max_tokens_per_microbatch": 100},
+            "rollout": {"num_generations": 4},
+            "run": {"deterministic": True},
+        }
+    )
+    model = small_model()
+    if resume:
+        path = find_checkpoint(folder, "latest")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ranks = Ranks(rank, num_ranks, 60)
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    if resume:
+        load_optimizer(path, updater.optimizer)
+    rows, advantages = make_episodes(24)
+    mine = [i for i in range(24) if i // 4 % num_ranks == rank]  # whole groups
+    for step in range(3):
+        rate = 1e-2 / (1 + step)
+        updater.update_policy([rows[i] for i in mine], [advantages[i] for i in mine], rate)
+    if not resume:
+        state = whole_state(updater.optimizer, rank)
+        if ranks.is_main:
+            save(folder / "checkpoints", "step-000003", model, tokenizer(), TrainState(), state)
+        ranks.barrier("saved")
+    return parameter_hash(model.named_parameters())
+
+
+def hash_after(num_ranks, folder, shard_optimizer, resume) -> str:
+    hashes = play_ranks(update, num_ranks, folder, shard_optimizer, resume)
+    assert len(set(hashes)) == 1 and len(hashes[0]) == 64, hashes
+    return hashes[0]
+
+
+def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
+    halfway = hash_after(2, tmp_path / "sharded", True, False)
+    assert hash_after(1, tmp_path / "whole", False, False) == halfway
+    end = hash_after(1, tmp_path / "whole", False, True)
+    assert end != halfway
+    assert hash_after(2, tmp_path / "whole", True, True) == end
+    assert hash_after(1, tmp_path / "sharded", False, True) == end
+    assert hash_after(3, tmp_path / "sharded", True, True) == end
 
 
 # Interrupted
@@ -130,17 +194,17 @@ def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_latest(
 ):
     folder = tmp_path / "checkpoints"
     first, second = small_model(seed=0), small_model(seed=1)
-    save(folder, "step-000010", first, tokenizer(), adamw(first), TrainState(step=10))
+    save(folder, "step-000010", first, tokenizer(), TrainState(step=10), state_of(first))
     with monkeypatch.context() as broken:
         interrupt(broken)
         with pytest.raises(OSError, match="no space left"):
-            save(folder, "step-000020", second, tokenizer(), adamw(second), TrainState(step=20))
+            save(folder, "step-000020", second, tokenizer(), TrainState(step=20), state_of(second))
     found = find_checkpoint(tmp_path, "latest")
     assert found.name == "step-000010"
     assert load_state(found).step == 10
     assert same(AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32), first)
 
-    save(folder, "step-000020", second, tokenizer(), adamw(second), TrainState(step=20))
+    save(folder, "step-000020", second, tokenizer(), TrainState(step=20), state_of(second))
     assert load_state(find_checkpoint(tmp_path, "latest")).step == 20
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["latest", "step-000010", "step-000020"]

@@ -163,7 +163,8 @@ def test_the_shipped_recipes_are_what_their_names_say():
     qwen = load_recipe("qwen3_4b_8gpu")
     assert (qwen.model.model, qwen.run.num_gpus) == ("Qwen/Qwen3-4B", 8)
     assert qwen.model.chat_template_kwargs == {"enable_thinking": False}
-    assert qwen.grpo.learning_rate == 1e-6
+    assert (qwen.model.use_peft, qwen.model.lora_target_modules) == (True, ["all-linear"])
+    assert qwen.grpo.learning_rate == 1e-5
 
 
 def test_dump_keeps_what_yaml_readers_would_take_for_something_else(tmp_path):
@@ -200,7 +201,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
     ]
     assert "--num-generations N, --group-size N" in text
     assert "--use-grpo, --no-grpo " in text
-    assert "--learning-rate X               peak learning rate [1e-06]" in text
+    assert "--learning-rate X               peak learning rate [1e-05]" in text
     assert "--domains A,B                   domains, in the order of the stages [airline," in text
 
 

@@ -1,7 +1,9 @@
 """What ranks say to each other: real processes over gloo."""
 
+import io
 import os
 import time
+from copy import deepcopy
 from datetime import timedelta
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from helpers import play_ranks, small_model
 
-from pipeline.distributed import Ranks, parameter_hash
+from pipeline.distributed import Ranks, parameter_hash, sharded_adamw, whole_state
 
 DEADLINE_S = 3
 
@@ -25,14 +27,17 @@ def talk(how_the_last_rank_is_missing):
         "sum": ranks.sum([1.0, 10.0 * rank, 2.0**53]),
         "max": ranks.max(7.0 if rank == 1 else -rank),
         "objects": ranks.all_gather_objects({"rank": rank, "items": ["x"] * rank}, "objects"),
+        "tensors": [t.tolist() for t in ranks.all_gather_tensors(torch.tensor([rank, 7.0]))],
     }
     ranks.barrier("all there")
     model = small_model()
-    results["same"] = ranks.check_same_parameters(model, "at the start")
+    results["same"] = ranks.check_same_parameters(model.named_parameters(), "at the start")
     if rank == 1:
         with torch.no_grad():
             next(model.parameters())[0, 0] += 1e-6
-    results["different"] = error_of(ranks.check_same_parameters, model, "at step 3")
+    results["different"] = error_of(
+        ranks.check_same_parameters, model.named_parameters(), "at step 3"
+    )
     results["waited"] = ranks.seconds["wait"]
     missing = rank == num_ranks - 1
     if missing and how_the_last_rank_is_missing == "late":
@@ -75,8 +80,13 @@ def test_objects_come_in_order_of_ranks_to_every_rank(said):
     assert [result["is_main"] for result in said] == [True] + [False] * (len(said) - 1)
 
 
+def test_tensors_come_in_order_of_ranks_to_every_rank(said):
+    expected = [[float(rank), 7.0] for rank in range(len(said))]
+    assert [result["tensors"] for result in said] == [expected] * len(said)
+
+
 def test_equal_parameters_have_one_hash(said):
-    assert {result["same"] for result in said} == {parameter_hash(small_model())}
+    assert {result["same"] for result in said} == {hash_of(small_model())}
 
 
 def test_a_rank_whose_parameters_differ_is_named_everywhere(said):
@@ -106,22 +116,28 @@ def test_one_rank_alone_needs_no_process_group():
     assert ranks.sum([1.5, 2]) == [1.5, 2]
     assert ranks.max(3.0) == 3.0
     assert ranks.all_gather_objects("x", "alone") == ["x"]
-    assert ranks.check_same_parameters(small_model(), "now") == parameter_hash(small_model())
+    assert torch.equal(ranks.all_gather_tensors(torch.arange(3))[0], torch.arange(3))
+    found = ranks.check_same_parameters(small_model().named_parameters(), "now")
+    assert found == hash_of(small_model())
+
+
+def hash_of(module) -> str:
+    return parameter_hash(module.named_parameters())
 
 
 def test_the_hash_sees_one_bit_one_name_and_any_type():
     model = torch.nn.Linear(2, 2)
-    before = parameter_hash(model)
+    before = hash_of(model)
     with torch.no_grad():
         model.weight[1, 1] = torch.nextafter(model.weight[1, 1], torch.tensor(9.0))
-    assert parameter_hash(model) != before
+    assert hash_of(model) != before
     renamed = torch.nn.Module()
     renamed.first, renamed.bias = model.weight, model.bias
-    assert parameter_hash(renamed) != parameter_hash(model)
-    assert parameter_hash(model.to(torch.bfloat16)) != before
+    assert hash_of(renamed) != hash_of(model)
+    assert hash_of(model.to(torch.bfloat16)) != before
     scalar = torch.nn.Module()
     scalar.scale = torch.nn.Parameter(torch.tensor(1.0))
-    assert len(parameter_hash(scalar)) == 64
+    assert len(hash_of(scalar)) == 64
 
 
 def fail_on_one_rank():
@@ -134,3 +150,141 @@ def test_a_failure_on_another_rank_reaches_the_test():
     first, second = play_ranks(fail_on_one_rank, 2)
     assert first == "fine"
     assert "AssertionError: rank 1 fails" in second
+
+
+# The optimizer's moments, spread over the ranks
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.98), "weight_decay": 0.1}
+
+
+def packed(value) -> bytes:
+    """Tensors as bytes: in themselves they would leave a rank as shared memory, which it takes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpacked(value: bytes):
+    return torch.load(io.BytesIO(value), weights_only=True)
+
+
+def three_steps(model, optimizer, start=0):
+    """Steps with a gradient that is the same on every rank, and a learning rate that changes."""
+    for step in range(start, start + 3):
+        ids = torch.randint(0, 16, (2, 9), generator=torch.Generator().manual_seed(step))
+        model(ids, labels=ids).loss.backward()
+        optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shard():
+    """Steps with a sharded optimizer, and with one that goes on from its whole state."""
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    model, copy = small_model(), small_model()
+    optimizer = sharded_adamw(model.parameters(), **SETTINGS)
+    three_steps(model, optimizer)
+    state = deepcopy(whole_state(optimizer, rank))  # steps change its tensors
+    moments = sum(s["exp_avg"].numel() for s in optimizer.optim.state.values())
+    halfway = [p.detach().clone() for p in model.parameters()]
+    three_steps(model, optimizer, start=3)
+    # A second one, on every rank, takes over the state that rank 0 gathered.
+    states = Ranks(rank, accelerator.num_processes, 60).all_gather_objects(state, "state")
+    with torch.no_grad():
+        for own, other in zip(copy.parameters(), halfway, strict=True):
+            own.copy_(other)
+    resumed = sharded_adamw(copy.parameters(), **SETTINGS)
+    resumed.load_state_dict(states[0])
+    three_steps(copy, resumed, start=3)
+    return packed(
+        {
+            "state": state,
+            "moments": moments,
+            "halfway": halfway,
+            "parameters": [p.detach() for p in model.parameters()],
+            "resumed": [p.detach() for p in copy.parameters()],
+        }
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def shards(request):
+    results = play_ranks(shard, request.param)
+    for result in results:
+        assert isinstance(result, bytes), result
+    return [unpacked(result) for result in results]
+
+
+def alone():
+    """The same with plain AdamW on one process: the model, its optimizer, its state halfway."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    three_steps(model, optimizer)
+    return model, optimizer, deepcopy(optimizer.state_dict())
+
+
+def equal(parameters, others) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+
+
+def test_a_sharded_optimizer_gives_the_same_parameters_bit_by_bit(shards):
+    model, optimizer, _ = alone()
+    assert all(equal(result["halfway"], model.parameters()) for result in shards)
+    three_steps(model, optimizer, start=3)
+    assert all(equal(result["parameters"], model.parameters()) for result in shards)
+
+
+def test_each_rank_holds_its_share_of_the_moments(shards):
+    total = sum(p.numel() for p in small_model().parameters())
+    assert sum(result["moments"] for result in shards) == total
+    for result in shards:
+        assert result["moments"] == pytest.approx(total / len(shards), rel=0.1)
+
+
+def test_the_whole_state_is_on_rank_0_and_is_that_of_one_process(shards):
+    _, _, expected = alone()
+    state = shards[0]["state"]
+    assert [result["state"] for result in shards[1:]] == [None] * (len(shards) - 1)
+    assert state["state"].keys() == expected["state"].keys()
+    for index, values in expected["state"].items():
+        assert all(torch.equal(state["state"][index][name], values[name]) for name in values)
+
+
+def test_a_sharded_state_goes_on_sharded_and_on_one_process(shards):
+    for result in shards:
+        assert equal(result["resumed"], result["parameters"])
+    model = small_model()
+    with torch.no_grad():
+        for own, other in zip(model.parameters(), shards[0]["halfway"], strict=True):
+            own.copy_(other)
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    optimizer.load_state_dict(shards[0]["state"])
+    three_steps(model, optimizer, start=3)
+    assert equal(model.parameters(), shards[0]["parameters"])
+
+
+def go_on(packed_start):
+    Accelerator()
+    halfway, state = unpacked(packed_start)
+    model = small_model()
+    with torch.no_grad():
+        for own, other in zip(model.parameters(), halfway, strict=True):
+            own.copy_(other)
+    optimizer = sharded_adamw(model.parameters(), **SETTINGS)
+    optimizer.load_state_dict(state)
+    three_steps(model, optimizer, start=3)
+    return hash_of(model)
+
+
+def test_the_state_of_one_process_goes_on_sharded():
+    model, optimizer, state = alone()
+    halfway = [p.detach().clone() for p in model.parameters()]
+    three_steps(model, optimizer, start=3)
+    assert play_ranks(go_on, 2, packed((halfway, state))) == [hash_of(model)] * 2
+
+
+def test_without_a_process_group_the_optimizer_is_plain_adamw():
+    optimizer = sharded_adamw(small_model().parameters(), **SETTINGS)
+    assert type(optimizer) is torch.optim.AdamW
+    assert whole_state(optimizer, 0) == optimizer.state_dict()
