@@ -3,29 +3,73 @@
 Tokens in, tokens out: a conversation is rendered once, as its prompt. After that only the *delta*
 of a reply is rendered, from a stub conversation, and appended to the ids that were sampled;
 templates that rewrite history (Qwen3's drops earlier thinking) therefore cannot change what was
-sampled. Text in messages never becomes control tokens: special strings inside them are encoded as
-plain text.
+sampled. Text in messages and tools never becomes control tokens: special strings inside them, and
+pieces that the text around them could complete, are encoded as plain text.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeGuard
-
-from jinja2 import TemplateError
 
 from pipeline.config import UserError
 from pipeline.tasks import Message
 
 STUB = "\ue000stub\ue001"  # private-use characters: no template holds them
 _GUARD = re.compile("(\ue002\\d+\ue003)")
+_WARNED = "PIPELINE_WARNED"  # environment variable: the process that gave this run's warnings
 _CACHE_SIZE = 65536  # renderings and parses kept: what a small model says, it says many times
+
+# What templates are tried with, once, at the start.
+_ASKED: Message = {"role": "user", "content": "-"}
+_STUB_TURN: list[Message] = [_ASKED, {"role": "assistant", "content": STUB}]
+_ANSWER: Message = {"role": "assistant", "content": "an answer"}
+_FUNCTION = {"name": "probe_tool", "arguments": {"x": "y"}}
+_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": _FUNCTION}],
+}
+_RESULT: Message = {"role": "tool", "name": "probe_tool", "content": "probe_result"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_POLICY: Message = {"role": "system", "content": "a policy"}
+_REQUEST: Message = {"role": "user", "content": "a longer request"}
+_LONG = [_POLICY, _REQUEST, *[_CALL, _RESULT, _CALL, _RESULT, _ANSWER, _REQUEST] * 6]
+_HISTORIES: dict[str, list[Message]] = {
+    "another request": [_REQUEST],
+    "a system prompt": [_POLICY, _ASKED],
+    "an earlier turn": [_ASKED, _ANSWER, _REQUEST],
+    "an earlier tool result": [_ASKED, _CALL, _RESULT],
+    "many turns": _LONG,
+}
+_SAID: dict[str, dict[str, Any]] = {
+    "an empty answer": {"content": ""},
+    "a thought": {"content": "<think>\nhm\n</think>\n\nyes"},
+    "a long answer": {"content": "A longer answer, of several lines.\n" * 20},
+    "a tool call": _CALL,
+    "a tool call with text": {**_CALL, "content": "One moment."},
+}
+_REPLIES: list[list[Message]] = [
+    [{"role": "user", "content": "probe_reply"}],
+    [_RESULT],
+    [_RESULT, {**_RESULT, "content": "probe_second"}],
+]
+_THOUGHT, _ANSWERED = "probe_thought", "probe_answer"
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +93,7 @@ class Chat:
 
     Raises UserError for a tokenizer without a template, a template that ignores tools or refuses a
     conversation with them, that does not close an assistant message with a special token, or whose
-    rendering of a reply depends on earlier text.
+    rendering of a reply depends on earlier text. Warns where a template drops earlier thoughts.
     """
 
     def __init__(
@@ -65,14 +109,23 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self._kwargs = template_kwargs or {}
-        added = [t for t in tokenizer.added_tokens_decoder.values() if t.content.strip()]
-        self._special = _any_of({token.content for token in added})
+        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
+        self._special_ids = set(added) - {tokenizer.unk_token_id}
+        self._special = _Special({token.content for token in added.values()})
         # an assistant message may hold tags that a policy says itself, such as <think>
-        self._control = _any_of({token.content for token in added if token.special})
+        self._control = _Special({token.content for token in added.values() if token.special})
+        # Some tokenizers put a space before every text; what stands after a line break has none.
+        line_break = self._encode("\n")
+        joined = self._encode("\n<") == line_break + self._encode("<")
+        self._line_break = [] if joined else line_break
         self.end_of_turn = self._find_end_of_turn()
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
-        self._uses_response_template = self._choose_parser(tool_call_format)
         self._check_deltas()
+        self._renders_calls = "probe_tool" in self._template([_ASKED, _CALL])
+        self._opening = self._template([_ASKED], add_generation_prompt=True)
+        self._prefix = ""  # of a message, for the reader of calls
+        self._uses_response_template = self._choose_parser(tool_call_format)
+        self._warn_of_lost_thoughts()
         self._reply_ids = lru_cache(_CACHE_SIZE)(self._render_reply)
         self._message_ids = lru_cache(_CACHE_SIZE)(self._render_message)
         self._prompt_ids = lru_cache(_CACHE_SIZE)(self._render_prompt)
@@ -96,89 +149,117 @@ class Chat:
         return list(self._message_ids(json.dumps(message)))
 
     def num_content_tokens(self, text: str) -> int:
-        return len(self._encode(text))
+        """Tokens of a text inside a message, where nothing is special."""
+        guards = _Guards()
+        return len(self._encode_guarded(guards.put(text, self._special), guards))
 
     def _render_prompt(self, messages: str, tools: str) -> list[int]:
-        return self._ids(
-            json.loads(messages), tools=json.loads(tools) or None, add_generation_prompt=True
-        )
+        options = {"tools": json.loads(tools) or None, "add_generation_prompt": True}
+        text, guards = self._render([], json.loads(messages), **options)
+        return self._encode_guarded(text, guards, at_start=True)
 
     def _render_reply(self, replies: str) -> list[int]:
-        return self._delta([{"role": "user", "content": "-"}], json.loads(replies))
+        text, guards = self._render(_STUB_TURN, json.loads(replies), add_generation_prompt=True)
+        # The end of turn is encoded with it: some special tokens swallow the space around them.
+        ids = self._encode_guarded(self._after_stub(text), guards)
+        return ids[ids.index(self.end_of_turn_id) + 1 :]
 
-    def _delta(self, history: list[Message], replies: list[Message]) -> list[int]:
-        messages = [*history, {"role": "assistant", "content": STUB}, *replies]
-        text, guards = self._render(messages, add_generation_prompt=True)
-        start = text.index(STUB)
-        return self._encode_guarded(
-            text[text.index(self.end_of_turn, start) + len(self.end_of_turn) :], guards
-        )
+    def _after_stub(self, text: str) -> str:
+        """What a rendering holds from the end of the stub's turn on; empty without one."""
+        _, _, after = text.partition(STUB)
+        _, end_of_turn, rest = after.partition(self.end_of_turn)
+        return end_of_turn + rest
 
     def _render_message(self, message: str) -> list[int]:
-        stub = {"role": "user", "content": "-"}
-        before, _ = self._render([stub], add_generation_prompt=True)
-        text, guards = self._render([stub, json.loads(message)])
-        if not text.startswith(before):
+        said = json.loads(message)
+        text, guards = self._render([_ASKED], [said])
+        if not text.startswith(self._opening):
             raise UserError(
                 "model: its chat template renders an assistant message differently from what "
                 "it asks the model to continue; try chat_template_kwargs such as "
                 "{enable_thinking: false}"
             )
+        if said.get("tool_calls") and not self._renders_calls:
+            raise UserError(
+                "model: its chat template leaves tool calls out, so a demonstration would teach "
+                "none; write them into the content, or set warm_start.steps 0"
+            )
         end = text.rindex(self.end_of_turn) + len(self.end_of_turn)
-        return self._encode_guarded(text[len(before) : end], guards)
+        return self._encode_guarded(text[len(self._opening) : end], guards)
 
-    def _ids(self, messages: list[Message], **options: Any) -> list[int]:
-        return self._encode_guarded(*self._render(messages, **options))
-
-    def _render(self, messages: list[Message], **options: Any) -> tuple[str, list[str]]:
-        """Rendered text, with guards for special strings in messages, and what they stand for."""
-        guards: list[str] = []
-
-        def guard(match: re.Match[str]) -> str:
-            guards.append(match.group())
-            return f"\ue002{len(guards) - 1}\ue003"
-
-        def guarded(value: Any, pattern: re.Pattern[str]) -> Any:
-            if isinstance(value, str):
-                return pattern.sub(guard, value)
-            if isinstance(value, list):
-                return [guarded(item, pattern) for item in value]
-            if isinstance(value, dict):
-                return {guarded(k, pattern): guarded(v, pattern) for k, v in value.items()}
-            return value
-
-        plain = []
+    def _render(
+        self, own: list[Message], messages: list[Message], **options: Any
+    ) -> tuple[str, _Guards]:
+        """Rendered text, and the guards in it for what is special in `messages` and tools."""
+        guards = _Guards()
+        guarded = list(own)
         for message in messages:
-            pattern = self._control if message["role"] == "assistant" else self._special
-            plain.append({k: v if k == "role" else guarded(v, pattern) for k, v in message.items()})
+            said = self._control if message["role"] == "assistant" else self._special
+            guarded.append(
+                {
+                    key: value
+                    if key == "role"
+                    else guards.put(value, self._special if key == "tool_calls" else said)
+                    for key, value in message.items()
+                }
+            )
+        if options.get("tools"):
+            options["tools"] = guards.put(options["tools"], self._special)
+        return self._template(guarded, **options), guards
+
+    def _template(self, messages: Sequence[Message], **options: Any) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
-                plain, tokenize=False, **options, **self._kwargs
+                list(messages), tokenize=False, **options, **self._kwargs
             )
-        except TemplateError as error:
+        except Exception as error:  # code that is not ours: a template may raise anything
             roles = ", ".join(message["role"] for message in messages)
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
-                f"model: its chat template refuses a conversation of {roles} ({error}); "
+                f"model: its chat template refuses a conversation of {roles} ({reason}); "
                 "use a model whose template takes tools"
             ) from None
-        return text, guards
+        return text
 
-    def _encode_guarded(self, text: str, guards: list[str]) -> list[int]:
+    def _encode_guarded(self, text: str, guards: _Guards, at_start: bool = False) -> list[int]:
         ids: list[int] = []
         for piece in _GUARD.split(text):
             if _GUARD.fullmatch(piece):
-                ids += self._encode_plain(guards[int(piece[1:-1])])
+                taken = guards.texts[int(piece[1:-1])]
+                whole = self._special.tokens.search(taken)
+                ids += self._spell(taken) if whole else self._encode_inside(taken)
             elif piece:
-                ids += self._encode(piece)
+                ids += self._encode(piece) if at_start and not ids else self._encode_inside(piece)
         return ids
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that stands after another, and whose special strings are the template's."""
+        ids = self._encode_after(text)
+        tokens = self._special.tokens
+        if sum(token in self._special_ids for token in ids) <= len(tokens.findall(text)):
+            return ids
+        # The tokenizer's normalizer made one more, as NFKC does of full-width letters.
+        ids = []
+        for number, part in enumerate(re.split(f"({tokens.pattern})", text)):
+            found = self._encode_after(part)
+            hidden = number % 2 == 0 and not self._special_ids.isdisjoint(found)
+            ids += self._spell(part) if hidden else found
+        return ids
+
+    def _spell(self, text: str) -> list[int]:
         """Ids of a special string as plain text, one character after the other.
 
         `split_special_tokens` alone still finds added tokens that are not marked special.
         """
-        encoded = [self._encode(character, split_special_tokens=True) for character in text]
+        encoded = [self._encode_after(character, split_special_tokens=True) for character in text]
         return [token for ids in encoded for token in ids]
+
+    def _encode_after(self, text: str, **options: Any) -> list[int]:
+        """Ids of a text that does not start a line."""
+        before = self._line_break
+        ids = self._encode("\n" + text, **options) if before else []
+        joined = not before or ids[: len(before)] != before
+        return self._encode(text, **options) if joined else ids[len(before) :]
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
@@ -187,19 +268,21 @@ class Chat:
     # -- tokens to messages --
 
     def parse(self, ids: Sequence[int]) -> Parsed:
-        """Read a sampled message (its end of turn, if it has one, is dropped)."""
-        kept = list(ids[:-1]) if ids and ids[-1] == self.end_of_turn_id else list(ids)
-        text = self.tokenizer.decode(kept)
+        """Read a sampled message (its end of turn, if it has one, is no part of the content)."""
+        ended = bool(ids) and ids[-1] == self.end_of_turn_id
+        text = self.tokenizer.decode(list(ids[:-1] if ended else ids))
         try:
-            return deepcopy(self._parse(text))  # tools may alter arguments
+            return deepcopy(self._parse(text, ended))  # tools may alter arguments
         except RecursionError:
             return Parsed(content=text, malformed="nested too deeply")
 
-    def _parse_text(self, text: str) -> Parsed:
+    def _parse_text(self, text: str, ended: bool) -> Parsed:
         if not self._uses_response_template:
-            return parse_hermes(text)
+            opened = self._opening.rstrip().endswith("<think>")
+            return parse_hermes("<think>" + text if opened and "</think>" in text else text)
+        whole = text + self.end_of_turn if ended else text
         try:
-            message = self.tokenizer.parse_response(text, prefix="")
+            message = self.tokenizer.parse_response(whole, prefix=self._prefix)
         except (ValueError, TypeError, KeyError) as error:
             return Parsed(content=text, malformed=str(error).partition("\n")[0].rstrip("."))
         calls = []
@@ -218,27 +301,49 @@ class Chat:
         """True where the tokenizer's response template reads the calls, not our Hermes parser."""
         if tool_call_format == "hermes":
             return False
-        if getattr(self.tokenizer, "response_template", None) is not None:
-            return True
-        from trl.chat_template_utils import add_response_schema
+        if getattr(self.tokenizer, "response_template", None) is None:
+            from trl.chat_template_utils import add_response_schema
 
-        try:
-            add_response_schema(self.tokenizer)
-        except ValueError:
-            warnings.warn(
-                "the tokenizer carries no response template and TRL knows none for its chat "
-                "template: tool calls are read as <tool_call>{...}</tool_call>; set "
-                "tool_call_format: hermes to silence this",
-                stacklevel=2,
-            )
-            return False
+            try:
+                add_response_schema(self.tokenizer)
+            except ValueError:
+                _warn(
+                    "the tokenizer carries no response template and TRL knows none for its chat "
+                    "template: tool calls are read as <tool_call>{...}</tool_call>; set "
+                    "tool_call_format: hermes to silence this"
+                )
+                return False
+        # A template may open a message itself, with <think>, which its reader must know.
+        nothing = self.tokenizer.parse_response(self.end_of_turn, prefix=self._opening)
+        if not nothing.get("content"):  # it finds where the message starts
+            self._prefix = self._opening
         return True
 
+    def _warn_of_lost_thoughts(self) -> None:
+        tagged = {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWERED}"}
+        fields = [{"content": _ANSWERED, key: _THOUGHT} for key in _THOUGHT_KEYS]
+        if self._loses(tagged, "</think>") or any(self._loses(said) for said in fields):
+            _warn(
+                "the chat template drops earlier thoughts: a server that renders each conversation "
+                "anew will drop them, while training keeps them; set chat_template_kwargs: "
+                "{enable_thinking: false}, or serve with token-level history"
+            )
+
+    def _loses(self, said: dict[str, str], closing: str = "") -> bool:
+        """Whether a thought in `said` vanishes after a later request, and thinking is not off.
+
+        It is off where the generation prompt holds what closes a thought.
+        """
+        messages = [_ASKED, {"role": "assistant", **said}]
+        shown, later = self._template(messages), self._template([*messages, _ASKED])
+        if _THOUGHT in shown:
+            closing = shown.partition(_THOUGHT)[2].partition(_ANSWERED)[0].strip()
+        generation_prompt = self._opening.removeprefix(self._template([_ASKED]))
+        return _THOUGHT not in later and bool(closing) and closing not in generation_prompt
+
     def _find_end_of_turn(self) -> str:
-        text, _ = self._render(
-            [{"role": "user", "content": "-"}, {"role": "assistant", "content": STUB}]
-        )
-        found = self._special.search(text, text.rindex(STUB) if STUB in text else len(text))
+        text = self._template(_STUB_TURN)
+        found = self._special.tokens.search(text, text.rindex(STUB) if STUB in text else len(text))
         if not found:
             raise UserError(
                 "model: its chat template does not close an assistant message with a special token"
@@ -246,37 +351,115 @@ class Chat:
         return found.group()
 
     def _check_deltas(self) -> None:
-        tool = {
-            "type": "function",
-            "function": {"name": "probe_tool", "description": "", "parameters": {}},
-        }
-        short: list[Message] = [{"role": "user", "content": "-"}]
-        result: Message = {"role": "tool", "name": "t", "content": "probe_result"}
-        offered, _ = self._render(short, tools=[tool])
-        answered, _ = self._render([*short, {"role": "assistant", "content": "-"}, result])
+        offered = self._template([_ASKED], tools=[_TOOL])
+        answered = self._template([_ASKED, _ANSWER, _RESULT])
         if "probe_tool" not in offered or "probe_result" not in answered:
             raise UserError(
                 "model: its chat template ignores tools or their results; use a model whose "
                 "template renders them"
             )
-        long: list[Message] = [
-            {"role": "system", "content": "x"},
-            {"role": "user", "content": "a longer request"},
-            {"role": "assistant", "content": "an answer"},
-            {"role": "user", "content": "and more"},
-        ]
-        for replies in ([{"role": "user", "content": "yes"}], [result]):
-            if self._delta(short, replies) != self._delta(long, replies):
-                raise UserError(
-                    "model: its chat template renders a reply differently after other "
-                    "conversations, so sampled tokens could not be kept; use another template"
-                )
+        for replies in _REPLIES:
+            delta = self._after_stub(
+                self._template([*_STUB_TURN, *replies], add_generation_prompt=True)
+            )
+            if STUB in delta or not all(reply["content"] in delta for reply in replies):
+                raise _refusal("another answer")
+            for what, options, messages in _conversations(replies):
+                text = self._template(messages, add_generation_prompt=True, **options)
+                if not text.endswith(delta):
+                    raise _refusal(what)
 
 
-def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """Finds the longest of these texts, and the characters that guards are made of."""
-    longest_first = sorted(texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join([*map(re.escape, longest_first), "[\ue002\ue003]"]))
+def _refusal(what: str) -> UserError:
+    return UserError(
+        f"model: its chat template renders a reply differently after other conversations ({what}), "
+        "so sampled tokens could not be kept; use another template"
+    )
+
+
+def _conversations(
+    replies: list[Message],
+) -> Iterator[tuple[str, dict[str, Any], list[Message]]]:
+    """Conversations that end in `replies`, and in what each differs from the stub's."""
+    calls = replies[0]["role"] == "tool"
+    said = {what: {"role": "assistant", **message} for what, message in _SAID.items()}
+    for options in ({}, {"tools": [_TOOL]}):
+        if options:
+            yield "tools", options, [_ASKED, _ANSWER, *replies]
+        for what, history in _HISTORIES.items():
+            yield what, options, [*history, _ANSWER, *replies]
+        for what, message in said.items():
+            if calls or "tool_calls" not in message:
+                yield what, options, [_ASKED, message, *replies]
+                yield f"{what} after many turns", options, [*_LONG, message, *replies]
+
+
+class _Special:
+    """Strings that become one token each, found where they must not."""
+
+    def __init__(self, texts: set[str]) -> None:
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        self.tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._whole = re.compile(f"{self.tokens.pattern}|[\ue000-\ue003]")
+        self._starts = {text[:n] for text in texts for n in range(1, len(text))}
+        self._ends = {text[n:] for text in texts for n in range(1, len(text))}
+        self._inside = "\n".join(texts)
+        self._longest = max(map(len, texts), default=0)
+
+    def guard(self, text: str, take: Callable[[str], str]) -> str:
+        """`text` with guards, which `take` makes, for what is special in it.
+
+        That is also a piece at an end that could become special with what a template writes next
+        to it, but for white space, which a template may strip.
+        """
+        text = self._whole.sub(lambda match: take(match.group()), text)
+        body = text.strip()
+        start = text.index(body)
+        sizes = range(min(len(body), self._longest), 0, -1)
+        head = next((n for n in sizes if body[:n] in self._ends), 0)
+        tail = next((n for n in sizes if body[-n:] in self._starts), 0)
+        if body in self._inside or head + tail > len(body):
+            head, tail = len(body), 0
+        pieces = [body[:head], body[len(body) - tail :]]
+        left, right = [take(piece) if piece else "" for piece in pieces]
+        middle = body[head : len(body) - tail]
+        return text[:start] + left + middle + right + text[start + len(body) :]
+
+
+class _Guards:
+    """Strings taken out of messages, where private-use characters stand for them."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def _take(self, text: str) -> str:
+        self.texts.append(text)
+        return f"\ue002{len(self.texts) - 1}\ue003"
+
+    def put(self, value: Any, special: _Special, key: str = "") -> Any:
+        """`value` with guards in all its strings but names that templates look up."""
+        if isinstance(value, str):
+            if key == "type" and value.isidentifier():  # of a part of a message, or of a tool
+                return value
+            text = value.encode(errors="replace").decode()  # half a character breaks tokenizers
+            return special.guard(text, self._take)
+        if isinstance(value, list):
+            return [self.put(item, special, key) for item in value]
+        if isinstance(value, dict):
+            return {
+                k if k.isidentifier() else self.put(k, special): self.put(v, special, k)
+                for k, v in value.items()
+            }
+        return value
+
+
+def _warn(text: str) -> None:
+    """Warn once a run: the process that starts the ranks, or the first of them."""
+    by_parent = os.environ.get(_WARNED) == str(os.getppid()) and "TORCHELASTIC_RUN_ID" in os.environ
+    if by_parent or os.environ.get("RANK", "0") != "0":
+        return
+    os.environ[_WARNED] = str(os.getpid())
+    warnings.warn(text, stacklevel=4)
 
 
 def _is_call(value: Any) -> TypeGuard[dict[str, Any]]:
