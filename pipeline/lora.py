@@ -118,13 +118,18 @@ def load(model: PeftModel, folder: Path) -> None:
     saved = load_peft_weights(str(folder), device="cpu")
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     same = {n: w.shape for n, w in saved.items()} == {n: w.shape for n, w in own.items()}
-    config: Any = model.peft_config["default"]
-    if not same or _config(folder)["lora_alpha"] != config.lora_alpha:
-        raise UserError(
-            f"lora_r, lora_alpha, lora_target_modules: not those of the adapters in {folder}; "
-            "give its settings"
-        )
+    if not same:
+        raise UserError(f"lora_target_modules: not those of the adapters in {folder}; give its own")
     set_peft_model_state_dict(model, saved)
+
+
+def check_settings(folder: Path, settings: ModelSettings) -> None:
+    """UserError where `lora_r` or `lora_alpha` is not that of a checkpoint's adapters."""
+    saved = _config(folder)
+    for name, held in (("lora_r", saved["r"]), ("lora_alpha", saved["lora_alpha"])):
+        if getattr(settings, name) != held:
+            got = getattr(settings, name)
+            raise UserError(f"{name}: got {got}, but {folder.name} holds adapters of {held}")
 
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:

@@ -170,4 +170,6 @@ def load_start(config: Config, parts: Prepared, ranks: Ranks) -> tuple[TrainStat
         held = "LoRA adapters" if lora.is_adapter(path) else "a whole model"
         got = str(config.model.use_peft).lower()
         raise UserError(f"use_peft: got {got}, but {path.name} holds {held}; resume with its value")
+    if state.step and config.model.use_peft:
+        lora.check_settings(path, config.model)
     return state, load_folder(lora.base_of(path) if lora.is_adapter(path) else path, config.model)

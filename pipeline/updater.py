@@ -30,10 +30,14 @@ class Reference:
         self.parameters: dict[str, torch.Tensor] = {}
         self.refresh()
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Make the policy as it is now the reference."""
-        trained = self.module.named_parameters()
-        self.parameters = {n: p.detach().clone() for n, p in trained if p.requires_grad}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and name not in self.parameters:
+                self.parameters[name] = torch.empty_like(parameter, requires_grad=False)
+            if parameter.requires_grad:
+                self.parameters[name].copy_(parameter)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:

@@ -141,7 +141,8 @@ def test_two_ranks_share_the_tasks_and_both_get_all_records(over_two_ranks):
     alone, _ = evaluate(rollout, TASKS, 3, seed=1, ranks=ALONE)
     first, second = over_two_ranks
     assert first["records"] == second["records"] == alone
-    assert (len(first["played"]), len(second["played"])) == (9, 6)  # three trials of each of five tasks
+    # three trials of each of five tasks
+    assert (len(first["played"]), len(second["played"])) == (9, 6)
     assert not set(first["played"]) & set(second["played"])
 
 

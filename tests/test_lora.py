@@ -319,17 +319,22 @@ def test_adapters_come_back_bit_by_bit(run_folder):
     assert torch.equal(logits(own), logits(model))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"lora_r": 4}, {"lora_alpha": 64}, {"lora_target_modules": ["q_proj"]}],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_adapters_made_with_other_settings_are_refused(run_folder, settings):
+def test_adapters_of_other_layers_are_refused(run_folder):
     _, path = run_folder
-    own = attached(load_folder(path.parent / "warm-start", PLAIN), **{"lora_r": 2, **settings})
-    before = {name: p.clone() for name, p in trained(own).items()}
-    assert refusal(lora.load, own, path) == (
-        f"lora_r, lora_alpha, lora_target_modules: not those of the adapters in {path}; "
-        "give its settings"
+    own = attached(
+        load_folder(path.parent / "warm-start", PLAIN), lora_r=2, lora_target_modules=["q_proj"]
     )
+    before = {name: p.clone() for name, p in trained(own).items()}
+    said = f"lora_target_modules: not those of the adapters in {path}; give its own"
+    assert refusal(lora.load, own, path) == said
     assert all(torch.equal(p, before[name]) for name, p in trained(own).items())
+
+
+@pytest.mark.parametrize(("name", "got", "held"), [("lora_r", 4, 2), ("lora_alpha", 64, 32)])
+def test_adapters_of_another_size_or_scale_are_refused(run_folder, name, got, held):
+    _, path = run_folder
+    settings = ModelSettings(**{"lora_r": 2, "lora_alpha": 32})
+    lora.check_settings(path, settings)
+    other = settings.model_copy(update={name: got})
+    said = f"{name}: got {got}, but {path.name} holds adapters of {held}"
+    assert refusal(lora.check_settings, path, other) == said
