@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -278,11 +279,11 @@ def play_ranks(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pipes, processes = [], []
+    scratch = tempfile.TemporaryDirectory(prefix="ranks-")  # what a rank leaves goes with it
     for rank in range(num_ranks):
         receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_rank, args=(sender, function, rank, num_ranks, port, arguments)
-        )
+        place = (rank, num_ranks, port, scratch.name)
+        process = _context.Process(target=_rank, args=(sender, function, place, arguments))
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -302,12 +303,15 @@ def play_ranks(
         process.join(timeout=5)
         if process.is_alive():
             process.kill()
+            process.join()
+    scratch.cleanup()
     return results
 
 
 def _rank(
-    sender: Any, function: Callable[..., Any], rank: int, size: int, port: int, arguments: Any
+    sender: Any, function: Callable[..., Any], place: tuple[int, int, int, str], arguments: Any
 ) -> None:
+    rank, size, port, tempfile.tempdir = place
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -194,7 +194,7 @@ def sharp_model():
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.mul_(2.0 if "embed" in name else 1.5)
+                parameter.mul_(1.8 if "embed" in name else 1.5)
     return model
 
 
