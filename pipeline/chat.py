@@ -13,79 +13,21 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
-from pipeline.config import UserError
+from pipeline.config import STARTED_BY_US, UserError
+from pipeline.probes import ANSWER, ASKED, CALL, REPLIES, RESULT, STUB_TURN, TOOL, conversations
+from pipeline.special_text import GUARD, STUB, Guards, Special
 from pipeline.tasks import Message
+from pipeline.tool_calls import Parsed, is_call, parse_hermes
 
-STUB = "\ue000stub\ue001"  # private-use characters: no template holds them
-_GUARD = re.compile("(\ue002\\d+\ue003)")
-_WARNED = "PIPELINE_WARNED"  # environment variable: the process that gave this run's warnings
 _CACHE_SIZE = 65536  # renderings and parses kept: what a small model says, it says many times
 
-# What templates are tried with, once, at the start.
-_ASKED: Message = {"role": "user", "content": "-"}
-_STUB_TURN: list[Message] = [_ASKED, {"role": "assistant", "content": STUB}]
-_ANSWER: Message = {"role": "assistant", "content": "an answer"}
-_FUNCTION = {"name": "probe_tool", "arguments": {"x": "y"}}
-_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": _FUNCTION}],
-}
-_RESULT: Message = {"role": "tool", "name": "probe_tool", "content": "probe_result"}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
-_POLICY: Message = {"role": "system", "content": "a policy"}
-_REQUEST: Message = {"role": "user", "content": "a longer request"}
-_LONG = [_POLICY, _REQUEST, *[_CALL, _RESULT, _CALL, _RESULT, _ANSWER, _REQUEST] * 6]
-_HISTORIES: dict[str, list[Message]] = {
-    "another request": [_REQUEST],
-    "a system prompt": [_POLICY, _ASKED],
-    "an earlier turn": [_ASKED, _ANSWER, _REQUEST],
-    "an earlier tool result": [_ASKED, _CALL, _RESULT],
-    "many turns": _LONG,
-}
-_SAID: dict[str, dict[str, Any]] = {
-    "an empty answer": {"content": ""},
-    "a thought": {"content": "<think>\nhm\n</think>\n\nyes"},
-    "a long answer": {"content": "A longer answer, of several lines.\n" * 20},
-    "a tool call": _CALL,
-    "a tool call with text": {**_CALL, "content": "One moment."},
-}
-_REPLIES: list[list[Message]] = [
-    [{"role": "user", "content": "probe_reply"}],
-    [_RESULT],
-    [_RESULT, {**_RESULT, "content": "probe_second"}],
-]
 _THOUGHT, _ANSWERED = "probe_thought", "probe_answer"
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parsed:
-    """What a sampled message says: text, tool calls (name, arguments), and what is malformed."""
-
-    content: str
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    malformed: str = ""
-
-    def message(self) -> Message:
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.calls:
-            functions = [{"name": name, "arguments": arguments} for name, arguments in self.calls]
-            message["tool_calls"] = [{"type": "function", "function": f} for f in functions]
-        return message
 
 
 class Chat:
@@ -111,9 +53,9 @@ class Chat:
         self._kwargs = template_kwargs or {}
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
         self._special_ids = set(added) - {tokenizer.unk_token_id}
-        self._special = _Special({token.content for token in added.values()})
+        self._special = Special({token.content for token in added.values()})
         # an assistant message may hold tags that a policy says itself, such as <think>
-        self._control = _Special({token.content for token in added.values() if token.special})
+        self._control = Special({token.content for token in added.values() if token.special})
         # Some tokenizers put a space before every text; what stands after a line break has none.
         line_break = self._encode("\n")
         joined = self._encode("\n<") == line_break + self._encode("<")
@@ -121,8 +63,8 @@ class Chat:
         self.end_of_turn = self._find_end_of_turn()
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         self._check_deltas()
-        self._renders_calls = "probe_tool" in self._template([_ASKED, _CALL])
-        self._opening = self._template([_ASKED], add_generation_prompt=True)
+        self._renders_calls = "probe_tool" in self._template([ASKED, CALL])
+        self._opening = self._template([ASKED], add_generation_prompt=True)
         self._prefix = ""  # of a message, for the reader of calls
         self._uses_response_template = self._choose_parser(tool_call_format)
         self._warn_of_lost_thoughts()
@@ -150,7 +92,7 @@ class Chat:
 
     def num_content_tokens(self, text: str) -> int:
         """Tokens of a text inside a message, where nothing is special."""
-        guards = _Guards()
+        guards = Guards()
         return len(self._encode_guarded(guards.put(text, self._special), guards))
 
     def _render_prompt(self, messages: str, tools: str) -> list[int]:
@@ -159,7 +101,7 @@ class Chat:
         return self._encode_guarded(text, guards, at_start=True)
 
     def _render_reply(self, replies: str) -> list[int]:
-        text, guards = self._render(_STUB_TURN, json.loads(replies), add_generation_prompt=True)
+        text, guards = self._render(STUB_TURN, json.loads(replies), add_generation_prompt=True)
         # The end of turn is encoded with it: some special tokens swallow the space around them.
         ids = self._encode_guarded(self._after_stub(text), guards)
         return ids[ids.index(self.end_of_turn_id) + 1 :]
@@ -172,7 +114,7 @@ class Chat:
 
     def _render_message(self, message: str) -> list[int]:
         said = json.loads(message)
-        text, guards = self._render([_ASKED], [said])
+        text, guards = self._render([ASKED], [said])
         if not text.startswith(self._opening):
             raise UserError(
                 "model: its chat template renders an assistant message differently from what "
@@ -189,9 +131,9 @@ class Chat:
 
     def _render(
         self, own: list[Message], messages: list[Message], **options: Any
-    ) -> tuple[str, _Guards]:
+    ) -> tuple[str, Guards]:
         """Rendered text, and the guards in it for what is special in `messages` and tools."""
-        guards = _Guards()
+        guards = Guards()
         guarded = list(own)
         for message in messages:
             said = self._control if message["role"] == "assistant" else self._special
@@ -221,10 +163,10 @@ class Chat:
             ) from None
         return text
 
-    def _encode_guarded(self, text: str, guards: _Guards, at_start: bool = False) -> list[int]:
+    def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
         ids: list[int] = []
-        for piece in _GUARD.split(text):
-            if _GUARD.fullmatch(piece):
+        for piece in GUARD.split(text):
+            if GUARD.fullmatch(piece):
                 taken = guards.texts[int(piece[1:-1])]
                 whole = self._special.tokens.search(taken)
                 ids += self._spell(taken) if whole else self._encode_inside(taken)
@@ -288,7 +230,7 @@ class Chat:
         calls = []
         for call in message.get("tool_calls") or []:
             function = call.get("function", call) if isinstance(call, dict) else None
-            if not _is_call(function):
+            if not is_call(function):
                 return Parsed(
                     content=text, malformed="a call needs a name and an object of arguments"
                 )
@@ -334,15 +276,15 @@ class Chat:
 
         It is off where the generation prompt holds what closes a thought.
         """
-        messages = [_ASKED, {"role": "assistant", **said}]
-        shown, later = self._template(messages), self._template([*messages, _ASKED])
+        messages = [ASKED, {"role": "assistant", **said}]
+        shown, later = self._template(messages), self._template([*messages, ASKED])
         if _THOUGHT in shown:
             closing = shown.partition(_THOUGHT)[2].partition(_ANSWERED)[0].strip()
-        generation_prompt = self._opening.removeprefix(self._template([_ASKED]))
+        generation_prompt = self._opening.removeprefix(self._template([ASKED]))
         return _THOUGHT not in later and bool(closing) and closing not in generation_prompt
 
     def _find_end_of_turn(self) -> str:
-        text = self._template(_STUB_TURN)
+        text = self._template(STUB_TURN)
         found = self._special.tokens.search(text, text.rindex(STUB) if STUB in text else len(text))
         if not found:
             raise UserError(
@@ -351,20 +293,20 @@ class Chat:
         return found.group()
 
     def _check_deltas(self) -> None:
-        offered = self._template([_ASKED], tools=[_TOOL])
-        answered = self._template([_ASKED, _ANSWER, _RESULT])
+        offered = self._template([ASKED], tools=[TOOL])
+        answered = self._template([ASKED, ANSWER, RESULT])
         if "probe_tool" not in offered or "probe_result" not in answered:
             raise UserError(
                 "model: its chat template ignores tools or their results; use a model whose "
                 "template renders them"
             )
-        for replies in _REPLIES:
+        for replies in REPLIES:
             delta = self._after_stub(
-                self._template([*_STUB_TURN, *replies], add_generation_prompt=True)
+                self._template([*STUB_TURN, *replies], add_generation_prompt=True)
             )
             if STUB in delta or not all(reply["content"] in delta for reply in replies):
                 raise _refusal("another answer")
-            for what, options, messages in _conversations(replies):
+            for what, options, messages in conversations(replies):
                 text = self._template(messages, add_generation_prompt=True, **options)
                 if not text.endswith(delta):
                     raise _refusal(what)
@@ -377,126 +319,7 @@ def _refusal(what: str) -> UserError:
     )
 
 
-def _conversations(
-    replies: list[Message],
-) -> Iterator[tuple[str, dict[str, Any], list[Message]]]:
-    """Conversations that end in `replies`, and in what each differs from the stub's."""
-    calls = replies[0]["role"] == "tool"
-    said = {what: {"role": "assistant", **message} for what, message in _SAID.items()}
-    for options in ({}, {"tools": [_TOOL]}):
-        if options:
-            yield "tools", options, [_ASKED, _ANSWER, *replies]
-        for what, history in _HISTORIES.items():
-            yield what, options, [*history, _ANSWER, *replies]
-        for what, message in said.items():
-            if calls or "tool_calls" not in message:
-                yield what, options, [_ASKED, message, *replies]
-                yield f"{what} after many turns", options, [*_LONG, message, *replies]
-
-
-class _Special:
-    """Strings that become one token each, found where they must not."""
-
-    def __init__(self, texts: set[str]) -> None:
-        longest_first = sorted(texts, key=lambda text: (-len(text), text))
-        self.tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._whole = re.compile(f"{self.tokens.pattern}|[\ue000-\ue003]")
-        self._starts = {text[:n] for text in texts for n in range(1, len(text))}
-        self._ends = {text[n:] for text in texts for n in range(1, len(text))}
-        self._inside = "\n".join(texts)
-        self._longest = max(map(len, texts), default=0)
-
-    def guard(self, text: str, take: Callable[[str], str]) -> str:
-        """`text` with guards, which `take` makes, for what is special in it.
-
-        That is also a piece at an end that could become special with what a template writes next
-        to it, but for white space, which a template may strip.
-        """
-        text = self._whole.sub(lambda match: take(match.group()), text)
-        body = text.strip()
-        start = text.index(body)
-        sizes = range(min(len(body), self._longest), 0, -1)
-        head = next((n for n in sizes if body[:n] in self._ends), 0)
-        tail = next((n for n in sizes if body[-n:] in self._starts), 0)
-        if body in self._inside or head + tail > len(body):
-            head, tail = len(body), 0
-        pieces = [body[:head], body[len(body) - tail :]]
-        left, right = [take(piece) if piece else "" for piece in pieces]
-        middle = body[head : len(body) - tail]
-        return text[:start] + left + middle + right + text[start + len(body) :]
-
-
-class _Guards:
-    """Strings taken out of messages, where private-use characters stand for them."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def _take(self, text: str) -> str:
-        self.texts.append(text)
-        return f"\ue002{len(self.texts) - 1}\ue003"
-
-    def put(self, value: Any, special: _Special, key: str = "") -> Any:
-        """`value` with guards in all its strings but names that templates look up."""
-        if isinstance(value, str):
-            if key == "type" and value.isidentifier():  # of a part of a message, or of a tool
-                return value
-            text = value.encode(errors="replace").decode()  # half a character breaks tokenizers
-            return special.guard(text, self._take)
-        if isinstance(value, list):
-            return [self.put(item, special, key) for item in value]
-        if isinstance(value, dict):
-            return {
-                k if k.isidentifier() else self.put(k, special): self.put(v, special, k)
-                for k, v in value.items()
-            }
-        return value
-
-
 def _warn(text: str) -> None:
     """Warn once a run: the process that starts the ranks, or the first of them."""
-    by_parent = os.environ.get(_WARNED) == str(os.getppid()) and "TORCHELASTIC_RUN_ID" in os.environ
-    if by_parent or os.environ.get("RANK", "0") != "0":
-        return
-    os.environ[_WARNED] = str(os.getpid())
-    warnings.warn(text, stacklevel=4)
-
-
-def _is_call(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a model's JSON is {"name": text, "arguments": object} in valid Unicode.
-
-    Missing arguments count as none.
-    """
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return False
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # "\ud800" is JSON, and half a character
-        return False
-    return isinstance(value.get("arguments") or {}, dict)
-
-
-def parse_hermes(text: str) -> Parsed:
-    """Read tool calls in the Hermes format, which Qwen uses.
-
-    A call is a block `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-    """
-    text = re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL)
-    calls: list[tuple[str, dict[str, Any]]] = []
-    content, *blocks = text.split("<tool_call>")
-    for block in blocks:
-        body, closed, after = block.partition("</tool_call>")
-        try:
-            call = json.loads(body)
-        except ValueError as error:
-            return Parsed(content=text, malformed=f"not JSON: {getattr(error, 'msg', error)}")
-        if not closed or after.strip():
-            return Parsed(
-                content=text, malformed="a call must be closed, and nothing may follow it"
-            )
-        if not _is_call(call):
-            return Parsed(content=text, malformed="a call needs a name and an object of arguments")
-        calls.append((call["name"], call.get("arguments") or {}))
-    if "</tool_call>" in content:
-        return Parsed(content=text, malformed="</tool_call> without <tool_call>")
-    return Parsed(content=content.strip(), calls=calls)
+    if os.environ.get("RANK", "0") == "0" and STARTED_BY_US not in os.environ:
+        warnings.warn(text, stacklevel=4)

@@ -27,6 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+# An environment variable of ranks whose parent, a process of ours, has checked and warned already.
+STARTED_BY_US = "PIPELINE_STARTED_BY_US"
 EMBEDDED_DOMAINS = ("airline", "retail", "telecom")
 MIXED_STAGE = "mixed"
 

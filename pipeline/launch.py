@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.config import UserError
+from pipeline.config import STARTED_BY_US, UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -181,6 +181,7 @@ def _set_environment(world: World) -> None:
     environ = os.environ
     for name in [name for name in environ if name in PLACE or name.startswith("TORCHELASTIC_")]:
         del environ[name]
+    environ[STARTED_BY_US] = "true"
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     # The launcher would undo what `nohup` and `&` did to these.
     heeded = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from pipeline.chat import Chat, Parsed
+from pipeline.chat import Chat
 from pipeline.config import RolloutSettings
 from pipeline.environments.base import call_tool, error_result, settled, tool_schemas
 from pipeline.sampler import Sampled, Sampler, SamplerEpisode
 from pipeline.tasks import Message, Task
+from pipeline.tool_calls import Parsed
 from pipeline.trajectory import StopReason, Trajectory
 
 
@@ -183,6 +184,8 @@ class Rollout:
         try:
             user = getattr(environment, "user", None)
             answer = settled(user.reply(content)) if user is not None else None
+            if answer is not None and not isinstance(answer, str):
+                raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
         except Exception as error:
             episode.fail(error)
             return []

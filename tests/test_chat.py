@@ -9,12 +9,14 @@ import trl
 from helpers import call, chat, say, tokenizer
 from tokenizers import AddedToken
 
-from pipeline.chat import STUB, Chat, Parsed, parse_hermes
+from pipeline.chat import Chat
 from pipeline.config import EMBEDDED_DOMAINS, UserError
 from pipeline.environments import environment_classes
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
+from pipeline.special_text import STUB
 from pipeline.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from pipeline.tool_calls import Parsed, parse_hermes
 
 CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
 TOOLS = tool_schemas(CLASSES["airline"])

@@ -211,12 +211,22 @@ class NervousDesk(Desk):
     user = NervousUser()
 
 
+class CountingUser:
+    def reply(self, message):
+        return 7
+
+
+class CountingDesk(Desk):
+    user = CountingUser()
+
+
 @pytest.mark.parametrize(
     ("environment", "fails", "text"),
     [
         (Desk, "reset", "RuntimeError: no desk"),
         (Desk, "get_reward", "KeyError: 'ledger'"),
         (NervousDesk, "user", "OSError: line dead"),
+        (CountingDesk, "user", "TypeError: the user replied int, not text or None"),
     ],
 )
 def test_an_environment_that_raises_gives_reward_0_and_is_kept(environment, fails, text):

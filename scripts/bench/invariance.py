@@ -62,11 +62,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run-ranks", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args(argv)
     begun, broken = time.perf_counter(), 0
-    print(f"{'claim':<34}{'measured on':<50}{'worst':>9}{'bound':>11}")
+    print(f"| {'claim':<34} | {'measured on':<55} | {'worst':>8} | {'bound':>9} |")
+    print(f"| {'---':<34} | {'---':<55} | {'--:':>8} | {'--:':>9} |")
     for row in measure(options):
-        bound = f"{'>=' if row.least else '<='} {row.bound:.3g}"
-        verdict = "" if row.holds else "  BROKEN"
-        print(f"{row.claim:<34}{row.measured:<50}{row.worst:>9.2g}{bound:>11}{verdict}", flush=True)
+        bound = f"{'≥' if row.least else '≤'} {row.bound:.3g}"
+        line = f"| {row.claim:<34} | {row.measured:<55} | {row.worst:>8.2g} | {bound:>9} |"
+        print(line if row.holds else f"{line} BROKEN", flush=True)
         broken += not row.holds
     print(f"{broken} bounds broken; {time.perf_counter() - begun:.0f} s")
     return int(broken > 0)
