@@ -20,6 +20,8 @@ from pipeline.config import UserError
 from pipeline.draws import uniforms
 from pipeline.lora import merged_parameters
 
+# Shapes come in multiples of these: a row is then rounded alike in batches of other sizes.
+ROWS, LENGTHS = 8, 32
 # Settings of models that change logits after the output layer, which is applied here by itself.
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -85,7 +87,7 @@ class RowCache(Cache):
         """Say where the next forward writes; returns its attention mask, [B, 1, T, length] bool."""
         self.positions = positions_BT
         self.rows = torch.arange(len(positions_BT), device=positions_BT.device)
-        self.length = int(positions_BT.max()) + 1
+        self.length = (int(positions_BT.max()) // LENGTHS + 1) * LENGTHS
         if self.capacity < self.length:  # by quarters: doubling could take twice what is needed
             self.capacity = max(self.length, self.capacity + self.capacity // 4)
         visible = torch.arange(self.length, device=positions_BT.device)
@@ -171,8 +173,9 @@ class Sampler:
         place = {
             prompt: row for row, prompt in enumerate({tuple(prompt): None for prompt in prompts})
         }
+        num_rows = -(-len(prompts) // ROWS) * ROWS
         self._cache = RowCache(
-            self.model.config.num_hidden_layers, len(prompts), 2 * max(map(len, place))
+            self.model.config.num_hidden_layers, num_rows, 2 * max(map(len, place))
         )
         # The last token of a prompt is left for `sample`, which needs its output.
         self._forward([list(prompt[:-1]) for prompt in place], [0] * len(place))
@@ -214,7 +217,7 @@ class Sampler:
         )
         cached = np.array([episode.length + len(episode.pending) for episode in episodes])
         for step in range(longest):
-            logprobs_BV = self._logprobs(hidden)
+            logprobs_BV = self._logprobs(hidden)[: len(active)]
             places = keys[active], drawn[active] + step
             picked = self.pick(logprobs_BV, *places, greedy)
             chosen = logprobs_BV[torch.arange(len(picked)), torch.from_numpy(picked)].cpu().numpy()
@@ -227,7 +230,10 @@ class Sampler:
             if not going.any():
                 break
             if going.sum() <= 0.85 * len(active):
-                active = self._bring_to_front(episodes, going)
+                # Those that finished can fill up: they write again what they hold already.
+                kept = going.copy()
+                kept[np.flatnonzero(~going)[: -going.sum() % ROWS]] = True
+                active = self._bring_to_front(episodes, kept)
             positions = cached[active] + lengths[active] - 1
             hidden = self._forward([[token] for token in last[active].tolist()], positions.tolist())
         for i, episode in enumerate(episodes):
@@ -264,8 +270,12 @@ class Sampler:
     def _forward(self, tokens: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
         """Feed tokens to the first rows, from the given positions.
 
-        Returns the hidden state of each row's last token, [B, H].
+        Returns the hidden state of each row's last token, [B or more rows, H].
         """
+        tokens, starts = list(tokens), list(starts)
+        while len(tokens) % ROWS and len(tokens) not in self._rows:  # a row that is free
+            tokens.append([0])
+            starts.append(0)
         counts = torch.tensor([len(ids) for ids in tokens])
         longest = int(counts.max())
         padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])
