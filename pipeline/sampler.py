@@ -273,11 +273,12 @@ class Sampler:
         Returns the hidden state of each row's last token, [B or more rows, H].
         """
         tokens, starts = list(tokens), list(starts)
-        while len(tokens) % ROWS and len(tokens) not in self._rows:  # a row that is free
+        longest = max(map(len, tokens))
+        # Free rows fill up single steps; a long prefill has rows enough, and would cost as much.
+        while longest == 1 and len(tokens) % ROWS and len(tokens) not in self._rows:
             tokens.append([0])
             starts.append(0)
         counts = torch.tensor([len(ids) for ids in tokens])
-        longest = int(counts.max())
         padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])
         positions = torch.tensor(starts)[:, None] + torch.arange(longest)
         positions = positions.to(self.device)
