@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4, 8])
     parser.add_argument("--steps", type=int, default=20, help="GRPO steps of the runs")
+    parser.add_argument("--warm-start-steps", type=int, default=100, help="that are compared")
     parser.add_argument("--run-ranks", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args(argv)
     begun, broken = time.perf_counter(), 0
@@ -78,6 +79,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     yield from updates("tiny", [n for n in options.ranks if n <= 2], (1, 4))
     yield from losses()
     with TemporaryDirectory(prefix="invariance-") as folder:
+        yield from warm_starts(Path(folder), options.run_ranks, options.warm_start_steps)
         yield from runs(Path(folder), options.run_ranks, options.steps)
 
 
@@ -124,15 +126,18 @@ def losses() -> Iterator[Row]:
     yield Row("every loss, float64: gradient", on, worst, 1e-12)
 
 
-def runs(folder: Path, rank_counts: list[int], num_steps: int) -> Iterator[Row]:
+def warm_starts(folder: Path, rank_counts: list[int], num_steps: int) -> Iterator[Row]:
     first, others = rank_counts[0], rank_counts[1:]
-    for flags, bound in ((["--no-deterministic"], 1e-5), (["--deterministic"], 0)):
-        steps = 100 if bound else 20
-        short = [*RUN, *flags, "--max-steps", "0", "--warm-start-steps", str(steps)]
-        warm = {n: play_run(n, short, folder / f"{n}{flags[0]}").parameters for n in rank_counts}
+    for flag, steps, bound in (("--no-deterministic", num_steps, 1e-5), ("--deterministic", 20, 0)):
+        flags = [*RUN, flag, "--max-steps", "0", "--warm-start-steps", str(steps)]
+        warm = {n: play_run(n, flags, folder / f"{n}{flag}").parameters for n in rank_counts}
         worst = max(float(np.abs(warm[n] - warm[first]).max()) for n in others)
         on = f"{listed(rank_counts)} ranks, {steps} steps {'' if bound else ', deterministic'}"
         yield Row("warm start: largest difference", on.replace(" ,", ","), worst, bound)
+
+
+def runs(folder: Path, rank_counts: list[int], num_steps: int) -> Iterator[Row]:
+    first, others = rank_counts[0], rank_counts[1:]
     play_run(2, [*RUN, "--max-steps", "0"], folder / "warm")
     start = ["--model", str(folder / "warm" / "checkpoints" / "warm-start"), *RUN]
     start += ["--warm-start-steps", "0", "--max-steps", str(num_steps), "--tasks-per-step", "12"]
