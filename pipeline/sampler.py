@@ -21,7 +21,7 @@ from pipeline.draws import uniforms
 from pipeline.lora import merged_parameters
 
 # Shapes come in multiples of these: a row is then rounded alike in batches of other sizes.
-ROWS, LENGTHS = 8, 32
+ROWS, LENGTHS = 4, 16
 # Settings of models that change logits after the output layer, which is applied here by itself.
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -229,7 +229,7 @@ class Sampler:
             going[rows] = (picked[live] != self.end_of_turn_id) & (step + 1 < limits[rows])
             if not going.any():
                 break
-            if going.sum() <= 0.85 * len(active):
+            if -(-going.sum() // ROWS) * ROWS <= 0.85 * len(active):
                 # Those that finished can fill up: they write again what they hold already.
                 kept = going.copy()
                 kept[np.flatnonzero(~going)[: -going.sum() % ROWS]] = True
