@@ -170,7 +170,6 @@ def summed_over_ranks(module: Any) -> Any:
     A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
     the number of ranks.
     """
-
     if isinstance(module, DistributedDataParallel):
         # DDP does not take a function whose annotations are text, as they are here.
         module.register_comm_hook(None, lambda _, bucket: _add_up(bucket))

@@ -111,6 +111,7 @@ def save(model: PeftModel, folder: Path) -> None:
     No config.json: with it transformers would look for a whole model here.
     """
     model.save_pretrained(str(folder), save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)  # a form that nobody has filled in
 
 
 def load(model: PeftModel, folder: Path) -> None:

@@ -254,6 +254,7 @@ def test_a_checkpoint_holds_adapters_alone_with_its_tokenizer(run_folder):
     )
     whole = (path.parent / "warm-start" / "model.safetensors").stat().st_size
     assert (path / "adapter_model.safetensors").stat().st_size < whole / 2
+    assert not (path / "README.md").exists()  # PEFT's form of a model card
     kept = json.loads((path / "adapter_config.json").read_text())
     assert kept["base_model_name_or_path"] == str(path.parent / "warm-start")
     assert (kept["r"], kept["lora_alpha"]) == (2, 32)
