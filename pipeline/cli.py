@@ -142,7 +142,7 @@ def _shown(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, list):
-        return f" [{','.join(value) or 'none'}]"
+        return f" [{','.join(map(str, value)) or 'none'}]"
     return f" [{str(value).lower() if isinstance(value, bool) else value}]"
 
 

@@ -105,11 +105,14 @@ class DataSettings(Section):
     task_seed: int = Field(
         0, description="seed of the generated tasks; `seed` does not change them"
     )
-    airline_tasks: Path | None = Field(
-        None, description="JSON or JSONL file of training tasks in place of generated ones"
+    airline_tasks: str | None = Field(
+        None,
+        description="training tasks in place of generated ones: a JSON or JSONL file, or a dataset "
+        "(a folder or a hub id)",
     )
-    retail_tasks: Path | None = Field(None, description="the same for retail")
-    telecom_tasks: Path | None = Field(None, description="the same for telecom")
+    retail_tasks: str | None = Field(None, description="the same for retail")
+    telecom_tasks: str | None = Field(None, description="the same for telecom")
+    dataset_train_split: str = Field("train", description="the split of such a dataset")
 
     @model_validator(mode="after")
     def _domains_are_known_and_unique(self) -> Self:
@@ -178,6 +181,17 @@ class RolloutSettings(Section):
     num_generations: int = Field(8, ge=2, description="episodes of one task, a group")
     tasks_per_step: PositiveInt = Field(24, description="groups per optimizer step over all ranks")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
+    top_k: NonNegativeInt = Field(
+        0,
+        description="draw among so many most likely tokens; 0: all. Log-probabilities stay those "
+        "of all tokens, so with a limit sampling is slightly off-policy",
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="the same for the fewest most likely tokens that reach this probability",
+    )
     max_turns: PositiveInt = Field(8, description="assistant messages per episode")
     max_tokens_per_turn: PositiveInt = Field(40, description="sampled tokens per assistant message")
     max_tokens: PositiveInt = Field(
@@ -257,6 +271,14 @@ class GRPOSettings(Section):
     padding_free: bool = Field(
         False, description="join the sequences of a forward pass in one row instead of padding them"
     )
+    share_prefixes: bool = Field(
+        True,
+        description="compute once what episodes have in common from their start, such as the "
+        "prompt; with attn_implementation sdpa, without padding_free",
+    )
+    balance_ranks: bool = Field(
+        True, description="groups move from ranks with more tokens to train on to ranks with fewer"
+    )
     shard_optimizer: bool = Field(
         False, description="each rank keeps a share of AdamW's moments (ZeroRedundancyOptimizer)"
     )
@@ -265,6 +287,12 @@ class GRPOSettings(Section):
     )
     drop_dead_groups: bool = Field(
         True, description="groups whose rewards are all equal take no part in the update"
+    )
+    dynamic_sampling: bool = Field(
+        False, description="play other tasks in place of groups whose rewards are all equal (DAPO)"
+    )
+    max_resample_times: PositiveInt = Field(
+        3, description="rounds of such replacements in a step, at most"
     )
     permute_rewards: bool = Field(
         False, description="control: permute the rewards among the episodes of each step"
@@ -297,6 +325,15 @@ class GRPOSettings(Section):
         if self.delta is not None and self.delta <= 1 + self.upper_clip:
             raise UserError(
                 f"delta: got {self.delta}; give more than 1 + epsilon_high, {1 + self.upper_clip}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replaced_groups_are_dropped(self) -> Self:
+        if self.dynamic_sampling and not self.drop_dead_groups:
+            raise UserError(
+                "drop_dead_groups: got false with dynamic_sampling, which trains on others in "
+                "their place; take one of the two out"
             )
         return self
 
@@ -344,6 +381,9 @@ class RunSettings(Section):
         False,
         description="the same tokens on any number of CPU ranks, bit by bit; several times slower",
     )
+    profile: list[PositiveInt] = Field(
+        [], description="steps of which each rank writes a trace of torch.profiler; `none` for none"
+    )
     doctor: bool = Field(
         False, description="check the ranks, their links and this machine in a minute, then exit"
     )
@@ -381,6 +421,16 @@ class Config(Section):
         for name in self.curriculum.stage_weights:
             if name not in stages:
                 raise UserError(f"stage_weights: got {name!r}; name stages ({', '.join(stages)})")
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_are_trained(self) -> Self:
+        num_steps = self.grpo.max_steps if self.grpo.use_grpo else 0
+        beyond = [step for step in self.run.profile if step > num_steps]
+        if beyond:
+            raise UserError(
+                f"profile: got step {beyond[0]}, but {num_steps} are trained; name steps from 1 on"
+            )
         return self
 
     @property

@@ -5,10 +5,12 @@ These are the tasks, environments, tokenizer, chat format and stages.
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from pipeline.chat import Chat
@@ -16,9 +18,13 @@ from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
 from pipeline.curriculum import Stage, make_stages
 from pipeline.environments import environment_classes
 from pipeline.environments.base import settled, tool_schemas
-from pipeline.policy import load_tokenizer
-from pipeline.tasks import Task, load_tasks
+from pipeline.policy import hub_reachable, load_tokenizer
+from pipeline.task_rows import DatasetRows, Row
+from pipeline.tasks import Message, Task, Tasks, Visit, load_tasks, tasks_of
 from pipeline.warm_start import check_demonstrations
+
+NUM_TRIED = 1000  # tasks of a source that are tried in their environment before a run
+NUM_LONGEST = 64  # prompts that are tokenized to find the longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +32,10 @@ class Prepared:
     """The parts of a run that hold no weights."""
 
     environments: dict[str, type[Any]]
-    train: dict[str, list[Task]]
+    train: dict[str, Sequence[Task]]
     validation: dict[str, list[Task]]  # for evaluations inside a stage
     held_out: dict[str, list[Task]]  # for the evaluations that results.json reports
+    longest: dict[str, list[Task]]  # those of `train` with the most text
     stages: list[Stage]
     tokenizer: Any
     chat: Chat
@@ -38,18 +45,10 @@ class Prepared:
         return {
             domain: max(
                 len(self.chat.prompt_ids(task.prompt, tool_schemas(self.environments[domain])))
-                for task in _sample(tasks)
+                for task in tasks
             )
-            for domain, tasks in self.train.items()
+            for domain, tasks in self.longest.items()
         }
-
-
-def _sample(tasks: Sequence[Task]) -> Sequence[Task]:
-    """The tasks with the longest texts.
-
-    Tokens follow characters closely enough to look at these only.
-    """
-    return sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.prompt))[:64]
 
 
 def prepare(config: Config, tokenizer: Any = None) -> Prepared:
@@ -66,12 +65,13 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
                 "the file"
             )
     check_demonstrations(config)
-    train = {domain: _train_tasks(config, domain, environments[domain]) for domain in data.domains}
     validation_count = max(config.evaluation.eval_steps_tasks, 1)
     validation = {d: generated(config, d, validation_count, "validation") for d in data.domains}
     held_out = {
         d: generated(config, d, data.eval_tasks_per_domain, data.eval_split) for d in data.domains
     }
+    loaded = {d: train_tasks(config, d, environments[d], held_out[d]) for d in data.domains}
+    train = {domain: tasks for domain, (tasks, _) in loaded.items()}
     tokenizer = tokenizer or load_tokenizer(config.model)
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
     prepared = Prepared(
@@ -79,6 +79,7 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
         train=train,
         validation=validation,
         held_out=held_out,
+        longest={domain: longest for domain, (_, longest) in loaded.items()},
         stages=make_stages(config, {domain: len(tasks) for domain, tasks in train.items()}),
         tokenizer=tokenizer,
         chat=chat,
@@ -93,31 +94,116 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
     return prepared
 
 
-def _train_tasks(config: Config, domain: str, environment: type[Any]) -> list[Task]:
-    path = getattr(config.data, f"{domain}_tasks", None)
-    if path is None:
-        return generated(config, domain, config.data.tasks_per_domain, "train")
-    tasks = load_tasks(path, domain)[: config.data.tasks_per_domain]
-    held_out = generated(config, domain, config.data.eval_tasks_per_domain, config.data.eval_split)
-    seen = {_content(task) for task in held_out}
-    for task in tasks:
+def train_tasks(
+    config: Config, domain: str, environment: type[Any], held_out: Sequence[Task]
+) -> tuple[Sequence[Task], list[Task]]:
+    """The training tasks of a domain, and those among them with the most text.
+
+    Each row of a source is looked at once: it is validated, compared with the held-out tasks, and
+    its prompt is measured. Up to NUM_TRIED tasks, evenly spread, are tried in the environment.
+    """
+    source, count = getattr(config.data, f"{domain}_tasks", None), config.data.tasks_per_domain
+    if source is None:
+        made = generated(config, domain, count, "train")
+        return made, _longest(made, [_num_characters(task.prompt) for task in made])
+    known = _by_request(held_out)
+    lengths: list[int] = []
+
+    def visit(row: Row) -> None:
+        prompt, payload = row["prompt"], row.get("payload", {})
+        alike = known.get(prompt[-1]["content"])
+        if alike and len(lengths) < count:
+            content = (prompt, json.loads(payload) if isinstance(payload, str) else payload)
+            if content in alike:
+                raise UserError(
+                    f"{source}: task {row['id']!r} is also a held-out task; take it out"
+                )
+        lengths.append(_num_characters(prompt))
+
+    tasks = _open(config, domain, visit)[:count]
+    for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
         try:
             settled(environment().reset(**task.row()))
         except Exception as error:  # whatever the environment says of a payload it cannot use
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"{path}: task {task.id!r}: its payload cannot be used ({type(error).__name__}: "
+                f"{source}: task {task.id!r}: its payload cannot be used ({type(error).__name__}: "
                 f"{reason}); mend it"
             ) from None
-        if _content(task) in seen:
-            raise UserError(
-                f"{path}: task {task.id!r} is also a held-out task; take it out of the file"
-            )
-    return tasks
+    return tasks, _longest(tasks, lengths)
 
 
-def _content(task: Task) -> str:
-    return json.dumps([task.prompt, json.loads(task.payload)], sort_keys=True)
+def _by_request(tasks: Sequence[Task]) -> Mapping[str, list[tuple[list[Message], Any]]]:
+    """Prompts and payloads of tasks, by the customer's request."""
+    found: dict[str, list[tuple[list[Message], Any]]] = {}
+    for task in tasks:
+        content = (list(task.prompt), json.loads(task.payload))
+        found.setdefault(task.prompt[-1]["content"], []).append(content)
+    return found
+
+
+def _num_characters(prompt: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in prompt)
+
+
+def _longest(tasks: Sequence[Task], lengths: Sequence[int]) -> list[Task]:
+    """Tokens follow characters closely enough to look at the longest texts only."""
+    order = heapq.nlargest(NUM_LONGEST, range(len(tasks)), key=lengths.__getitem__)
+    return [tasks[index] for index in order]
+
+
+def _open(config: Config, domain: str, visit: Visit) -> Tasks:
+    """The tasks of the file or dataset that the settings name for a domain, validated."""
+    source = getattr(config.data, f"{domain}_tasks")
+    path, split = Path(source), config.data.dataset_train_split
+    if path.is_file():
+        return load_tasks(path, domain, visit)
+    if path.suffix in (".json", ".jsonl") and not path.is_dir():
+        raise UserError(f"{domain}_tasks: got {source!r}, which is no file; give an existing file")
+    return tasks_of(_dataset(f"{domain}_tasks", source, split), domain, visit)
+
+
+def _dataset(setting: str, source: str, split: str) -> DatasetRows:
+    """The rows of a folder made by `save_to_disk`, or of what `load_dataset` takes.
+
+    A folder of one `Dataset` is taken whole; of a dataset with splits, `split`.
+    """
+    from datasets import config, disable_progress_bars, load_from_disk
+
+    path = Path(source)
+    disable_progress_bars()
+    if not path.is_dir() and not hub_reachable():
+        config.HF_HUB_OFFLINE = True  # or it would be asked for half a minute
+    try:
+        if (path / "state.json").is_file():
+            return DatasetRows(load_from_disk(source), source)
+        if (path / "dataset_dict.json").is_file():
+            splits = load_from_disk(source)
+            if split not in splits:
+                raise ValueError(f"it has no split {split!r} but {', '.join(splits)}")
+            return DatasetRows(splits[split], f"{source}, {split}")
+        return DatasetRows(_load_dataset(source, split), f"{source}, {split}")
+    except UserError:
+        raise
+    except Exception as error:  # whatever `datasets` says of what it cannot load
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"{setting}: got {source!r}, which is no file, nor a dataset that can be loaded with "
+            f"dataset_train_split {split} ({reason.rstrip('.')}); give a file, a folder or a hub id"
+        ) from None
+
+
+def _load_dataset(source: str, split: str) -> Any:
+    from datasets import Features, Json, config, load_dataset
+
+    found = load_dataset(source, split=split)
+    has_structs = isinstance(found.features.get("payload"), dict)
+    at_hand = Path(source).is_dir() or not config.HF_HUB_OFFLINE
+    if has_structs and at_hand and found.info.builder_name == "json":
+        # Payloads as they were written: a struct would have the keys of all of them.
+        features = Features({**found.features, "payload": Json()})
+        found = load_dataset(source, split=split, features=features)
+    return found
 
 
 def generated(config: Config, domain: str, count: int, split: str) -> list[Task]:

@@ -148,6 +148,8 @@ def accepted(annotation: Any, limits: Iterable[Any] = ()) -> str:
         return f"{', '.join(arguments[:-1])} or {arguments[-1]}"
     if origin is list:
         entries = "names" if arguments[0] is str else accepted(arguments[0])
+        if get_origin(arguments[0]) is Annotated:
+            entries = f"entries, each {entries}"
         needed = any(isinstance(limit, MinLen) for limit in limits)
         return f"a list of {entries}" + (", at least one" if needed else "")
     if origin is dict:

@@ -1,27 +1,33 @@
-"""Tasks: what a customer wants, and where tasks come from (generators, JSON and JSONL files).
+"""Tasks: what a customer wants, and where tasks come from (generators, task files, datasets).
 
 A task file holds one object per task, as JSON Lines or as one JSON array:
 `{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`, with
 optional `domain`, `family` and `branch`. `payload` reaches the environment's `reset` as one JSON
-string.
+string. A dataset has the same columns. Rows of JSON Lines and datasets stay on disk: each is
+checked once, and read again when its task is asked for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from pipeline.config import UserError
 from pipeline.draws import permutation
+from pipeline.task_rows import Row, Rows, rows_of_file
 
 Message = dict[str, Any]
+Visit = Callable[[Row], None] | None  # is shown each row of a source once it is checked
 SPLITS = ("train", "validation", "test")
 DIFFICULTIES = ("easy", "medium", "hard")
 ROLES = ("system", "user", "assistant", "tool")
+KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,105 +69,114 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Task: ...
 
 
-def load_tasks(path: Path, domain: str) -> list[Task]:
+class Tasks(Sequence[Task]):
+    """Tasks that are made when they are asked for: `make` gives the one at an index."""
+
+    def __init__(self, make: Callable[[int], Task], indices: Sequence[int]) -> None:
+        self._make = make
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Tasks: ...
+
+    def __getitem__(self, index: int | slice) -> Task | Tasks:
+        if isinstance(index, slice):
+            return Tasks(self._make, self._indices[index])
+        return self._make(self._indices[index])
+
+
+def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
     """Read a JSON or JSONL file of one domain's tasks, all of them validated.
 
     UserError names the file, the line (or the place in the array), the task and what is wrong.
     """
-    tasks: list[Task] = []
-    seen: dict[str, str] = {}
-    for where, row in _rows(path):
-        task = _task(row, domain, where)
-        if task.id in seen:
-            raise UserError(
-                f"{where}: task id {task.id!r} was already used at {seen[task.id]}; give every "
-                "task its own id"
-            )
-        seen[task.id] = where
-        tasks.append(task)
-    if not tasks:
-        raise UserError(
-            f"{path}: holds no tasks; expected one JSON object per line or one JSON array"
-        )
-    return tasks
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        return tasks_of(rows_of_file(path), domain, visit)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: cannot be read as a UTF-8 task file ({error}); check the path"
         ) from None
-    if path.suffix == ".json" or text.lstrip().startswith("["):
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+
+
+def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
+    """One domain's tasks from rows, all of them validated; `visit` is called with each.
+
+    UserError names the place of a row, the task and what is wrong.
+    """
+    seen: dict[str, str] = {}
+    for where, row in rows:
+        _check(row, domain, where)
+        identity = row["id"]
+        if identity in seen:
             raise UserError(
-                f"{path}, line {error.lineno}: not JSON ({error.msg}); mend the file"
-            ) from None
-        if not isinstance(data, list):
-            raise UserError(
-                f"{path}: got a {type(data).__name__}; a .json task file is one array of tasks"
+                f"{where}: task id {identity!r} was already used at {seen[identity]}; give every "
+                "task its own id"
             )
-        yield from ((f"{path}, task {i}", row) for i, row in enumerate(data, 1))
+        seen[identity] = where
+        if visit is not None:
+            visit(row)
+    if not seen:
+        raise UserError(
+            f"{rows.name}: holds no tasks; expected one JSON object per line or one JSON array"
+        )
+    return Tasks(lambda index: _task(rows[index], domain), range(len(seen)))
+
+
+def _check(row: Any, domain: str, where: str) -> None:
+    if not isinstance(row, dict):
+        problem = f"got {type(row).__name__}; a task is one JSON object"
+    elif unknown := sorted(row.keys() - KEYS):
+        problem = f"unknown key {unknown[:1]}; a task has {', '.join(sorted(KEYS))}"
+    elif not isinstance(row.get("id"), str) or not row["id"]:
+        problem = f"id: got {row.get('id')!r}; give a non-empty string"
+    elif problem := _problem(row, domain):
+        where = f"{where} (task {row['id']!r})"
+    else:
         return
-    for number, line in enumerate(text.split("\n"), 1):  # JSON may hold other line separators
-        if not line.strip():
-            continue
-        try:
-            yield f"{path}, line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not JSON ({error.msg}); mend the line"
-            ) from None
+    raise UserError(f"{where}: {problem}")
 
 
-def _task(row: Any, domain: str, where: str) -> Task:
-    def require(condition: bool, problem: str) -> None:
-        if not condition:
-            raise UserError(f"{where}: {problem}")
-
-    require(isinstance(row, dict), f"got {type(row).__name__}; a task is one JSON object")
-    known = {"domain", "id", "prompt", "payload", "family", "branch"}
-    unknown = sorted(set(row) - known)
-    require(not unknown, f"unknown key {unknown[:1]}; a task has {', '.join(sorted(known))}")
-    identity = row.get("id")
-    require(
-        isinstance(identity, str) and bool(identity),
-        f"id: got {identity!r}; give a non-empty string",
-    )
-    where = f"{where} (task {identity!r})"
-    stated = row.get("domain", domain)
-    require(
-        stated == domain, f"domain: got {stated!r} in a file of {domain} tasks; move it or mend it"
-    )
+def _problem(row: Row, domain: str) -> str:
+    """What is wrong with a row beside its id and its keys; empty if nothing is."""
+    if (stated := row.get("domain", domain)) != domain:
+        return f"domain: got {stated!r} in a file of {domain} tasks; move it or mend it"
     prompt = row.get("prompt")
-    require(isinstance(prompt, list) and bool(prompt), "prompt: give a non-empty list of messages")
+    if not isinstance(prompt, list) or not prompt:
+        return "prompt: give a non-empty list of messages"
     for message in prompt:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
-        require(
-            fine and message.get("role") in ROLES,
-            f"prompt: bad message {message!r}; give role and content",
-        )
-    require(prompt[-1]["role"] == "user", "prompt: the last message must be the user's request")
+        if not fine or message.get("role") not in ROLES:
+            return f"prompt: bad message {message!r}; give role and content"
+    if prompt[-1]["role"] != "user":
+        return "prompt: the last message must be the user's request"
     payload = row.get("payload", {})
-    require(
-        isinstance(payload, dict | str), f"payload: got {type(payload).__name__}; give an object"
-    )
+    if not isinstance(payload, dict | str):
+        return f"payload: got {type(payload).__name__}; give an object"
     if isinstance(payload, str):
         try:
             json.loads(payload)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: payload: not JSON ({error.msg}); give an object") from None
-    else:
-        payload = json.dumps(payload, ensure_ascii=False, sort_keys=True)
+            return f"payload: not JSON ({error.msg}); give an object"
     for name in ("family", "branch"):
-        require(isinstance(row.get(name, ""), str), f"{name}: got {row.get(name)!r}; give a string")
+        if not isinstance(row.get(name, ""), str):
+            return f"{name}: got {row.get(name)!r}; give a string"
+    return ""
+
+
+def _task(row: Row, domain: str) -> Task:
+    payload = row.get("payload", {})
+    if not isinstance(payload, str):
+        payload = json.dumps(payload, ensure_ascii=False, sort_keys=True)
     return Task(
         domain=domain,
-        id=identity,
-        prompt=tuple(prompt),
+        id=row["id"],
+        prompt=tuple(row["prompt"]),
         payload=payload,
         family=row.get("family", ""),
         branch=row.get("branch", ""),
@@ -189,9 +204,15 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
     """
     assert 0 < count <= len(source), f"a step of {count} tasks cannot come from {len(source)}"
     steps_per_pass = len(source) // count
-    order = permutation(len(source), *key, "pass", step // steps_per_pass)
+    order = _order(len(source), *key, "pass", step // steps_per_pass)
     first = (step % steps_per_pass) * count
     return [source[index] for index in order[first : first + count]]
+
+
+@lru_cache(maxsize=16)  # a pass of each domain, and more domains than a run has
+def _order(count: int, *key: int | str) -> array[int]:
+    """A permutation, kept: only the first step of a pass takes time that grows with `count`."""
+    return array("Q", permutation(count, *key))
 
 
 def shard_tasks(count: int, rank: int, num_ranks: int) -> range:

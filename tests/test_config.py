@@ -259,10 +259,6 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
             "--chat-template-kwargs: got 'fast'; give a mapping {name: value}",
         ),
         (
-            ["--airline-tasks", "missing.jsonl"],
-            "--airline-tasks: got 'missing.jsonl', which is no file; give an existing file",
-        ),
-        (
             ["--warm-start-data", "."],
             "--warm-start-data: got '.', which is no file; give an existing file",
         ),

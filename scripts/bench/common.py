@@ -1,0 +1,160 @@
+"""What the benchmarks share: shapes of models, the machine's description, ratios, the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+# Architectures as in the configurations of the published models; weights are random here.
+SHAPES: dict[str, dict[str, int]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags that every benchmark takes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--shape",
+        choices=["tiny", *SHAPES],
+        default="tiny",
+        help="the embedded model, or random weights in the shape of a published one",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of each process, on CPU")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    return parser
+
+
+def model_of(shape: str, vocab_size: int = 151936, **fields: Any) -> Any:
+    """A Qwen3 of a published shape with random weights, in fp32 on CPU."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+        **{**SHAPES[shape], **fields},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config)
+
+
+def ready(device: str) -> None:
+    """Wait until the device has done its work, before a clock is read."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], Any], device: str = "cpu") -> float:
+    ready(device)
+    begun = time.perf_counter()
+    work()
+    ready(device)
+    return time.perf_counter() - begun
+
+
+def ratios_of(
+    ours: Callable[[], float], theirs: Callable[[], float], repeats: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of both, measured in turns; who goes first alternates."""
+    first: list[float] = []
+    second: list[float] = []
+    for number in range(repeats):
+        pairs: list[tuple[list[float], Callable[[], float]]] = [(first, ours), (second, theirs)]
+        for seconds, work in pairs if number % 2 == 0 else pairs[::-1]:
+            seconds.append(work())
+    return first, second
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """How many times as long theirs takes: the median over pairs measured one after the other."""
+    return median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def peak_memory_mb() -> float:
+    """The most resident memory that this process has had so far, in MB (Linux)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def in_fresh_process(arguments: Sequence[str], **variables: str) -> dict[str, Any]:
+    """Run a Python script in a process of its own; what it prints last is one JSON object."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What the figures depend on."""
+    import torch
+
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    found = {
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+    return found | ({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {})
+
+
+def write_json(
+    path: Path | None, figures: Mapping[str, float], where: Mapping[str, Any], settings: Any
+) -> None:
+    """Write `{"figures": ..., "machine": ..., "settings": ...}` if a file is wanted."""
+    if path is None:
+        return
+    content = {"figures": dict(figures), "machine": dict(where), "settings": settings}
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
