@@ -20,10 +20,16 @@ from pipeline.environments.experts import play_expert
 from pipeline.policy import hub_reachable, on_gpu, uses_bf16
 from pipeline.prepare import Prepared, prepare
 from pipeline.run_folder import check_folder
+from pipeline.sampler import unserved
 from pipeline.tasks import count_by
 from pipeline.tiny import tiny_model, tiny_tokenizer
 
 GIB = 1 << 30
+# Settings of models that change logits after the output layer, which training applies by itself.
+SCALED_LOGITS = (
+    *("final_logit_softcapping", "logits_soft_cap"),
+    *("logits_scaling", "logit_scale", "lm_head_multiplier"),
+)
 # Shapes of hub models in shipped recipes, so that their memory can be added up where the hub
 # cannot be reached. Source: the config.json of each model on the Hugging Face hub.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -46,11 +52,11 @@ def validate(config: Config) -> Prepared:
     Raises UserError.
     """
     parts = prepare(config)
-    need, have = sum(memory_per_rank(config).values()), memory_of_a_rank(config)
+    why_generate(empty_model(config))
+    memory, have = memory_per_rank(config), memory_of_a_rank(config)
+    need = sum(memory.values())
     if need > have:
-        parts_of = " + ".join(
-            f"{name} {size / GIB:.1f}" for name, size in memory_per_rank(config).items()
-        )
+        parts_of = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
         raise UserError(
             f"memory: each rank needs {need / GIB:.1f} GiB ({parts_of}) and has "
             f"{have / GIB:.1f}; lower max_live_episodes or max_tokens_per_microbatch, set "
@@ -76,11 +82,52 @@ def main(config: Config) -> int:
             f"  not checked: tokenizer and template ({unreachable}); the embedded tokenizer "
             "counts below"
         )
+    why = why_generate(empty_model(config))
+    if why is None:
+        print("sampling: one key-value cache over all turns")
+    else:
+        print(f"sampling: through generate, every message from the start again (slower): {why}")
     _print_tasks(config, parts)
     _print_stages(config, parts)
     _print_prompts(config, parts)
     _print_memory(config)
     return 0
+
+
+def why_generate(model: Any) -> str | None:
+    """Why conversations must be sampled through `generate`; None where one cache can serve them.
+
+    The model's weights are not looked at. Raises UserError where neither can.
+    """
+    config = model.config.get_text_config()
+    scaled = [name for name in SCALED_LOGITS if getattr(config, name, None) not in (None, 1.0)]
+    if scaled:
+        raise UserError(f"model: its config sets {scaled[0]}, which is not supported; use another")
+    why = unserved(config)
+    if why is None and getattr(model, "_is_stateful", False):
+        raise UserError(
+            f"model: got {type(model).__name__}, which is recurrent and names no kinds of layers; "
+            "use another"
+        )
+    return why
+
+
+@torch.no_grad()
+def refuse_changed_logits(model: Any) -> None:
+    """UserError where logits are not the output layer's alone, which is what training computes."""
+    was_training = model.training
+    model.eval()  # dropout would change them, too
+    ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
+    ids = ids % model.get_input_embeddings().num_embeddings
+    whole = model(ids, use_cache=False).logits
+    hidden = getattr(model.get_decoder()(ids, use_cache=False), "last_hidden_state", None)
+    plain = None if hidden is None else model.get_output_embeddings()(hidden)
+    model.train(was_training)
+    if plain is None or not torch.allclose(plain, whole, rtol=0, atol=1e-3 * float(whole.std())):
+        raise UserError(
+            f"model: got {type(model).__name__}, whose logits are not those of its decoder and its "
+            "output layer, which is not supported; use another"
+        )
 
 
 def _print_tasks(config: Config, parts: Prepared) -> None:
@@ -146,33 +193,46 @@ def _print_memory(config: Config) -> None:
 def memory_per_rank(config: Config) -> dict[str, float]:
     """Bytes that a rank needs, by purpose, estimated from the model's shape and the limits."""
     model = empty_model(config)
-    shape, num_parameters = model.config, model.num_parameters()
+    shape, num_parameters = model.config.get_text_config(), model.num_parameters()
     size = 2 if uses_bf16(config.model) else 4
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    layers = shape.num_hidden_layers
+    layers, intermediate_size = shape.num_hidden_layers, _intermediate_size(shape)
     limits, grpo = config.rollout, config.grpo
     data, num_ranks = config.data, config.run.num_gpus or 1
     groups = -(-limits.tasks_per_step // num_ranks)
     trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
     side_by_side = max(groups * limits.num_generations, -(-trials // num_ranks))
     episodes = min(limits.max_live_episodes, side_by_side)
-    cache = 2 * layers * shape.num_key_value_heads * head_dim * size * limits.max_tokens * episodes
+    cache = 2 * layers * _size_of_keys(shape) * size * limits.max_tokens * episodes
     memory = {
         "weights (fp32)": 4.0 * num_parameters,
-        "weights of the sampler": size * num_parameters,
+        # In fp32 it shares those that are trained; LoRA's are merged into others.
+        "weights of the sampler": size * num_parameters * (size == 2 or config.model.use_peft),
+        "key-value cache": cache,
     }
-    memory["key-value cache"] = cache
     if grpo.use_grpo:
         tokens = max(grpo.max_tokens_per_microbatch, limits.max_tokens)
         # Per token and layer: about 16 hidden-size and 3 intermediate-size tensors kept for the
         # backward pass, and three float32 copies of the logits of one chunk.
-        kept = tokens * layers * (16 * shape.hidden_size + 3 * shape.intermediate_size) * size
+        kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
         if grpo.gradient_checkpointing:  # one layer's, and every layer's input
             kept = kept // layers + tokens * layers * shape.hidden_size * size
         logits = 3 * 4 * min(1 << 24, tokens * shape.vocab_size)
         memory |= _memory_of_training(config, model, num_parameters)
         memory["activations of a micro-batch"] = float(kept + logits)
     return memory
+
+
+def _size_of_keys(shape: Any) -> int:
+    """Numbers that the keys of a token take in a layer; linear attention keeps none."""
+    heads: int = getattr(shape, "num_attention_heads", 0)
+    head_dim: int = getattr(shape, "head_dim", None) or shape.hidden_size // max(1, heads)
+    return (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
+
+
+def _intermediate_size(shape: Any) -> int:
+    """Of the feed-forward layers; where it is not told, the customary one."""
+    size: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
+    return size
 
 
 def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:

@@ -1,105 +1,30 @@
 """Sampling conversations: one KV cache over all their turns, each row at its own positions.
 
-Legend: B sequences, T tokens, N selected tokens, V vocabulary.
+Legend: B sequences, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pipeline.config import UserError
-from pipeline.draws import uniforms
+from pipeline import picking
 from pipeline.lora import merged_parameters
+from pipeline.prefixes import num_common
+from pipeline.row_cache import ROWS, RowCache
 
-# Shapes come in multiples of these: a row is then rounded alike in batches of other sizes.
-ROWS, LENGTHS = 4, 16
-# Settings of models that change logits after the output layer, which is applied here by itself.
-SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-
-
-class _RowLayer(CacheLayerMixin):
-    """Keys and values of a layer, [rows, positions, heads, size], each row at its own positions."""
-
-    def __init__(self, cache: RowCache) -> None:
-        super().__init__()
-        self.cache = cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        _, heads, _, size = key_states.shape
-        shape = (self.cache.num_rows, self.cache.capacity, heads, size)
-        self.keys, self.values = (key_states.new_zeros(shape), value_states.new_zeros(shape))
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, T, size] at `cache.positions` [B, T]; returns what the rows now hold."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        self._grow()
-        rows, positions = self.cache.rows, self.cache.positions
-        self.keys[rows[:, None], positions] = key_states.transpose(1, 2)
-        self.values[rows[:, None], positions] = value_states.transpose(1, 2)
-        count, length = len(rows), self.cache.length
-        return (
-            self.keys[:count, :length].transpose(1, 2),
-            self.values[:count, :length].transpose(1, 2),
-        )
-
-    def _grow(self) -> None:
-        assert self.keys is not None and self.values is not None
-        missing = self.cache.capacity - self.keys.shape[1]
-        if missing > 0:
-            padding = (0, 0, 0, 0, 0, missing)
-            self.keys = nn.functional.pad(self.keys, padding)
-            self.values = nn.functional.pad(self.values, padding)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.length, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class RowCache(Cache):
-    """A key-value cache whose rows stand at their own positions; those in use are the first."""
-
-    def __init__(self, num_layers: int, num_rows: int, capacity: int) -> None:
-        self.num_rows, self.capacity, self.length = num_rows, capacity, 0
-        self.rows = torch.empty(0, dtype=torch.int64)
-        self.positions = torch.empty(0, dtype=torch.int64)
-        super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
-
-    def place(self, positions_BT: torch.Tensor) -> torch.Tensor:
-        """Say where the next forward writes; returns its attention mask, [B, 1, T, length] bool."""
-        self.positions = positions_BT
-        self.rows = torch.arange(len(positions_BT), device=positions_BT.device)
-        self.length = (int(positions_BT.max()) // LENGTHS + 1) * LENGTHS
-        if self.capacity < self.length:  # by quarters: doubling could take twice what is needed
-            self.capacity = max(self.length, self.capacity + self.capacity // 4)
-        visible = torch.arange(self.length, device=positions_BT.device)
-        return (visible <= positions_BT[:, :, None])[:, None]
-
-    def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        for layer in self.layers:
-            assert (
-                isinstance(layer, _RowLayer) and layer.keys is not None and layer.values is not None
-            )
-            layer.keys[target] = layer.keys[source]
-            layer.values[target] = layer.values[source]
+MIN_STEM = 64  # tokens that prompts must share at their start to have them computed once
+PASS_TOKENS = 128  # a pass through the model costs about as much as so many tokens more in another
+MIN_FILL = 0.85  # share of a batch's rows that must still go on; below it they are brought together
+STEPS_PER_LOOK = 8  # tokens between two looks at what a GPU has sampled
+Ids = tuple[int, ...]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -111,6 +36,9 @@ class SamplerEpisode:
     length: int  # tokens in the cache
     pending: list[int]  # tokens to feed before the next one is sampled
     num_sampled: int = 0  # draws used so far
+    room: int = 0  # tokens that the message under way may have
+    ids: list[int] = field(default_factory=list)  # of the message under way
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,70 +50,78 @@ class Sampled:
     finished: bool
 
 
+def unserved(config: Any) -> str | None:
+    """Why the row cache cannot serve a model of this configuration; None where it can."""
+    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [window])
+    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
+
+
 class Sampler:
-    """Samples conversations from its own copy of the weights, with one KV cache over all turns.
+    """Samples conversations from its own copy of the model, with one KV cache over all turns.
 
     Five calls: `load_weights` once per step, `open` conversations, `extend` them by replies,
-    `sample` the next message of each, `close`. A token is the inverse of the cumulative
-    distribution at a counter-based draw, so what is sampled does not depend on which other
-    conversations share the batch, beyond rounding.
+    `sample` their next messages, `close`. A token is the inverse of the cumulative distribution at
+    a counter-based draw, so what is sampled does not depend on which other conversations share the
+    batch, beyond rounding. Weights of `dtype` that the trained model has as well are shared, not
+    copied. `num_tokens` counts the tokens that the model was fed, `num_padded_tokens` padding, too.
     """
 
     def __init__(
-        self, model: Any, end_of_turn_id: int, temperature: float, dtype: torch.dtype
+        self,
+        model: Any,
+        end_of_turn_id: int,
+        temperature: float,
+        dtype: torch.dtype,
+        top_k: int = 0,
+        top_p: float = 1.0,
     ) -> None:
-        config = model.config
-        scaled = [name for name in SCALED_LOGITS if getattr(config, name, None) not in (None, 1.0)]
-        if scaled:
-            raise UserError(
-                f"model: its config sets {scaled[0]}, which is not supported; use another"
-            )
-        window = (
-            "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        )
-        kinds = set(getattr(config, "layer_types", None) or [window])
-        if kinds != {"full_attention"}:
-            raise UserError(
-                f"model: its layers are {sorted(kinds)}; the sampler serves full attention only"
-            )
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        self.model.set_attn_implementation("sdpa")  # the others do not take the cache's mask
-        for parameter in self.model.parameters():  # not the buffers: rotary frequencies need fp32
-            parameter.data = parameter.data.to(dtype)
+        why = unserved(model.config.get_text_config())
+        assert why is None, why
+        self.model = own_copy(model, dtype)
+        self.model.set_attn_implementation("row_cache")
         self.device = next(self.model.parameters()).device
         self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
+        self.top_k, self.top_p = top_k, top_p
+        self.num_tokens = self.num_padded_tokens = 0
+        self.steps_per_look = STEPS_PER_LOOK if self.device.type == "cuda" else 1
         self._rows: dict[int, SamplerEpisode] = {}
-        self._cache = RowCache(0, 0, 1)
+        self._cache = RowCache(0, 0, 1, self.device)
+        self._stems: dict[Ids, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @torch.no_grad()
     def load_weights(self, model: Any) -> None:
-        """Copy the weights of the trained model; LoRA's are merged on the way."""
-        for own, trained in zip(self.model.parameters(), merged_parameters(model), strict=True):
-            own.copy_(trained)
+        """Take over the weights of the trained model; LoRA's are merged on the way.
+
+        Until the next call a later update changes those of equal type here as well.
+        """
+        self._stems = {}
+        take_weights(self.model, model)
 
     @torch.no_grad()
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
-        """Start one conversation per prompt; equal prompts are computed once.
-
-        Earlier conversations must be closed.
-        """
-        assert not self._rows, "close every conversation before opening new ones"
-        place = {
-            prompt: row for row, prompt in enumerate({tuple(prompt): None for prompt in prompts})
-        }
-        num_rows = -(-len(prompts) // ROWS) * ROWS
-        self._cache = RowCache(
-            self.model.config.num_hidden_layers, num_rows, 2 * max(map(len, place))
-        )
-        # The last token of a prompt is left for `sample`, which needs its output.
-        self._forward([list(prompt[:-1]) for prompt in place], [0] * len(place))
-        source = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=self.device)
-        self._cache.copy_rows(source, torch.arange(len(prompts), device=self.device))
-        self._rows = {
-            row: SamplerEpisode(key=key, row=row, length=len(prompt) - 1, pending=[prompt[-1]])
-            for row, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
-        }
-        return list(self._rows.values())
+        """Start one conversation per prompt; what prompts share is computed once."""
+        free = [row for row in range(len(self._rows) + len(prompts)) if row not in self._rows]
+        num_rows = -(-(len(self._rows) + len(prompts)) // ROWS) * ROWS
+        if not self._rows and (self.device.type != "cpu" or not self._cache.layers):
+            # A CPU would spend long on fresh memory; a GPU's is wanted for updates in between.
+            layers, capacity = self.model.config.num_hidden_layers, 2 * max(map(len, prompts))
+            self._cache = RowCache(layers, num_rows, capacity, self.device)
+        self._cache.add_rows(num_rows)
+        episodes = [
+            SamplerEpisode(key=key, row=row, length=len(prompt) - 1, pending=[prompt[-1]])
+            for row, prompt, key in zip(free, prompts, keys, strict=False)
+        ]
+        places: dict[Ids, list[int]] = {}  # the last token of a prompt is left for `sample`
+        for episode, prompt in zip(episodes, prompts, strict=True):
+            places.setdefault(tuple(prompt[:-1]), []).append(episode.row)
+        self._prefill({prompt: rows[0] for prompt, rows in places.items() if prompt})
+        copies = [(rows[0], row) for rows in places.values() for row in rows[1:]]
+        if copies and any(places):
+            source, target = torch.tensor(copies, device=self.device).T
+            self._cache.copy_rows(source, target, max(map(len, places)))
+        self._rows |= {episode.row: episode for episode in episodes}
+        return episodes
 
     def extend(self, episode: SamplerEpisode, ids: list[int]) -> None:
         """Append the tokens of a reply; they are computed with the next `sample`."""
@@ -197,106 +133,177 @@ class Sampler:
 
     @torch.no_grad()
     def sample(
-        self, episodes: Sequence[SamplerEpisode], max_tokens: Sequence[int], greedy: bool = False
-    ) -> list[Sampled]:
+        self,
+        episodes: Sequence[SamplerEpisode],
+        max_tokens: Sequence[int],
+        greedy: bool = False,
+        until: int | None = None,
+    ) -> list[Sampled | None]:
         """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
 
-        Greedy decoding takes the most likely token. Log-probabilities are those at the sampling
-        temperature.
+        Returns as soon as `until` messages (all, if missing) are complete; None stands for those
+        that are not, which the next call goes on with. Greedy decoding takes the most likely token.
+        Log-probabilities are those at the sampling temperature.
         """
-        count, longest = len(episodes), max(max_tokens)
-        limits = np.array(max_tokens)
-        keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
-        drawn = np.array([episode.num_sampled for episode in episodes])
-        tokens, logprobs = (np.zeros((count, longest), dtype=np.int64), np.zeros((count, longest)))
-        lengths, last = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        going = np.ones(count, dtype=bool)
-        active = self._bring_to_front(episodes, going)  # the index of each row in the batch
-        hidden = self._forward(
-            [episodes[i].pending for i in active], [episodes[i].length for i in active]
-        )
-        cached = np.array([episode.length + len(episode.pending) for episode in episodes])
-        for step in range(longest):
-            logprobs_BV = self._logprobs(hidden)[: len(active)]
-            places = keys[active], drawn[active] + step
-            picked = self.pick(logprobs_BV, *places, greedy)
-            chosen = logprobs_BV[torch.arange(len(picked)), torch.from_numpy(picked)].cpu().numpy()
-            # A finished row may stay in the batch for a while; what it picks is ignored.
-            live = going[active]
-            rows = active[live]
-            tokens[rows, step], logprobs[rows, step] = (picked[live], chosen[live])
-            last[rows], lengths[rows] = picked[live], step + 1
-            going[rows] = (picked[live] != self.end_of_turn_id) & (step + 1 < limits[rows])
-            if not going.any():
-                break
-            if -(-going.sum() // ROWS) * ROWS <= 0.85 * len(active):
-                # Those that finished can fill up: they write again what they hold already.
-                kept = going.copy()
-                kept[np.flatnonzero(~going)[: -going.sum() % ROWS]] = True
-                active = self._bring_to_front(episodes, kept)
-            positions = cached[active] + lengths[active] - 1
-            hidden = self._forward([[token] for token in last[active].tolist()], positions.tolist())
-        for i, episode in enumerate(episodes):
-            episode.num_sampled += int(lengths[i])
-            episode.length, episode.pending = (int(cached[i] + lengths[i] - 1), [int(last[i])])
-        return [
-            Sampled(
-                ids=tokens[i, : lengths[i]].tolist(),
-                logprobs=logprobs[i, : lengths[i]].tolist(),
-                finished=bool(last[i] == self.end_of_turn_id),
-            )
-            for i in range(count)
-        ]
+        for episode, room in zip(episodes, max_tokens, strict=True):
+            episode.room = room
+        wanted = len(episodes) if until is None else min(until, len(episodes))
+        self._begin_messages([episode for episode in episodes if not episode.ids], greedy)
+        while True:
+            going = [episode for episode in episodes if not self._ended(episode)]
+            if len(episodes) - len(going) >= wanted:
+                return [self._message(e) if self._ended(e) else None for e in episodes]
+            self._decode(going, wanted - len(episodes) + len(going), greedy)
 
-    def _bring_to_front(self, episodes: Sequence[SamplerEpisode], wanted: np.ndarray) -> np.ndarray:
-        """Swap the wanted episodes into the first rows; returns the episode index of each row."""
-        index = {id(episode): i for i, episode in enumerate(episodes) if wanted[i]}
-        count = len(index)
-        holes = [r for r in range(count) if r not in self._rows or id(self._rows[r]) not in index]
-        movers = [
-            episode.row for i, episode in enumerate(episodes) if wanted[i] and episode.row >= count
-        ]
+    def _ended(self, episode: SamplerEpisode) -> bool:
+        ids = episode.ids
+        return bool(ids) and (ids[-1] == self.end_of_turn_id or len(ids) >= episode.room)
+
+    def _message(self, episode: SamplerEpisode) -> Sampled:
+        ids, logprobs = episode.ids, episode.logprobs
+        episode.ids, episode.logprobs = [], []
+        return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] == self.end_of_turn_id)
+
+    def _begin_messages(self, episodes: Sequence[SamplerEpisode], greedy: bool) -> None:
+        """Feed what is pending and sample the first token of each message."""
+        if not episodes:
+            return
+        episodes = sorted(episodes, key=lambda episode: episode.row)
+        hidden = self._feed(
+            [e.row for e in episodes], [e.pending for e in episodes], [e.length for e in episodes]
+        )
+        logprobs_BV = self._logprobs(hidden)
+        keys, drawn = _streams(episodes)
+        picked = self.pick(logprobs_BV, keys, drawn, greedy)
+        chosen = logprobs_BV.gather(-1, picked[:, None])
+        for episode in episodes:
+            episode.length += len(episode.pending)
+        _append(episodes, picked[:, None].tolist(), chosen.tolist())
+
+    def _decode(self, episodes: Sequence[SamplerEpisode], wanted: int, greedy: bool) -> None:
+        """Sample tokens until `wanted` messages are complete or too few rows go on."""
+        rows = self._bring_to_front(episodes)
+        count = len(rows)
+        # Free rows fill the batch up; rows of others are written only beyond what they hold.
+        filling = [self._rows.get(row) for row in range(count, -(-count // ROWS) * ROWS)]
+        held = [e.length if e else 0 for e in [*rows, *filling]]
+        tokens = torch.tensor([[e.pending[0] if e else 0] for e in [*rows, *filling]])
+        tokens, positions = tokens.to(self.device), torch.tensor(held).to(self.device)[:, None]
+        index = torch.arange(len(held), device=self.device)
+        keys, drawn = _streams(rows)
+        left = np.array([e.room - len(e.ids) for e in rows])
+        lengths = np.zeros(count, dtype=np.int64)  # of what is sampled here; 0: it goes on
+        picked, chosen = [], []
+        for step in range(1, int(left.max()) + 1):
+            hidden = self._forward(index, tokens, positions, max(held) + step, True)[:, 0]
+            self.num_tokens += count
+            logprobs_BV = self._logprobs(hidden)
+            picked.append(self.pick(logprobs_BV[:count], keys, drawn + step - 1, greedy))
+            tokens[:count, 0] = picked[-1]
+            chosen.append(logprobs_BV[:count].gather(-1, tokens[:count]))
+            positions = positions + 1
+            if step % self.steps_per_look and step < left.max():
+                continue
+            seen = step - 1 - (step - 1) % self.steps_per_look
+            for number, ids in enumerate(torch.stack(picked[seen:]).cpu().numpy(), seen + 1):
+                ends = (ids == self.end_of_turn_id) | (number >= left)
+                lengths[ends & (lengths == 0)] = number
+            going = int((lengths == 0).sum())
+            if count - going >= wanted or -(-going // ROWS) * ROWS <= MIN_FILL * count:
+                break
+        lengths[lengths == 0] = step
+        ids, logprobs = torch.stack(picked, 1).cpu().numpy(), torch.cat(chosen, 1).cpu().numpy()
+        for episode, length in zip(rows, lengths.tolist(), strict=True):
+            episode.length += length
+        _append(
+            rows,
+            [line[:length].tolist() for line, length in zip(ids, lengths, strict=True)],
+            [line[:length].tolist() for line, length in zip(logprobs, lengths, strict=True)],
+        )
+
+    def _bring_to_front(self, wanted: Sequence[SamplerEpisode]) -> list[SamplerEpisode]:
+        """Swap episodes into the first rows; returns the episode of each row."""
+        count, inside = len(wanted), {id(episode) for episode in wanted}
+        holes = [r for r in range(count) if r not in self._rows or id(self._rows[r]) not in inside]
+        movers = [episode.row for episode in wanted if episode.row >= count]
         if holes:
-            source = torch.tensor(movers + holes, device=self.device)
-            target = torch.tensor(holes + movers, device=self.device)
-            self._cache.copy_rows(source, target)
+            source, target = (torch.tensor(x) for x in (movers + holes, holes + movers))
+            longest = max(self._rows[row].length for row in movers + holes if row in self._rows)
+            self._cache.copy_rows(source.to(self.device), target.to(self.device), longest)
         for hole, mover in zip(holes, movers, strict=True):
             moved, displaced = self._rows.pop(mover), self._rows.pop(hole, None)
             moved.row, self._rows[hole] = hole, moved
             if displaced is not None:
                 displaced.row, self._rows[mover] = mover, displaced
-        return np.array([index[id(self._rows[row])] for row in range(count)])
+        return [self._rows[row] for row in range(count)]
 
-    def _forward(self, tokens: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
-        """Feed tokens to the first rows, from the given positions.
+    def _prefill(self, place: Mapping[Ids, int]) -> None:
+        """Compute prompts, each in its row; what several begin with is computed once and kept."""
+        starts = dict.fromkeys(place, 0)
+        for stem in common_stems(list(place), MIN_STEM):
+            if not any(2 * num_common(old, stem) >= len(stem) for old in self._stems):
+                row = next(row for prompt, row in place.items() if prompt[: len(stem)] == stem)
+                self._feed([row], [list(stem)], [0])
+                self._stems[stem] = self._cache.take_out(row, len(stem))
+        for prompt, row in place.items():
+            known = [stem for stem in self._stems if prompt[: len(stem)] == stem]
+            if known:
+                stem = max(known, key=len)
+                self._cache.put_in(row, self._stems[stem])
+                starts[prompt] = len(stem)
+        rest = {prompt: list(prompt[starts[prompt] :]) for prompt in place}
+        some = [prompt for prompt in place if rest[prompt]]
+        if some:
+            self._feed([place[p] for p in some], [rest[p] for p in some], [starts[p] for p in some])
 
-        Returns the hidden state of each row's last token, [B or more rows, H].
+    def _feed(
+        self, rows: Sequence[int], tokens: Sequence[list[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """Feed tokens to rows from the given positions, those of like lengths together.
+
+        Returns the hidden state of each row's last token, [B, H].
         """
-        tokens, starts = list(tokens), list(starts)
-        longest = max(map(len, tokens))
-        # Free rows fill up single steps; a long prefill has rows enough, and would cost as much.
-        while longest == 1 and len(tokens) % ROWS and len(tokens) not in self._rows:
-            tokens.append([0])
-            starts.append(0)
-        counts = torch.tensor([len(ids) for ids in tokens])
-        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])
-        positions = torch.tensor(starts)[:, None] + torch.arange(longest)
-        positions = positions.to(self.device)
-        mask = self._cache.place(positions)
-        hidden_BT = self.model.get_decoder()(
-            input_ids=padded.to(self.device),
-            attention_mask=mask,
-            position_ids=positions,
+        found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        order = sorted(range(len(rows)), key=lambda i: -len(tokens[i]))
+        for first, last in passes([len(tokens[i]) for i in order]):
+            batch, longest = sorted(order[first:last]), len(tokens[order[first]])
+            padded = torch.tensor([tokens[i] + [0] * (longest - len(tokens[i])) for i in batch])
+            begin = torch.tensor([[starts[i]] for i in batch])
+            counts = torch.tensor([len(tokens[i]) for i in batch])
+            index = torch.tensor([rows[i] for i in batch])
+            end = max(starts[i] for i in batch) + longest
+            in_front = index.tolist() == list(range(len(batch)))
+            index, padded, begin = (x.to(self.device) for x in (index, padded, begin))
+            positions = begin + torch.arange(longest, device=self.device)
+            hidden_BT = self._forward(index, padded, positions, end, in_front)
+            self.num_tokens += int(counts.sum())
+            ends = hidden_BT[torch.arange(len(batch)), counts - 1]
+            for i, hidden in zip(batch, ends, strict=True):
+                found[i] = hidden
+        return torch.stack(found)
+
+    def _forward(
+        self,
+        rows: torch.Tensor,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor,
+        end: int,
+        first_rows: bool,
+    ) -> torch.Tensor:
+        """The hidden states, [B, T, H], of tokens at positions below `end` of cache rows."""
+        self.num_padded_tokens += tokens_BT.numel()
+        hidden_BT: torch.Tensor = self.model.get_decoder()(
+            input_ids=tokens_BT,
+            attention_mask=self._cache.place(rows, positions_BT, end, first_rows),
+            position_ids=positions_BT,
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
-        picked: torch.Tensor = hidden_BT[torch.arange(len(tokens)), counts - 1]
-        return picked
+        return hidden_BT
 
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of every next token at the sampling temperature, [B, V], float32."""
-        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
-        return (logits.float() / self.temperature).log_softmax(-1)
+        return picking.logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)
 
     def pick(
         self,
@@ -304,24 +311,75 @@ class Sampler:
         keys: NDArray[np.uint64],
         positions: NDArray[np.int64],
         greedy: bool,
-    ) -> NDArray[np.int64]:
-        """The next token of each row, whose draw stands at `positions` of the stream `keys`."""
-        if greedy:
-            picked = logprobs_BV.argmax(-1)
+    ) -> torch.Tensor:
+        """The next token of each row, [B]; its draw stands at `positions` of the stream `keys`."""
+        return picking.pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)
+
+
+def own_copy(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of a model to sample from, which shares the weights that have the type already."""
+    shared = {  # not the buffers: rotary frequencies need fp32
+        id(p): nn.Parameter(p.data.to(dtype), requires_grad=False) for p in model.parameters()
+    }
+    return copy.deepcopy(model, shared).eval()
+
+
+def take_weights(own_model: Any, model: Any) -> None:
+    """Share or copy the weights of the trained model; LoRA's are merged on the way."""
+    for own, trained in zip(own_model.parameters(), merged_parameters(model), strict=True):
+        if own.dtype == trained.dtype:
+            own.data = trained.detach()
         else:
-            draws = torch.from_numpy(uniforms(keys, positions)).to(logprobs_BV.device)
-            picked = inverse_cdf(cumulative(logprobs_BV), draws)
-        tokens: NDArray[np.int64] = picked.cpu().numpy()
-        return tokens
+            own.copy_(trained)
 
 
-def cumulative(logprobs_BV: torch.Tensor) -> torch.Tensor:
-    """The cumulative distribution of each row, [B, V], float64; its last value is near 1."""
-    return logprobs_BV.double().exp().cumsum(-1)
+def _streams(
+    episodes: Sequence[SamplerEpisode],
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """The key of each episode's draws, and how many it has used."""
+    keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
+    return keys, np.array([episode.num_sampled for episode in episodes])
 
 
-def inverse_cdf(cumulative_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
-    """The token of each row in whose share of the distribution the draw, in [0, 1), lies."""
-    numbers = draws_B[:, None] * cumulative_BV[:, -1:]
-    last = cumulative_BV.shape[-1] - 1
-    return torch.searchsorted(cumulative_BV, numbers, right=True)[:, 0].clamp_(max=last)
+def _append(
+    episodes: Sequence[SamplerEpisode], ids: list[list[int]], logprobs: list[list[float]]
+) -> None:
+    """Add sampled tokens to the messages under way; the last one is still to be fed."""
+    for episode, new, theirs in zip(episodes, ids, logprobs, strict=True):
+        episode.ids += new
+        episode.logprobs += theirs
+        episode.num_sampled += len(new)
+        episode.pending = [new[-1]]
+
+
+def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Which lengths, in falling order, are fed together: (first, last) of each pass.
+
+    They are cut where that saves more padding than a pass of its own costs.
+    """
+    cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
+    if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
+        return [(0, len(lengths))]
+    rest = [(cut + first, cut + last) for first, last in passes(lengths[cut:])]
+    return [*passes(lengths[:cut]), *rest]
+
+
+def common_stems(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
+    """What neighbours in sorted order begin with alike, where it is `at_least` so long.
+
+    A prompt that shares less than half of a stem starts another: domains have policies of their
+    own behind a common opening.
+    """
+    stems: list[Ids] = []
+    before: Ids = ()
+    stem: Ids | None = None
+    for prompt in sorted(prompts):
+        if stem is not None and 2 * (shared := num_common(stem, prompt)) >= len(stem):
+            stems[-1] = stem = stem[:shared]
+        elif (shared := num_common(before, prompt)) >= at_least:
+            stem = prompt[:shared]
+            stems.append(stem)
+        else:
+            stem = None
+        before = prompt
+    return [stem for stem in stems if len(stem) >= at_least]

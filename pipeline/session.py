@@ -17,11 +17,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from transformers.utils import logging as transformers_logging
 
 from pipeline import checkpoint, lora
-from pipeline.check import validate
+from pipeline.chat import Chat
+from pipeline.check import refuse_changed_logits, validate, why_generate
 from pipeline.checkpoint import TrainState
-from pipeline.config import Config, UserError
+from pipeline.config import Config, RolloutSettings, UserError
 from pipeline.curriculum import describe
 from pipeline.distributed import Ranks
+from pipeline.generate_sampler import GenerateSampler
 from pipeline.policy import load_folder, load_model, on_gpu, uses_bf16
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
@@ -91,7 +93,7 @@ def start(config: Config) -> Run:
     state, model = load_start(config, parts, ranks)
     model.to(accelerator.device)
     dtype = torch.bfloat16 if uses_bf16(config.model) else torch.float32
-    sampler = Sampler(model, parts.chat.end_of_turn_id, config.rollout.temperature, dtype)
+    sampler = make_sampler(model, parts.chat, config.rollout, dtype, ranks.is_main)
     log = RunLog(
         folder,
         config,
@@ -119,6 +121,26 @@ def start(config: Config) -> Run:
         log=log,
         state=state,
     )
+
+
+def make_sampler(
+    model: Any, chat: Chat, settings: RolloutSettings, dtype: torch.dtype, is_main: bool
+) -> Sampler | GenerateSampler:
+    """The sampler that can serve the model; the main rank says so where it is the slower one."""
+    refuse_changed_logits(model)
+    why = why_generate(model)
+    end, top_k, top_p = chat.end_of_turn_id, settings.top_k, settings.top_p
+    if why is None:
+        return Sampler(model, end, settings.temperature, dtype, top_k=top_k, top_p=top_p)
+    sampler = GenerateSampler(model, end, settings.temperature, dtype, top_k=top_k, top_p=top_p)
+    if is_main:
+        beside = "" if sampler.pads else ", beside others of equal length only"
+        print(
+            f"warning: {type(model).__name__} is sampled through generate, every message from the "
+            f"start again{beside}, which is slower than one cache over all turns; {why}",
+            flush=True,
+        )
+    return sampler
 
 
 def _say_short_steps(config: Config, parts: Prepared) -> None:

@@ -21,8 +21,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline.chat import Chat
 from pipeline.draws import uniforms
 from pipeline.micro_batches import micro_batch
+from pipeline.picking import cumulative
 from pipeline.policy import TokenLogprobs
-from pipeline.sampler import Sampled, Sampler, cumulative
+from pipeline.sampler import Sampled, Sampler
 from pipeline.tasks import Message, Task
 from pipeline.tiny import tiny_tokenizer
 from pipeline.trajectory import StopReason, Trajectory
@@ -204,8 +205,7 @@ class ScriptedSampler:
         pass
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
-        assert self.num_open == 0, "close every conversation before opening new ones"
-        self.num_open = len(keys)
+        self.num_open += len(keys)
         self.most_open = max(self.most_open, self.num_open)
         self.contexts |= {key: list(ids) for key, ids in zip(keys, prompts, strict=True)}
         return list(keys)
@@ -217,10 +217,16 @@ class ScriptedSampler:
         self.num_open -= 1
 
     def sample(
-        self, episodes: Sequence[int], max_tokens: Sequence[int], greedy: bool = False
-    ) -> list[Sampled]:
+        self,
+        episodes: Sequence[int],
+        max_tokens: Sequence[int],
+        greedy: bool = False,
+        until: int | None = None,
+    ) -> list[Sampled | None]:
+        """The first `until` conversations, in their order, complete their messages."""
         self.limits += max_tokens
-        return [self._say(key, room) for key, room in zip(episodes, max_tokens, strict=True)]
+        said = [self._say(*pair) for pair in list(zip(episodes, max_tokens, strict=True))[:until]]
+        return said + [None] * (len(episodes) - len(said))
 
     def _say(self, key: int, room: int) -> Sampled:
         ids = chat().message_ids(self.scripts[key].pop(0))
@@ -239,8 +245,8 @@ class ForcedSampler(Sampler):
 
     forced: Mapping[int, Sequence[int]] = {}
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         self.misses: dict[tuple[int, int], float | None] = {}
 
     def pick(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import tokenizer
 
-from pipeline import check, lora, policy
+from pipeline import check, lora
 from pipeline.check import empty_model, memory_of_a_rank, memory_per_rank, validate
 from pipeline.checkpoint import TrainState, save
 from pipeline.config import Config, ModelSettings, UserError
@@ -27,8 +27,8 @@ QWEN = "qwen3_4b_8gpu"
 def on_cpu_without_network(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for module in (policy, check):
-        monkeypatch.setattr(module, "hub_reachable", lambda: False)
+    for module in ("policy", "check", "prepare"):
+        monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
 
 
 def config(**sections) -> Config:
@@ -263,7 +263,7 @@ def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
     tasks, path = generate_tasks(9, 8, "train", "easy"), tmp_path / "own.jsonl"
     save_tasks(tasks, path)
     parts = prepare(config(data={"airline_tasks": str(path), "tasks_per_domain": 5}))
-    assert parts.train["airline"] == tasks[:5]
+    assert list(parts.train["airline"]) == tasks[:5]
     assert len(parts.train["retail"]) == 5
 
 

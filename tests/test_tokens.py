@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import trl
@@ -145,7 +144,8 @@ class Talker(Sampler):
         drawn = super().pick(logprobs_BV, keys, positions, greedy)
         scripts = [self.scripts[key] for key in keys.tolist()]
         told = [s[p] if p < len(s) else FREE for s, p in zip(scripts, positions, strict=True)]
-        return np.where(np.array(told) == FREE, drawn, told)
+        told = torch.tensor(told)
+        return torch.where(told == FREE, drawn, told)
 
     def open(self, prompts, keys):
         self.seen |= {key: [(False, list(ids))] for key, ids in zip(keys, prompts, strict=True)}
@@ -155,10 +155,11 @@ class Talker(Sampler):
         self.seen[episode.key].append((False, list(ids)))
         super().extend(episode, ids)
 
-    def sample(self, episodes, max_tokens, greedy=False):
-        messages = super().sample(episodes, max_tokens, greedy)
+    def sample(self, episodes, max_tokens, greedy=False, until=None):
+        messages = super().sample(episodes, max_tokens, greedy, until)
         for episode, message in zip(episodes, messages, strict=True):
-            self.seen[episode.key].append((True, list(message.ids)))
+            if message is not None:
+                self.seen[episode.key].append((True, list(message.ids)))
         return messages
 
 

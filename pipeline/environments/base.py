@@ -14,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable
 from functools import cache
+from threading import Lock, Thread
 from typing import Any, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -106,15 +107,52 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
         return error_result(str(error) or type(error).__name__)
 
 
+def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
+    """Whether calls of an environment may wait for something outside, such as a network.
+
+    They then run in threads beside other episodes. So it is where a tool, `reset`, `get_reward` or
+    the user's `reply` is async, or where the class says `concurrent = True`.
+    """
+    user = getattr(environment, "user", None)
+    return _has_async_calls(environment_class) or inspect.iscoroutinefunction(
+        getattr(user, "reply", None)
+    )
+
+
+@_once_a_class
+def _has_async_calls(environment_class: type[Any]) -> bool:
+    methods: list[Any] = list(tool_methods(environment_class).values())
+    methods += [getattr(environment_class, name, None) for name in ("reset", "get_reward")]
+    return getattr(environment_class, "concurrent", False) is True or any(
+        inspect.iscoroutinefunction(method) for method in methods
+    )
+
+
 def settled(value: Any) -> Any:
-    """`value`, awaited if it is awaitable: tools, users and rewards may be sync or async."""
+    """`value`, awaited if it is awaitable: tools, users and rewards may be sync or async.
+
+    All are awaited in one event loop of a thread of its own, so that a client that an environment
+    opens in one call serves in the next.
+    """
     if not inspect.isawaitable(value):
         return value
 
     async def wait() -> Any:
         return await value
 
-    return asyncio.run(wait())
+    with _one_loop:  # threads may ask at once
+        loop = _event_loop()
+    return asyncio.run_coroutine_threadsafe(wait(), loop).result()
+
+
+_one_loop = Lock()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, name="event loop", daemon=True).start()
+    return loop
 
 
 def _valid(validator: TypeAdapter[Any], value: Any) -> bool:

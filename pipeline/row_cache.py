@@ -1,0 +1,159 @@
+"""A key-value cache whose rows stand at their own positions.
+
+Legend: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+# Shapes come in multiples of these: a row is then rounded alike in batches of other sizes.
+ROWS, LENGTHS = 4, 16
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of [B, heads, T, size] whose heads may share keys and values, [B, fewer, ...].
+
+    Heads that share them stand one below the other as more queries, so that nothing is repeated.
+    """
+    batch, heads, num_queries, size = query.shape
+    shared = heads // key.shape[1]
+    mask = attention_mask
+    if shared > 1 and num_queries > 1:
+        mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+    stacked = query.reshape(batch, key.shape[1], shared * num_queries, size)
+    output = nn.functional.scaled_dot_product_attention(
+        stacked, key, value, attn_mask=mask.to(query.dtype), scale=scaling
+    )
+    return output.reshape(batch, heads, num_queries, size).transpose(1, 2), None
+
+
+AttentionInterface.register("row_cache", attend)
+
+
+class _RowLayer(CacheLayerMixin):
+    """Keys and values of a layer, [rows, heads, positions, size], each row at its own positions."""
+
+    def __init__(self, cache: RowCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        _, heads, _, size = key_states.shape
+        shape = (self.cache.num_rows, heads, self.cache.capacity, size)
+        self.keys, self.values = (key_states.new_zeros(shape), value_states.new_zeros(shape))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [B, heads, T, size] at the cache's place; returns what the rows now hold."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        self._grow()
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, held: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        cache = self.cache
+        held.transpose(1, 2)[cache.rows[:, None], cache.positions] = states.transpose(1, 2)
+        if cache.first_rows:
+            return held[: len(states), :, : cache.length]
+        return held[:, :, : cache.length].index_select(0, cache.rows)
+
+    def _grow(self) -> None:
+        assert self.keys is not None and self.values is not None
+        rows = self.cache.num_rows - self.keys.shape[0]
+        positions = self.cache.capacity - self.keys.shape[2]
+        if rows > 0 or positions > 0:
+            padding = (0, 0, 0, positions, 0, 0, 0, rows)
+            self.keys = nn.functional.pad(self.keys, padding)
+            self.values = nn.functional.pad(self.values, padding)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RowCache(Cache):
+    """A key-value cache whose rows stand at their own positions."""
+
+    def __init__(self, num_layers: int, num_rows: int, capacity: int, device: Any) -> None:
+        self.num_rows, self.capacity, self.length = num_rows, capacity, 0
+        self.rows = self.positions = torch.empty(0, dtype=torch.int64)
+        self.first_rows = True
+        self._visible = torch.empty(0, dtype=torch.int64, device=device)
+        super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
+
+    def place(
+        self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
+    ) -> torch.Tensor:
+        """Say where the next forward writes, with no position at `end` or beyond it.
+
+        `first_rows` says that `rows` are 0, 1, ...: what they hold then needs no copy. Returns the
+        attention mask to add, [B, 1, T, length] float32.
+        """
+        self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
+        self.length = -(-end // LENGTHS) * LENGTHS
+        if self.capacity < self.length:  # by quarters: doubling could take twice what is needed
+            self.capacity = max(self.length, self.capacity + self.capacity // 4)
+        if len(self._visible) < self.capacity:
+            self._visible = torch.arange(self.capacity, device=self._visible.device)
+        hidden = self._visible[: self.length] > positions_BT[:, :, None]
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)[
+            :, None
+        ]
+
+    def add_rows(self, num_rows: int) -> None:
+        """Have at least so many rows."""
+        self.num_rows = max(self.num_rows, num_rows)
+
+    def copy_rows(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """Copy the first `length` positions of rows to others."""
+        for layer in self._layers():
+            layer._grow()
+            for held in (layer.keys, layer.values):
+                assert held is not None
+                held[target, :, :length] = held[source, :, :length]
+
+    def take_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of the first positions of a row: keys and values of each layer."""
+        found = []
+        for layer in self._layers():
+            assert layer.keys is not None and layer.values is not None
+            keys, values = layer.keys[row, :, :length], layer.values[row, :, :length]
+            found.append((keys.clone(), values.clone()))
+        return found
+
+    def put_in(self, row: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give a row what `take_out` took."""
+        for layer, (keys, values) in zip(self._layers(), held, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys[None], values[None])
+            layer._grow()
+            assert layer.keys is not None and layer.values is not None
+            length = keys.shape[1]
+            layer.keys[row, :, :length], layer.values[row, :, :length] = keys, values
+
+    def _layers(self) -> list[_RowLayer]:
+        return [layer for layer in self.layers if isinstance(layer, _RowLayer)]

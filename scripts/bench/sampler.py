@@ -1,0 +1,183 @@
+"""Our sampler against `model.generate`, re-prefilled at every turn, and continuous batching.
+
+    python scripts/bench/sampler.py
+
+A cell is `groups` x G conversations with random weights and tokens: a prompt that the members of a
+group share, then as many turns, each a sampled message and a reply, both of forced length. All
+sample at temperature 1 in the same precision; ours keeps log-probabilities besides. `generate` and
+transformers' continuous batching (`generate_batch`, whose blocks share prefixes) are given whole
+conversations at every turn. The methods take turns; a ratio is the median over repeats of theirs
+divided by ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from common import machine, model_of, parser_of, ready, write_json
+
+Play = Callable[[], float]
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--group-sizes", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--message-tokens", type=int, default=16)
+    parser.add_argument("--reply-tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--without-batching", action="store_true", help="no continuous batching")
+    options = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(options.threads)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    bench = Bench(options)
+    where, figures = machine(options.device), dict[str, float]()
+    print(f"{'turns':>5} {'G':>3} {'prompt':>6} {'ours, s':>8} {'tokens/s':>9}", *bench.others)
+    for turns in options.turns:
+        for size in options.group_sizes:
+            for length in options.prompt_tokens:
+                figures |= bench.cell(turns, size, length)
+    for name in bench.others:
+        ratios = [ratio for cell, ratio in figures.items() if cell.endswith(f"/vs_{name}")]
+        figures[f"sampling_vs_{name}"] = median(ratios)
+        print(f"median over cells: {median(ratios):.1f} times as fast as {name}")
+    write_json(options.json, figures, where, vars(options))
+    return 0
+
+
+class Bench:
+    """The model in all three hands, and how each plays a cell."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        from pipeline.sampler import Sampler
+        from pipeline.tiny import tiny_model, tiny_tokenizer
+
+        self.options = options
+        small = options.shape == "tiny"
+        model = tiny_model(tiny_tokenizer(), 0) if small else model_of(options.shape)
+        model.config.max_position_embeddings = 40960
+        model = model.to(options.device).eval()
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        self.sampler = Sampler(model, -1, 1.0, dtype)  # no token ends a message: its limit does
+        self.model = copy.deepcopy(model).to(dtype)
+        self.model.generation_config.eos_token_id = None
+        self.batched = copy.deepcopy(self.model)
+        self.others = ["generate"] + ["batching"] * (not options.without_batching)
+
+    def cell(self, turns: int, size: int, length: int) -> dict[str, float]:
+        """Seconds of ours and the ratios of the others; prints a line."""
+        import torch
+
+        vocabulary = self.model.config.vocab_size
+        generator = torch.Generator().manual_seed(turns * size * length)
+
+        def some(count: int) -> list[int]:
+            return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+        prompts = [some(length) for _ in range(self.options.groups) for _ in range(1)]
+        prompts = [prompt for prompt in prompts for _ in range(size)]
+        replies = [some(self.options.reply_tokens) for _ in range(turns)]
+        plays: dict[str, Play] = {
+            "ours": lambda: self.timed(self.ours, prompts, replies),
+            "generate": lambda: self.timed(self.generate, prompts, replies),
+            "batching": lambda: self.timed(self.batching, prompts, replies),
+        }
+        names = ["ours", *self.others]
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(self.options.repeats + 1):  # the first warms up
+            for name in names if number % 2 else names[::-1]:
+                seconds[name].append(plays[name]())
+        seconds = {name: found[1:] for name, found in seconds.items()}
+        ratios = {
+            name: median(b / a for a, b in zip(seconds["ours"], seconds[name], strict=True))
+            for name in self.others
+        }
+        ours = median(seconds["ours"])
+        rate = len(prompts) * turns * self.options.message_tokens / ours
+        shown = "  ".join(f"{ratio:.1f} x" for ratio in ratios.values())
+        print(f"{turns:5} {size:3} {length:6} {ours:8.3f} {rate:9.0f}  {shown}", flush=True)
+        cell = f"turns-{turns}/G-{size}/prompt-{length}"
+        found = {f"{cell}/vs_{name}": ratio for name, ratio in ratios.items()}
+        return {f"{cell}/tokens_per_s": rate, **found}
+
+    def timed(self, play: Callable[..., None], *arguments: Any) -> float:
+        ready(self.options.device)
+        begun = time.perf_counter()
+        play(*arguments)
+        ready(self.options.device)
+        return time.perf_counter() - begun
+
+    def ours(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
+        self.sampler.load_weights(self.model)  # forgets prompts of the last repeat
+        episodes = self.sampler.open(prompts, range(len(prompts)))
+        room = [self.options.message_tokens] * len(episodes)
+        for reply in replies:
+            self.sampler.sample(episodes, room)
+            for episode in episodes:
+                self.sampler.extend(episode, reply)
+        for episode in episodes:
+            self.sampler.close(episode)
+
+    def generate(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
+        import torch
+
+        held = torch.tensor(prompts, device=self.options.device)
+        for reply in replies:
+            said = self.model.generate(
+                held,
+                attention_mask=torch.ones_like(held),
+                max_new_tokens=self.options.message_tokens,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                pad_token_id=0,
+            )
+            more = torch.tensor(reply, device=said.device).expand(len(said), -1)
+            held = torch.cat([said, more], 1)
+
+    def batching(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        how = GenerationConfig(
+            max_new_tokens=self.options.message_tokens,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        longest = len(prompts[0]) + sum(map(len, replies))
+        longest += len(replies) * self.options.message_tokens
+        cuda = self.options.device == "cuda"
+        blocks = None if cuda else len(prompts) * (longest // 256 + 2)
+        config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=None if cuda else 2048)
+        held = prompts
+        for reply in replies:
+            found = self.batched.generate_batch(
+                held, how, config, persistent_manager=True, warmup=False
+            )
+            said = [found[name].generated_tokens for name in sorted(found, key=_number)]
+            assert len(said) == len(held), "continuous batching lost a conversation"
+            held = [[*ids, *new, *reply] for ids, new in zip(held, said, strict=True)]
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
