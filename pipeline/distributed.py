@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 Item = TypeVar("Item")
 
@@ -49,6 +50,7 @@ class Ranks:
         self._store: Any = dist.distributed_c10d._get_default_store() if num_ranks > 1 else None
         self._num_barriers = 0
         self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
+        self.bytes: dict[str, int] = defaultdict(int)  # that this rank gave to others, by kind
         self.current = Phase("start")
 
     @property
@@ -91,6 +93,7 @@ class Ranks:
         if self._group is None:
             return [item]
         self.barrier(name)
+        self.bytes["objects"] += len(pickle.dumps(item))
         with self._clock():
             gathered: list[Any] = [None] * self.num_ranks
             dist.all_gather_object(gathered, item, group=self._group)
@@ -109,6 +112,7 @@ class Ranks:
             return list(numbers)
         with self._clock():
             tensor = torch.tensor(numbers, dtype=torch.float64)
+            self.bytes["numbers"] += tensor.nbytes
             dist.all_reduce(tensor, op=operation, group=self._group)
         values: list[float] = tensor.tolist()
         return values
@@ -117,10 +121,32 @@ class Ranks:
         """Every rank's tensor (on CPU, of the same shape), in order of ranks, on every rank."""
         if self._group is None:
             return [tensor]
+        self.bytes["tensors"] += tensor.nbytes
         with self._clock():
             gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
+
+    def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, of any count, in order of ranks, on every rank; as float64."""
+        counts = self.all_gather_tensors(torch.tensor([len(values)]))
+        padded = torch.zeros(max(1, *map(int, counts)), dtype=torch.float64)
+        padded[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        gathered = self.all_gather_tensors(padded)
+        return [row[:count].tolist() for row, count in zip(gathered, counts, strict=True)]
+
+    def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        """Give each rank its message, in order of ranks; returns theirs to this one."""
+        if self._group is None:
+            return list(messages)
+        sizes = [len(message) for message in messages]
+        arriving = [int(row[self.rank]) for row in self.all_gather_tensors(torch.tensor(sizes))]
+        self.bytes["messages"] += sum(sizes)
+        sent = torch.frombuffer(bytearray(b"".join(messages) or b"0"), dtype=torch.uint8)
+        received = torch.empty(sum(arriving), dtype=torch.uint8)
+        with self._clock():
+            dist.all_to_all_single(received, sent[: sum(sizes)], arriving, sizes, self._group)
+        return [part.numpy().tobytes() for part in received.split(arriving)]
 
     def check_same_parameters(
         self, parameters: Iterable[tuple[str, torch.Tensor]], when: str
@@ -140,17 +166,20 @@ class Ranks:
 
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
-        """Around a part of the loop: names it in errors and adds up its seconds."""
+        """Around a part of the loop: names it in errors and adds up its seconds, without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
+        waited = self.seconds["wait"]
         with self._clock(name):
             yield
+        self.seconds[name] -= self.seconds["wait"] - waited
         self.current = outer  # after an error the inner phase is the one to name
 
     @contextmanager
     def _clock(self, name: str = "wait") -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with record_function(name):  # a range in the traces of --profile
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - start
 

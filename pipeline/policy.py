@@ -1,6 +1,6 @@
 """The policy: loading it, and the log-probabilities that training needs.
 
-Legend: B sequences, T tokens, N selected tokens, V vocabulary.
+Legend: B sequences, T tokens, N selected tokens, U distinct predictions of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import lora
 from pipeline.config import ModelSettings, UserError
+from pipeline.prefixes import NO_MASK, follow_prefixes
 from pipeline.tiny import tiny_model, tiny_tokenizer
 from pipeline.trajectory import MicroBatch
 
@@ -122,40 +123,59 @@ def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
 class TokenLogprobs(nn.Module):
     """The module that DDP wraps: log-probabilities and entropies of selected tokens.
 
-    Only the selected positions meet the vocabulary, in chunks that are recomputed in the backward
-    pass, so that logits never cost B x T x V floats. Sequences are padded on the right, where
-    causal attention cannot see.
+    Only the selected positions meet the vocabulary, each once, in chunks that are recomputed in
+    the backward pass, so that logits never cost B x T x V floats. Sequences are padded on the
+    right, where causal attention cannot see, or share their beginnings (`prefixes.py`).
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.shares_prefixes = follow_prefixes(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probabilities of `batch.targets` and entropies in nats.
 
         Each is [N], at least float32.
         """
+        along: dict[str, Any] = {}
+        if batch.tree is not None:
+            assert self.shares_prefixes, "this model's attention does not follow prefix trees"
+            along = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
         hidden_BT = self.model.get_decoder()(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **along
         ).last_hidden_state
-        hidden_N = hidden_BT[batch.rows, batch.columns]
+        places_N = batch.rows * batch.input_ids.shape[1] + batch.columns
+        places_U, which_N = torch.unique_consecutive(places_N, return_inverse=True)
+        hidden_U = hidden_BT.flatten(0, 1)[places_U]
         head = self.model.get_output_embeddings()
         size = max(1, LOGITS_PER_CHUNK // head.weight.shape[0])
-        if len(hidden_N) <= size:
-            return self._head(head, hidden_N, batch.targets)
+        if len(hidden_U) <= size:
+            return self._head(head, hidden_U, which_N, batch.targets)
+        firsts = torch.arange(0, len(hidden_U), size)
+        ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()
+        chunks = (
+            hidden_U.split(size),
+            which_N.tensor_split(ends),
+            batch.targets.tensor_split(ends),
+        )
         pieces = [
-            checkpoint(self._head, head, hidden, targets, use_reentrant=False)
-            for hidden, targets in zip(hidden_N.split(size), batch.targets.split(size), strict=True)
+            checkpoint(self._head, head, hidden, which - first, targets, use_reentrant=False)
+            for first, hidden, which, targets in zip(firsts.tolist(), *chunks, strict=True)
         ]
         return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
 
     def _head(
-        self, head: nn.Module, hidden_N: torch.Tensor, targets_N: torch.Tensor
+        self,
+        head: nn.Module,
+        hidden_U: torch.Tensor,
+        which_N: torch.Tensor,
+        targets_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_NV = head(hidden_N)
-        at_least_fp32 = torch.promote_types(logits_NV.dtype, torch.float32)
-        logprobs_NV = (logits_NV.to(at_least_fp32) / self.temperature).log_softmax(-1)
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        return logprobs_NV.gather(-1, targets_N[:, None])[:, 0], entropy_N
+        """Of N tokens, of which several may have one prediction among the U distinct ones."""
+        logits_UV = head(hidden_U)
+        at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)
+        logprobs_UV = (logits_UV.to(at_least_fp32) / self.temperature).log_softmax(-1)
+        entropy_U = -(logprobs_UV.exp() * logprobs_UV).sum(-1)
+        return logprobs_UV[which_N, targets_N], entropy_U[which_N]

@@ -1,4 +1,4 @@
-"""What flows: Trajectory, RunRecord and MicroBatch.
+"""What flows: Trajectory, RunRecord, MicroBatch and PrefixTree.
 
 A Trajectory is one played episode in tokens, a RunRecord its summary, a MicroBatch what one
 forward pass sees.
@@ -53,6 +53,10 @@ class Trajectory:
         assert len(sizes) == 1, f"completion_ids, loss_mask and logprobs differ in length: {sizes}"
 
     @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.completion_ids
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
@@ -95,24 +99,53 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefixTree:
+    """The paths of sequences through a row in which their common beginnings stand once.
+
+    Attention computes block after block of paths, padded on the right to one length. A sequence
+    that is the beginning of another needs no path.
+    """
+
+    keys: torch.Tensor  # [K] int64, for each token of each path in all blocks its place in the row
+    queries: torch.Tensor  # [Q] int64, the same without what all paths of the block begin with
+    blocks: tuple[tuple[int, int, int], ...]  # paths, queries of a path, keys of a path
+    outputs: torch.Tensor  # [T] int64, for each token of the row its place among the Q outputs
+
+    def to(self, device: torch.device) -> PrefixTree:
+        return PrefixTree(
+            keys=self.keys.to(device),
+            queries=self.queries.to(device),
+            blocks=self.blocks,
+            outputs=self.outputs.to(device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Sequences of one forward pass, and for each sampled token what its term of the loss needs.
 
-    Flat over the N sampled tokens of the B sequences. Either each sequence has a row of
-    `input_ids`, padded on the right, and `position_ids` is missing; or all stand in one row, one
-    after the other, and `position_ids`, which starts anew at each, tells them apart.
+    Flat over the N sampled tokens of the B sequences. Each sequence has a row of `input_ids`,
+    padded on the right, and `position_ids` is missing; or all stand in one row, and `position_ids`
+    has each token's position in its sequence: one after the other, or with a `tree` such that
+    common beginnings stand there once, and tokens with one prediction next to each other.
     """
 
     input_ids: torch.Tensor  # [B, T] int64, or [1, T]
     position_ids: torch.Tensor | None  # [1, T] int64
+    tree: PrefixTree | None = None
     lengths: torch.Tensor  # [B] int64, real tokens of each sequence
     rows: torch.Tensor  # [N] int64, row of each sampled token
-    columns: torch.Tensor  # [N] int64, position whose output predicts it (its own position - 1)
+    columns: torch.Tensor  # [N] int64, place in its row whose output predicts it
     sequences: torch.Tensor  # [N] int64, which of the B sequences it belongs to
     targets: torch.Tensor  # [N] int64, the sampled ids
     old_logprobs: torch.Tensor  # [N] float32
     advantages: torch.Tensor  # [N] float32
     weights: torch.Tensor  # [N] float32, share of the global normaliser; 0 drops a token
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a forward pass computes, without padding."""
+        return int(self.lengths.sum()) if self.position_ids is None else self.input_ids.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
         moved: dict[str, Any] = {

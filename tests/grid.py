@@ -13,13 +13,13 @@ from helpers import in_float64, make_episodes, make_trajectory, play_ranks, smal
 
 from pipeline.config import Config
 from pipeline.distributed import Ranks, parameter_hash
-from pipeline.micro_batches import Item, cuts, make_micro_batches, micro_batch
+from pipeline.micro_batches import Item, cuts, make_micro_batches, micro_batch, shared_cuts
 from pipeline.policy import TokenLogprobs
 from pipeline.tiny import tiny_model, tiny_tokenizer
 from pipeline.trajectory import MicroBatch, Trajectory
 from pipeline.updater import Reference, Updater
 
-LAYOUTS = ("padded", "token-budget", "packed")
+LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")
 LEVELS = ("token", "sequence")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 GROUP = 4
@@ -29,8 +29,9 @@ GROUP = 4
 class Cell:
     """One update: on how many ranks, in how many micro-batches of which layout, in which type.
 
-    With `spread` idle the last rank has no trajectory; `means` normalises by each rank's own
-    counts, which is the fault that the grid must show.
+    Layout `balanced` is `shared` after groups have moved between the ranks. With `spread` idle the
+    last rank has no trajectory; `means` normalises by each rank's own counts, which is the fault
+    that the grid must show.
     """
 
     num_ranks: int = 1
@@ -78,10 +79,15 @@ def cut(items: Sequence[Item], layout: str, count: int) -> list[MicroBatch]:
         kept = [item for item in items if item[0].num_sampled_tokens]
         size = max(1, -(-len(kept) // count))
         return [micro_batch(kept[i : i + size], 0) for i in range(0, len(kept), size)]
-    joined = layout == "packed"
-    lengths = sorted((t.num_tokens for t, _, _ in items if t.num_sampled_tokens), reverse=True)
-    budget = next(b for b in range(1, 1 << 20) if len(cuts(lengths, b, joined)) <= count)
-    return make_micro_batches(items, budget, 0, joined)
+    joined, shared = layout == "packed", layout in ("shared", "balanced")
+    sequences = sorted(t.ids for t, _, _ in items if t.num_sampled_tokens)
+    lengths = sorted(map(len, sequences), reverse=True)
+
+    def number(budget: int) -> int:
+        return len(shared_cuts(sequences, budget) if shared else cuts(lengths, budget, joined))
+
+    budget = next(b for b in range(1, 1 << 20) if number(b) <= count)
+    return make_micro_batches(items, budget, 0, joined, shared)
 
 
 def model_of(cell: Cell, seed: int = 0) -> Any:
@@ -104,7 +110,9 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
                 "entropy_coef": 0.01,
                 "max_grad_norm": 0.05,  # below the norm, so that the clip is at work
                 "weight_decay": 0.01,
-            }
+                "balance_ranks": cell.layout == "balanced",
+            },
+            "rollout": {"num_generations": GROUP},
         }
     )
     model = model_of(cell)
@@ -134,10 +142,10 @@ class _CutUpdater(Updater):
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
         return cut(items, self.cell.layout, self.cell.count)
 
-    def _counts(self, num_sequences: int, num_tokens: int) -> tuple[float, float]:
-        if not self.cell.means:
-            return super()._counts(num_sequences, num_tokens)
-        return num_sequences * self.ranks.num_ranks, num_tokens * self.ranks.num_ranks
+    def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
+        if self.cell.means:
+            everyone = [everyone[self.ranks.rank]] * self.ranks.num_ranks
+        return super()._counts(everyone)
 
 
 def _flat(tensors: Any) -> np.ndarray[Any, Any]:

@@ -27,6 +27,10 @@ def talk(how_the_last_rank_is_missing):
         "sum": ranks.sum([1.0, 10.0 * rank, 2.0**53]),
         "max": ranks.max(7.0 if rank == 1 else -rank),
         "objects": ranks.all_gather_objects({"rank": rank, "items": ["x"] * rank}, "objects"),
+        "numbers": ranks.all_gather_numbers([0.1 * rank] * rank),
+        "no_numbers": ranks.all_gather_numbers([]),
+        "messages": ranks.exchange([f"{rank} to {to}".encode() * to for to in range(num_ranks)]),
+        "no_messages": ranks.exchange([b""] * num_ranks),
         "tensors": [t.tolist() for t in ranks.all_gather_tensors(torch.tensor([rank, 7.0]))],
     }
     ranks.barrier("all there")
@@ -85,6 +89,18 @@ def test_tensors_come_in_order_of_ranks_to_every_rank(said):
     assert [result["tensors"] for result in said] == [expected] * len(said)
 
 
+def test_numbers_come_in_order_of_ranks_as_many_as_each_has(said):
+    expected = [[], [0.1], [0.2, 0.2]][: len(said)]
+    assert [result["numbers"] for result in said] == [expected] * len(said)
+    assert [result["no_numbers"] for result in said] == [[[]] * len(said)] * len(said)
+
+
+def test_each_rank_gets_the_message_that_each_has_for_it(said):
+    for to, result in enumerate(said):
+        assert result["messages"] == [f"{rank} to {to}".encode() * to for rank in range(len(said))]
+        assert result["no_messages"] == [b""] * len(said)
+
+
 def test_equal_parameters_have_one_hash(said):
     assert {result["same"] for result in said} == {hash_of(small_model())}
 
@@ -117,6 +133,8 @@ def test_one_rank_alone_needs_no_process_group():
     assert ranks.max(3.0) == 3.0
     assert ranks.all_gather_objects("x", "alone") == ["x"]
     assert torch.equal(ranks.all_gather_tensors(torch.arange(3))[0], torch.arange(3))
+    assert ranks.all_gather_numbers([1, 2.5]) == [[1.0, 2.5]]
+    assert ranks.exchange([b"to myself"]) == [b"to myself"]
     found = ranks.check_same_parameters(small_model().named_parameters(), "now")
     assert found == hash_of(small_model())
 

@@ -6,7 +6,7 @@ import torch
 from helpers import make_episodes, make_trajectory, small_model
 
 from pipeline.config import UserError
-from pipeline.micro_batches import cuts, make_micro_batches, micro_batch
+from pipeline.micro_batches import cuts, make_micro_batches, micro_batch, shared_cuts
 from pipeline.policy import TokenLogprobs, refuse_mixed_up_sequences
 
 BOTH = pytest.mark.parametrize("padding_free", [False, True])
@@ -66,6 +66,53 @@ def test_joined_sequences_stand_in_one_row_with_positions_of_their_own():
     assert batch.sequences.tolist() == [0, 0, 0, 1]
     assert batch.columns.tolist() == [1, 2, 3, 5]
     assert batch.targets.tolist() == [3, 4, 5, 7]
+
+
+def test_common_beginnings_are_there_once_and_their_predictions_side_by_side():
+    rows = [make_trajectory([1, 2], [3, 4, 5]), make_trajectory([1, 2], [3, 7], [1, 1])]
+    rows.append(make_trajectory([1, 2], [3, 4, 5], [0, 0, 1]))
+    items = [(row, 0.5, 1.0 + number) for number, row in enumerate(rows)]
+    (batch,) = make_micro_batches(items, 6, 9, share_prefixes=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 7]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert batch.lengths.tolist() == [5, 5, 4]
+    assert batch.num_tokens == 6
+    assert batch.columns.tolist() == [1, 1, 2, 2, 3, 3]  # of the token before
+    assert batch.targets.tolist() == [3, 3, 4, 7, 5, 5]
+    assert batch.weights.tolist() == [1.0, 2.0, 1.0, 2.0, 1.0, 3.0]
+    assert batch.sequences.tolist() == [0, 2, 0, 2, 0, 1]
+
+
+def test_shared_micro_batches_hold_every_sampled_token_once_within_the_budget():
+    rows, advantages = make_episodes(40)
+    items = [
+        (row, round(a * 4) / 4, 1.0 + i)
+        for i, (row, a) in enumerate(zip(rows, advantages, strict=True))
+    ]
+    batches = make_micro_batches(items, 90, 7, share_prefixes=True)
+    found = []
+    for batch in batches:
+        assert batch.input_ids.numel() <= 90
+        fields = (batch.weights, batch.targets, batch.old_logprobs, batch.advantages)
+        found += zip(*(field.tolist() for field in fields), strict=True)
+    assert sorted(found) == tokens_of(items)
+    assert 5 < len(batches) <= len(make_micro_batches(items, 90, 7, padding_free=True))
+
+
+def test_shared_cuts_count_beginnings_once_and_bound_what_attention_gathers():
+    sequences = [[1, 2, 3], [1, 2, 4], [1, 2, 4, 5, 6], [7]]
+    assert shared_cuts(sequences, 4) == [2, 3, 4]  # 3 + 1 | 5 | 1
+    assert shared_cuts(sequences, 6) == [3, 4]  # 3 + 1 + 2 | 1
+    assert shared_cuts([[1, 2]] * 20, 2) == [8, 16, 20]
+    assert shared_cuts([], 4) == []
+
+
+def test_padding_is_no_token():
+    rows = [make_trajectory([1, 2], [3, 4, 5]), make_trajectory([6], [7])]
+    (padded,) = make_micro_batches(all_ones(rows), 10, 9)
+    (joined,) = make_micro_batches(all_ones(rows), 10, 9, padding_free=True)
+    assert (padded.num_tokens, padded.input_ids.numel()) == (7, 10)
+    assert (joined.num_tokens, joined.input_ids.numel()) == (7, 7)
 
 
 def test_cuts_count_padding_only_where_there_is_some():

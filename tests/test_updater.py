@@ -75,6 +75,29 @@ def test_episodes_that_are_not_kept_take_no_part():
     assert with_all["train/trained_episodes"] == 6
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_tokens", "num_padded_tokens"),
+    [({}, 7, 7), ({"share_prefixes": False}, 13, 15), ({"padding_free": True}, 13, 13)],
+)
+def test_tokens_are_counted_as_they_are_computed(settings, num_tokens, num_padded_tokens):
+    rows = [make_trajectory([1, 2], end) for end in ([3, 4, 5], [3, 4], [6, 7])]
+    updater = updater_of(small_model(), **settings)
+    for _ in range(2):
+        updater.update_policy(rows, [1.0, -1.0, 0.5], 1e-3)
+    assert updater.num_tokens == 2 * num_tokens
+    assert updater.num_padded_tokens == 2 * num_padded_tokens
+
+
+def test_a_model_that_cannot_share_prefixes_is_told_of_and_trained_all_the_same(capsys):
+    rows, advantages = make_episodes(8)
+    model, eager = small_model(), small_model()
+    eager.set_attn_implementation("eager")
+    found = updater_of(eager).update_policy(rows, advantages, 1e-3)
+    assert "warning: share_prefixes is ignored; it needs sdpa" in capsys.readouterr().out
+    assert found == pytest.approx(updater_of(model).update_policy(rows, advantages, 1e-3), rel=1e-4)
+    assert capsys.readouterr().out == ""
+
+
 def test_the_gradient_is_clipped_to_its_global_norm():
     """AdamW's first moment after one step is (1 - beta1) times the gradient."""
     rows, advantages = make_episodes(8)
