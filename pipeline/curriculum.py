@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from pipeline.config import Config, UserError
+from pipeline.draws import generator
 from pipeline.tasks import Source, Task, tasks_for_step
 
 
@@ -85,6 +88,27 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
             sources[domain], count, number, seed, "order", stage.name, domain
         )
     ]
+
+
+def replacement_tasks(
+    domains: Sequence[str],
+    played: Collection[tuple[str, str]],
+    sources: Mapping[str, Source],
+    *key: int | str,
+) -> list[Task]:
+    """A task for each of `domains`, of that domain, the same on every rank; `key` names the draw.
+
+    None of them is among `played`, the keys of the tasks that the step has had; a domain without
+    enough others gives fewer.
+    """
+    found: list[Task] = []
+    for domain, count in Counter(domains).items():
+        source = sources[domain]
+        enough = min(len(source), count + len(played))
+        indices = generator(*key, domain).sample(range(len(source)), enough)
+        tasks = (source[index] for index in indices)
+        found += islice((task for task in tasks if task.key not in played), count)
+    return found
 
 
 def describe(stages: list[Stage], replay: float) -> dict[str, Any]:

@@ -1,53 +1,74 @@
-"""What is logged of a step: means over its episodes on all ranks, and where its seconds went."""
+"""What is logged of a step, as the seed determines it: means over its episodes on all ranks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from pipeline.distributed import Ranks
+import torch
+
+from pipeline.advantages import dead_groups
+from pipeline.dynamic_sampling import PlayedStep
 from pipeline.policy import uses_bf16
 from pipeline.session import Run
 from pipeline.trajectory import StopReason, Trajectory
 
+# How a group whose outcomes are all equal came out, by what is logged.
+DEAD = {"dead_groups": ("failed", "solved"), "all_failed": ("failed",), "all_solved": ("solved",)}
 
-def rollout_metrics(run: Run, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the step's episodes on all ranks.
 
-    They are reward per domain, stop reasons, dead groups and tokens.
+def rollout_metrics(run: Run, played: PlayedStep) -> dict[str, float]:
+    """Means over the episodes of the stage's own groups on all ranks.
+
+    They are reward, dead groups, stop reasons and tokens, by domain as well. What dynamic sampling
+    plays beyond is only counted, so that runs with and without it can be compared.
     """
-    domains, size = run.config.data.domains, run.config.rollout.num_generations
-    groups = [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
-    alike = [group for group in groups if len({t.reward for t in group}) == 1]
-    per_domain = [[t.reward for t in trajectories if t.domain == domain] for domain in domains]
-    numbers = [
-        float(len(trajectories)),
-        float(len(groups)),
-        float(sum(group[0].reward == 0 for group in alike)),
-        float(sum(group[0].reward != 0 for group in alike)),
-        float(sum(t.num_sampled_tokens for t in trajectories)),
-        float(sum(t.num_turns for t in trajectories)),
-        *(float(sum(t.stop_reason == reason for t in trajectories)) for reason in StopReason),
-        *(float(len(rewards)) for rewards in per_domain),
-        *(sum(rewards) for rewards in per_domain),
-    ]
-    episodes, num_groups, failed, solved, tokens, turns, *rest = run.ranks.sum(numbers)
-    stops, rest = rest[: len(StopReason)], rest[len(StopReason) :]
-    counts, sums = rest[: len(domains)], rest[len(domains) :]
+    size, domains = run.config.rollout.num_generations, run.config.data.domains
+    counts = _counts(played.first, size, domains)
+    total = dict(zip(counts, run.ranks.sum(list(counts.values())), strict=True))
+    here = [domain for domain in domains if total[f"groups {domain}"]]
+    episodes = total["episodes"]
     metrics = {
-        "reward/mean": sum(sums) / episodes,
-        **{f"reward/{d}": s / c for d, s, c in zip(domains, sums, counts, strict=True) if c},
+        "reward/mean": sum(total[f"reward {d}"] for d in here) / episodes,
+        **{f"reward/{d}": total[f"reward {d}"] / (total[f"groups {d}"] * size) for d in here},
         "rollout/episodes": episodes,
-        "rollout/sampled_tokens": tokens,
-        "rollout/turns": turns / episodes,
-        "rollout/dead_groups": (failed + solved) / num_groups,
-        "rollout/all_failed": failed / num_groups,
-        "rollout/all_solved": solved / num_groups,
+        "rollout/sampled_tokens": total["tokens"],
+        "rollout/turns": total["turns"] / episodes,
     }
-    metrics |= {
-        f"rollout/stop/{r}": count / episodes for r, count in zip(StopReason, stops, strict=True)
-    }
+    for kind, names in DEAD.items():
+        dead = {d: sum(total[f"{name} {d}"] for name in names) for d in here}
+        metrics[f"rollout/{kind}"] = sum(dead.values()) * size / episodes
+        metrics |= {f"rollout/{kind}/{d}": dead[d] / total[f"groups {d}"] for d in here}
+    metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
+    if run.config.grpo.dynamic_sampling:
+        replacements = sum(played.rounds[1:])
+        metrics["rollout/rounds"] = len(played.rounds) - 1
+        metrics["rollout/replaced_groups"] = replacements
+        metrics["rollout/extra_episodes"] = replacements * size
     return metrics
+
+
+def _counts(
+    trajectories: Sequence[Trajectory], size: int, domains: Sequence[str]
+) -> dict[str, float]:
+    """Of one rank; the same names in the same order on every rank."""
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+    dead = dead_groups(rewards, size)[::size].tolist()
+    groups = list(zip(trajectories[::size], dead, strict=True))
+    counts: dict[str, float] = {
+        "episodes": len(trajectories),
+        "tokens": sum(t.num_sampled_tokens for t in trajectories),
+        "turns": sum(t.num_turns for t in trajectories),
+        **{f"stop {r}": sum(t.stop_reason == r for t in trajectories) for r in StopReason},
+    }
+    for domain in domains:
+        ends = [(t.reward, is_dead) for t, is_dead in groups if t.domain == domain]
+        counts |= {
+            f"reward {domain}": sum(t.reward for t in trajectories if t.domain == domain),
+            f"groups {domain}": len(ends),
+            f"failed {domain}": sum(is_dead and reward == 0 for reward, is_dead in ends),
+            f"solved {domain}": sum(is_dead and reward != 0 for reward, is_dead in ends),
+        }
+    return counts
 
 
 def over_iterations(found: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -70,21 +91,3 @@ def warn_of_gap(run: Run, statistics: dict[str, float]) -> None:
             f"sampler and training (logprob_gap_limit {limit:g}); see train/logprob_gap",
             flush=True,
         )
-
-
-class Timer:
-    """Where the seconds of a step went, on this rank: `perf/sample_s` and so on, by phase."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._before = ranks, dict(ranks.seconds)
-        self._begun = time.perf_counter()
-
-    def timings(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The step's seconds so far, and its rate."""
-        seconds = time.perf_counter() - self._begun
-        spent = {
-            f"perf/{name}_s": self._ranks.seconds[name] - self._before.get(name, 0.0)
-            for name in ("sample", "update", "wait")
-        }
-        rate = metrics["rollout/episodes"] / seconds
-        return {**spent, "perf/step_s": seconds, "perf/episodes_per_s": rate}

@@ -261,6 +261,8 @@ class StageProgress:
         """One optimizer step is done; `record` is its line of metrics."""
         self._done += 1
         text = rewards(record)
+        if record.get("rollout/replaced_groups"):
+            text += f"  replaced {record['rollout/replaced_groups']} groups"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()

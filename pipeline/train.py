@@ -22,16 +22,15 @@ from pipeline.collect import (
     validate_when_due,
 )
 from pipeline.config import Config
-from pipeline.curriculum import Stage, tasks_of_step
-from pipeline.draws import permutation, stream_key
+from pipeline.curriculum import Stage
+from pipeline.draws import permutation
+from pipeline.dynamic_sampling import PlayedStep, play_step
 from pipeline.learner import make_updater, start_stage
 from pipeline.policy import load_folder
-from pipeline.rollout import Start
+from pipeline.profiling import Timer, profiled
 from pipeline.session import Run, start
-from pipeline.step_metrics import Timer, over_iterations, rollout_metrics, warn_of_gap
-from pipeline.tasks import Task, shard_tasks
+from pipeline.step_metrics import over_iterations, rollout_metrics, warn_of_gap
 from pipeline.tracking import StageProgress
-from pipeline.trajectory import Trajectory
 from pipeline.updater import learning_rate_at
 from pipeline.warm_start import warm_start
 
@@ -59,18 +58,17 @@ def train(run: Run) -> None:
         start_stage(run, stage)
         with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
             for step in range(first, stage.last_step):
-                timer = Timer(run.ranks)
-                tasks = tasks_of_step(stage, step, run.parts.train, run.config.run.seed)
-                trajectories = play_groups(run, stage, step, tasks)
-                rewards = rewards_of(run, trajectories, step)
-                statistics = update(run, stage, trajectories, rewards)
+                with profiled(run, step + 1), Timer(run) as timer:
+                    played = play_step(run, stage, step)
+                    rewards = rewards_of(run, played, step)
+                    statistics = update(run, stage, played, rewards)
                 run.state.step, run.state.stage = step + 1, stage.name
-                metrics = {**statistics, **rollout_metrics(run, trajectories)}
+                metrics = {**statistics, **rollout_metrics(run, played)}
                 keys = {"kind": "train", "stage": stage.name, "step": step + 1}
                 run.log.metrics({**keys, **metrics})
-                run.log.timings({**keys, **timer.timings(metrics)})
+                run.log.timings({**keys, **timer.timings(played)})
                 progress.step(metrics)
-                save_trajectories(run, stage.name, trajectories)
+                save_trajectories(run, stage.name, played.trajectories)
                 validate_when_due(run, stage)
                 save_when_due(run, stage)
         collect_records(run, stage)
@@ -118,48 +116,21 @@ def give_warm_start(run: Run) -> None:
         torch.cuda.empty_cache()
 
 
-def play_groups(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
-    """Play this rank's groups; siblings stand next to each other."""
-    seed, size = run.config.run.seed, run.config.rollout.num_generations
-    mine = [tasks[index] for index in shard_tasks(len(tasks), run.ranks.rank, run.ranks.num_ranks)]
-    starts = [
-        Start(task=task, trial=k, key=stream_key(seed, "rollout", stage.name, step, *task.key, k))
-        for task in mine
-        for k in range(size)
-    ]
-    with run.ranks.phase("sample", stage.name, step + 1):
-        trajectories = run.rollout(starts)
-    run.records += [trajectory.record() for trajectory in trajectories]
-    return trajectories
-
-
-def rewards_of(run: Run, trajectories: Sequence[Trajectory], step: int) -> torch.Tensor:
+def rewards_of(run: Run, played: PlayedStep, step: int) -> torch.Tensor:
     """The rewards that train: the episodes' own; in the control, those of others of the step."""
-    rewards = [trajectory.reward for trajectory in trajectories]
+    rewards = [trajectory.reward for trajectory in played.trajectories]
     if run.config.grpo.permute_rewards:
-        size, ranks = run.config.rollout.num_generations, run.ranks
-        # Where this rank's episodes stand in the step, whatever the number of ranks.
-        groups = [(i // size) * ranks.num_ranks + ranks.rank for i in range(len(rewards))]
-        places = [group * size + i % size for i, group in enumerate(groups)]
-        shards = ranks.all_gather_objects(dict(zip(places, rewards, strict=True)), "control")
-        everything = {place: reward for shard in shards for place, reward in shard.items()}
-        order = permutation(len(everything), run.config.run.seed, "permuted rewards", step)
-        rewards = [everything[order[place]] for place in places]
+        rewards = permuted(run, played, rewards, step)
     return torch.tensor(rewards, dtype=torch.float32)
 
 
-def update(
-    run: Run, stage: Stage, trajectories: Sequence[Trajectory], rewards: torch.Tensor
-) -> dict[str, float]:
+def update(run: Run, stage: Stage, played: PlayedStep, rewards: torch.Tensor) -> dict[str, float]:
     """Advantages and `num_iterations` optimizer updates; then the sampler gets the new weights."""
     assert run.updater is not None
     settings, size = run.config.grpo, run.config.rollout.num_generations
     batch_std = None
     if settings.scale_rewards == "batch":
-        shards = run.ranks.all_gather_objects(rewards.tolist(), "rewards")
-        # Sorted, so that rounding does not depend on the ranks.
-        everything = sorted(reward for shard in shards for reward in shard)
-        batch_std = float(torch.tensor(everything, dtype=torch.float64).std())
+        batch_std = std_of_step(run, played, rewards)
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std).tolist()
     dead = dead_groups(rewards, size).tolist()
     kept = [not (settings.drop_dead_groups and is_dead) for is_dead in dead]
@@ -167,10 +138,33 @@ def update(
     learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
     with run.ranks.phase("update", stage.name, run.state.step + 1):
         found = [
-            run.updater.update_policy(trajectories, advantages, learning_rate, kept)
+            run.updater.update_policy(played.trajectories, advantages, learning_rate, kept)
             for _ in range(settings.num_iterations)
         ]
         run.rollout.sampler.load_weights(run.model)
     statistics = over_iterations(found)
     warn_of_gap(run, statistics)
     return statistics
+
+
+def permuted(run: Run, played: PlayedStep, rewards: Sequence[float], step: int) -> list[float]:
+    """The rewards of all ranks' kept episodes, shuffled among these; other episodes keep theirs."""
+    known = zip(played.places, rewards, played.kept, strict=True)
+    mine = [number for place, reward, kept in known if kept for number in (place, reward)]
+    run.ranks.barrier("control")
+    shards = run.ranks.all_gather_numbers(mine)
+    found = {p: r for shard in shards for p, r in zip(shard[::2], shard[1::2], strict=True)}
+    places = sorted(found)
+    order = permutation(len(places), run.config.run.seed, "permuted rewards", step)
+    given = {place: found[places[i]] for place, i in zip(places, order, strict=True)}
+    return [given.get(place, own) for place, own in zip(played.places, rewards, strict=True)]
+
+
+def std_of_step(run: Run, played: PlayedStep, rewards: torch.Tensor) -> float:
+    """The deviation (unbiased) of the rewards of all ranks' kept episodes; 0 where none is."""
+    mine = [reward for reward, kept in zip(rewards.tolist(), played.kept, strict=True) if kept]
+    run.ranks.barrier("rewards")
+    shards = run.ranks.all_gather_numbers(mine)
+    # Sorted, so that rounding does not depend on the ranks.
+    everything = sorted(reward for shard in shards for reward in shard)
+    return float(torch.tensor(everything, dtype=torch.float64).std()) if everything else 0.0

@@ -4,7 +4,7 @@ import pytest
 from helpers import make_task
 
 from pipeline.config import Config, UserError
-from pipeline.curriculum import describe, make_stages, split, tasks_of_step
+from pipeline.curriculum import describe, make_stages, replacement_tasks, split, tasks_of_step
 
 PLENTY = {"airline": 800, "retail": 800, "telecom": 800}
 
@@ -131,6 +131,18 @@ def test_every_task_of_a_domain_comes_up():
     assert retail.groups == {"airline": 4, "retail": 6}
     found = [key for step in range(10, 15) for key in keys(retail, step)]  # one pass over retail
     assert {key for key in found if key[0] == "retail"} == {("retail", f"{n}") for n in range(30)}
+
+
+def test_replacements_are_other_tasks_of_the_same_domains_as_many_as_there_are():
+    played = {("telecom", f"{n}") for n in range(5)} | {("airline", "0")}
+    wanted = ["airline", "telecom", "airline", "telecom", "telecom"]
+    found = [task.key for task in replacement_tasks(wanted, played, SOURCES, 1, "stage", 3, 1)]
+    assert [domain for domain, _ in found] == ["airline", "airline", "telecom", "telecom"]
+    assert set(found[2:]) == {("telecom", "5"), ("telecom", "6")}
+    assert len(set(found)) == 4 and not set(found) & played
+    others = [task.key for task in replacement_tasks(wanted, played, SOURCES, 1, "stage", 3, 2)]
+    assert set(found[:2]) != set(others[:2])
+    assert replacement_tasks([], played, SOURCES, 1) == []
 
 
 def test_a_step_outside_the_stage_is_a_mistake_of_the_program():

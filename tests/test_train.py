@@ -39,8 +39,11 @@ def run(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProces
 
 
 def metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+    return [record for record in jsonl(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Three domains in sequence on two ranks, two steps each."""
     cwd = tmp_path_factory.mktemp("two-ranks")
     arguments = ["--num-gpus", "2", "--max-steps", "6", "--save-steps", "1", "--output-dir", "out"]
-    done = run(*SHORT, *arguments, cwd=cwd)
+    done = run(*SHORT, *arguments, "--profile", "2", cwd=cwd)
     return cwd / "out", done.stdout + done.stderr
 
 
@@ -107,6 +110,35 @@ def test_each_rank_writes_the_transcripts_of_its_own_episodes(two_ranks: tuple[P
     assert len(rows) == 16
     assert len({(row["task_id"], row["trial"]) for row in rows}) == 16
     assert rows[0]["messages"][0]["role"] == "system"
+
+
+def test_timings_tell_where_the_seconds_of_a_step_went(two_ranks: tuple[Path, str]) -> None:
+    timings = [r for r in jsonl(two_ranks[0] / "timings.jsonl") if r["kind"] == "train"]
+    for timing, record in zip(timings, metrics(two_ranks[0]), strict=True):
+        of = {name.removeprefix("perf/"): timing[name] for name in timing if "perf/" in name}
+        assert 0 < of["environment_s"] < of["sample_s"] < of["step_s"]
+        assert of["sample_s"] + of["update_s"] + of["wait_s"] <= of["step_s"]
+        assert of["tokens_per_s"] * of["step_s"] == pytest.approx(record["rollout/sampled_tokens"])
+        assert of["episodes_per_s"] * of["step_s"] == pytest.approx(16)
+        assert of["sample_flops_per_s"] > 0 and 0 <= of["sample_padding_share"] < 1
+        trained = record["train/trained_episodes"] > 0
+        assert (of["update_flops_per_s"] > 0) == (of["update_tokens_per_s"] > 0) == trained
+        assert of["exchanged_bytes"] > 0 and of["peak_memory_mb"] > 100
+        assert not any("mfu" in name for name in of)  # no peak is known of a CPU
+
+
+def test_a_profiled_step_leaves_a_trace_of_each_rank_with_its_phases(
+    two_ranks: tuple[Path, str],
+) -> None:
+    folder, printed = two_ranks
+    paths = sorted((folder / "profile").iterdir())
+    assert [path.name for path in paths] == [f"step-000002.rank-{r}.json.gz" for r in (0, 1)]
+    for path in paths:
+        with gzip.open(path, "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert {"sample", "update", "wait", "aten::mm"} <= names
+    assert "profile of step 2: out/profile/step-000002.rank-0.json.gz" in printed
+    assert "profiler_start" not in printed
 
 
 def test_the_terminal_shows_progress_a_table_and_the_folder(two_ranks: tuple[Path, str]) -> None:
