@@ -1,0 +1,136 @@
+"""Our trainer as a side of `vs_trl.py`: the loop of `pipeline/train.py`, let on step by step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import common  # noqa: F401  # puts the repository on the path
+import numpy as np
+import torch
+from turns import Gate, Work, script_of, without_users
+
+from pipeline import session, train
+from pipeline.cli import parse
+from pipeline.curriculum import tasks_of_step
+from pipeline.dynamic_sampling import play_step
+from pipeline.environments.base import tool_schemas
+from pipeline.learner import make_updater
+from pipeline.trajectory import RunRecord, Trajectory
+
+
+class Scripted:
+    """Makes a sampler say scripts: it does all of its work, then their tokens are taken.
+
+    `scripts` holds, for each prompt, the tokens of an episode's messages, one after the other.
+    """
+
+    def __init__(self, sampler: Any, scripts: Mapping[tuple[int, ...], list[int]]) -> None:
+        self._open, self._pick, self._scripts = sampler.open, sampler.pick, scripts
+        self._said: dict[int, list[int]] = {}  # by the key of an episode's draws
+        sampler.open, sampler.pick = self.open, self.pick
+
+    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> Any:
+        said = {key: self._scripts[tuple(p)] for key, p in zip(keys, prompts, strict=True)}
+        self._said |= said
+        self._keys = np.array(sorted(self._said), dtype=np.uint64)
+        rows = [self._said[key] for key in self._keys.tolist()]
+        self._tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+        for row, ids in enumerate(rows):
+            self._tokens[row, : len(ids)] = ids
+        return self._open(prompts, keys)
+
+    def pick(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
+        picked = torch.as_tensor(self._pick(logprobs_BV, keys, positions, greedy))
+        columns = np.minimum(np.asarray(positions), self._tokens.shape[1] - 1)
+        tokens = self._tokens[np.searchsorted(self._keys, np.asarray(keys)), columns]
+        return torch.as_tensor(tokens).to(picked)
+
+
+def main(work: Work, gate: Gate) -> None:
+    run = session.start(parse(work.flags))
+    run.parts = without_users(run.parts)
+    if work.forced:
+        Scripted(run.rollout.sampler, scripts_of(run, work.num_units))
+    {"step": steps, "sampling": sampling, "update": updates}[work.kind](run, work, gate)
+
+
+def scripts_of(run: session.Run, num_units: int) -> dict[tuple[int, ...], list[int]]:
+    """The forced tokens of every prompt of the steps to come."""
+    parts, found = run.parts, {}
+    for step in range(num_units):
+        for task in tasks_of_step(parts.stages[0], step, parts.train, run.config.run.seed):
+            tools = tool_schemas(parts.environments[task.domain])
+            prompt = parts.chat.prompt_ids(list(task.prompt), tools)
+            found[tuple(prompt)] = [token for ids in script_of(task, parts) for token in ids]
+    return found
+
+
+def steps(run: session.Run, work: Work, gate: Gate) -> None:
+    """The whole loop, from where one step writes its timings to where the next does."""
+    seen, sampled_s, write = 0, 0.0, run.log.timings
+
+    def arrive(record: Mapping[str, Any]) -> None:
+        nonlocal seen, sampled_s
+        write(record)
+        seconds = run.ranks.seconds["sample"]
+        gate({**counts(run.records[seen:]), "sample_s": seconds - sampled_s})
+        seen, sampled_s = len(run.records), seconds
+
+    with patch.object(run.log, "timings", arrive):
+        train.train(run)
+
+
+def sampling(run: session.Run, work: Work, gate: Gate) -> None:
+    """The episodes of one step after the other, from the same weights."""
+    for step in range(work.num_units):
+        seen = len(run.records)
+        play_step(run, run.parts.stages[0], step)
+        gate(counts(run.records[seen:]))
+
+
+def updates(run: session.Run, work: Work, gate: Gate) -> None:
+    """Updates on the episodes of the first step, which are left for the other side.
+
+    A micro-batch may hold as many tokens as the other side's, padding included.
+    """
+    stage = run.parts.stages[0]
+    played = play_step(run, stage, 0)
+    leave(played.trajectories, Path(work.exchange) / f"{run.ranks.rank}.json")
+    rewards = train.rewards_of(run, played, 0)
+    run.updater = make_updater(run)
+    budget = work.microbatch_tokens or work.batch * longest(played.trajectories)
+    changed = {"max_tokens_per_microbatch": budget}
+    run.updater.settings = run.updater.settings.model_copy(update=changed)
+    for _ in range(work.num_units):
+        train.update(run, stage, played, rewards)
+        gate(counts(run.records))
+
+
+def longest(trajectories: Sequence[Trajectory]) -> int:
+    """Tokens of a row as TRL pads it: the longest prompt and the longest completion."""
+    prompt = max(len(t.prompt_ids) for t in trajectories)
+    return prompt + max(len(t.completion_ids) for t in trajectories)
+
+
+def leave(trajectories: Sequence[Trajectory], path: Path) -> None:
+    rows = [asdict(replace(t, messages=[])) for t in trajectories]
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def counts(records: Sequence[RunRecord]) -> dict[str, float]:
+    return {
+        "episodes": len(records),
+        "tokens": sum(record.num_sampled_tokens for record in records),
+        "reward": sum(record.reward for record in records),
+    }
+
+
+if __name__ == "__main__":
+    asked = Work(**json.loads(sys.argv[1]))
+    main(asked, Gate(asked.device))

@@ -1,0 +1,302 @@
+"""Does it get faster with the number of ranks? Weak and strong scaling, and what crosses ranks.
+
+    python scripts/bench/scaling.py --json scaling.json
+
+Every rank is a process with one thread on a core of its own (on CUDA a GPU), and runs the loop of
+`pipeline/train.py` from the same warm-started model. Kinds of runs take turns, a block of steps
+each; every ratio is that of blocks one after the other, and what is shown is the median. The first
+block, which warms up, is left out.
+
+- weak: N connected ranks with `--tasks-per-rank` groups each, as a multiple of the mean of N runs
+  apart, started together: single processes that know nothing of each other, each with exactly the
+  work of one rank. That is what the hardware allows. Beside it the speed-up over one of them alone.
+- strong: `--tasks-per-step` groups in all, over N ranks and on one.
+- waits: the share of a step that ranks spend in collectives, waiting for others included, as the
+  mean over ranks. Texts differ in length from rank to rank, so most of it is unequal work.
+- transfers: what crosses ranks, in bytes that a rank hands over and milliseconds where no rank is
+  late; and what does not cross them, but goes to disk where it was made.
+
+The learning rate is 1e-12 and dynamic sampling is off: the policy stays as it is, and connected
+ranks and runs apart sample the same tokens. Published shapes have random weights, which say what
+they are made to: a look-up four times, then "Done.".
+
+Flags that follow `--` go to every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from common import machine, parser_of, write_json
+from scaling_side import Share
+from turns import Side
+from vs_trl import make_model
+
+SCRIPT = "scaling_side.py"
+# What the method's description promises over one rank; apart: tasks in parallel, no gradients.
+DESCRIBED = {2: 1.95, 4: 3.85, 8: 7.6}
+DESCRIBED_APART = {2: 1.8}
+LEAST = {2: 1.95, 4: 3.85}  # of weak scaling
+MOST = {2: 0.05}  # of a step, waits
+ROWS = {
+    "episodes_per_s": "{ranks}, weak: episodes/s",
+    "weak_scaling": "  over the mean of as many runs apart",
+    "weak_speed_up": "  over one of these alone",
+    "weak_efficiency": "  efficiency",
+    "apart_speed_up": "  runs apart, without gradients, over one of them alone",
+    "step_s": "  s a step",
+    "wait_s": "  of it communicating and waiting",
+    "exchange_s": "  of it for gradients",
+    "wait_share": "  share of a step communicating and waiting",
+    "unequal_share": "  of it for unequal sampling alone, by the runs apart",
+    "exchange_bytes": "  bytes of gradients that a rank hands over, a step",
+    "control_bytes": "  bytes of counts, statistics and timings, a step",
+    "moved_bytes": "  bytes of episodes moved to even out the update, a step",
+    "cpu_over_apart": "  processor time over that of the runs apart",
+    "peak_mb": "  peak memory of a rank above imports, MB",
+    "strong_step_s": "{ranks}, strong: s a step",
+    "strong_speed_up": "  over one rank",
+    "strong_efficiency": "  efficiency",
+    "strong_wait_share": "  share of a step communicating and waiting",
+}
+TRANSFERS = {
+    "gradient": "gradients, all-reduced every step",
+    "numbers": "a sum of 16 numbers over the control group",
+    "moved": "a group's episodes as arrays, to each other rank",
+    "records": "records of a stage's episodes, gathered at its end",
+    "disk": "a step's trajectories, to disk where they were made",
+    "objects": "a step's trajectories, if they were gathered",
+}
+Facts = dict[str, float]
+Found = Mapping[str, Sequence[Sequence[Facts]]]  # by kind of run, repeat and side
+
+
+def main(argv: list[str]) -> int:
+    place = argv.index("--") if "--" in argv else len(argv)
+    options = read(argv[:place])
+    options.passed_on = argv[place + 1 :]
+    where = machine(options.device)
+    with TemporaryDirectory(prefix="scaling-") as folder:
+        bench = Bench(options=options, folder=Path(folder))
+        bench.model = options.model or make_model(options, bench.folder)
+        row("measured", "median", "range", "described", "target")
+        row("---", "--:", "---", "--:", "---")
+        for num_ranks in options.ranks:
+            bench.measure(num_ranks)
+        row("transfers", "bytes of a rank", "ms")
+        row("---", "--:", "--:")
+        for num_ranks in (n for n in options.ranks if n > 1):
+            bench.transfers(num_ranks)
+    write_json(options.json, bench.figures, where, vars(options))
+    return 0
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", help="missing: 1, 2, 4 and 8, if they fit")
+    parser.add_argument("--repeats", type=int, default=7, help="blocks of each kind of run")
+    parser.add_argument("--block", type=int, default=5, help="steps of a block")
+    parser.add_argument("--tasks-per-rank", type=int, default=12, help="groups of a rank, weak")
+    parser.add_argument("--tasks-per-step", type=int, default=24, help="groups in all, strong")
+    parser.add_argument("--num-generations", type=int, default=8)
+    parser.add_argument("--model", help="a warm-started folder; missing: it is made first")
+    parser.add_argument("--warm-start-steps", type=int, default=440, help="where it is made")
+    parser.add_argument("--stage-steps", type=int, default=50, help="whose records are gathered")
+    parser.add_argument("--layers", type=int, help="of random models, in place of the shape's")
+    parser.add_argument("--vocab-size", type=int, help="of random models")
+    options = parser.parse_args(argv)
+    options.places = len(os.sched_getaffinity(0)) // options.threads
+    if options.device == "cuda":
+        import torch
+
+        options.places = torch.cuda.device_count()
+    options.ranks = options.ranks or [n for n in (1, 2, 4, 8) if n <= options.places] or [1]
+    if options.device == "cuda" and max(options.ranks) > options.places:
+        parser.error(f"--ranks: got {max(options.ranks)}, but a rank needs a GPU of its own")
+    if options.tasks_per_step < max(options.ranks):
+        parser.error("--tasks-per-step: give every rank a group")
+    return options
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The measurements, and the figures they gave."""
+
+    options: argparse.Namespace
+    folder: Path
+    model: str = ""
+    figures: Facts = field(default_factory=dict)
+    numbers: Any = field(default_factory=count)
+
+    def side(
+        self, num_ranks: int, tasks: int, rank: int = 0, of: int = 1, kind: str = "steps"
+    ) -> Side:
+        """Start connected ranks; or a single process, which may do the work of one `of` so many."""
+        options, name = self.options, f"{next(self.numbers)}"
+        values = {
+            "model": self.model,
+            "tasks-per-step": tasks,
+            "num-generations": options.num_generations,
+            "num-gpus": num_ranks,
+            "max-steps": (options.repeats + 1) * options.block + 1,
+            "output-dir": self.folder / name,
+            "learning-rate": 1e-12,
+        }
+        flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
+        flags += ["--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0"]
+        flags += ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--save-steps", "0"]
+        flags += ["--no-dynamic-sampling", "--eval-steps", "0", "--eval-tasks-per-domain", "8"]
+        flags += ["--no-drop-dead-groups"] * (
+            options.shape != "tiny"
+        )  # random weights earn nothing
+        flags += ["--report-to", "none", *options.passed_on]
+        work = Share(
+            kind=kind,
+            flags=flags,
+            num_units=options.repeats + 1,
+            device=options.device,
+            forced=options.shape != "tiny",
+            block=options.block,
+            stage_steps=options.stage_steps,
+            rank=rank,
+            of=of,
+        )
+        return Side(SCRIPT, work, num_ranks, options.threads, self.folder / f"{name}.log")
+
+    def measure(self, num_ranks: int) -> None:
+        """All kinds of runs with so many ranks, in turns; who goes first alternates."""
+        weak, strong = self.options.tasks_per_rank * num_ranks, self.options.tasks_per_step
+        wanted: dict[str, list[tuple[int, int, int, int]]] = {
+            "connected": [(num_ranks, weak, 0, 1)]
+        }
+        if num_ranks > 1:
+            wanted["apart"] = [(1, weak, rank, num_ranks) for rank in range(num_ranks)]
+            wanted["alone"] = [(1, weak, 0, num_ranks)]
+            wanted["whole"] = [(1, strong, 0, 1)]
+        if strong != weak:
+            wanted["strong"] = [(num_ranks, strong, 0, 1)]
+        found: dict[str, list[list[Facts]]] = {kind: [] for kind in wanted}
+        with ExitStack() as stack:
+            kinds = {
+                kind: [stack.enter_context(self.side(*place)) for place in places]
+                for kind, places in wanted.items()
+            }
+            for side in chain(*kinds.values()):
+                side.wait()
+            for number in range(self.options.repeats):
+                for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
+                    found[kind].append(at_once(kinds[kind]))
+        found.setdefault("strong", found["connected"])
+        series = series_of(num_ranks, found, self.options.block)
+        self.figures |= {f"{name}_{num_ranks}": median(each) for name, each in series.items()}
+        show(series, num_ranks, num_ranks <= self.options.places)
+
+    def transfers(self, num_ranks: int) -> None:
+        weak = self.options.tasks_per_rank * num_ranks
+        with self.side(num_ranks, weak, kind="transfers") as side:
+            facts = {name: total / num_ranks for name, total in side.wait().items()}
+        for name, label in TRANSFERS.items():
+            num_bytes, ms = facts[f"{name}_bytes"], facts[f"{name}_ms"]
+            self.figures |= {f"{name}_bytes_{num_ranks}": num_bytes, f"{name}_ms_{num_ranks}": ms}
+            row(f"{num_ranks} ranks: {label}", f"{num_bytes:,.0f}", f"{ms:.3g}")
+
+
+def at_once(sides: Sequence[Side]) -> list[Facts]:
+    """A unit of each, all started together."""
+    with ThreadPoolExecutor(len(sides)) as pool:
+        return list(pool.map(Side.unit, sides))
+
+
+def series_of(num_ranks: int, found: Found, block: int) -> dict[str, list[float]]:
+    """What follows from each repeat; `found` has all kinds, or of one rank connected and strong."""
+    connected, strong = ([sides[0] for sides in found[kind]] for kind in ("connected", "strong"))
+    each = num_ranks * block
+    series = {
+        "episodes_per_s": [rate(facts) for facts in connected],
+        "step_s": [facts["seconds"] / block for facts in connected],
+        "peak_mb": [facts["peak_mb"] for facts in connected],
+        "strong_step_s": [facts["seconds"] / block for facts in strong],
+    }
+    if num_ranks == 1:
+        return series
+    series |= {
+        "wait_s": [(facts["wait_s"] + facts["exchange_s"]) / each for facts in connected],
+        "exchange_s": [facts["exchange_s"] / each for facts in connected],
+        "wait_share": [share(facts, num_ranks) for facts in connected],
+        "strong_wait_share": [share(facts, num_ranks) for facts in strong],
+    }
+    for name in ("exchange_bytes", "control_bytes", "moved_bytes"):
+        series[name] = [facts[name] / each for facts in connected]
+    alone, whole = ([rate(sides[0]) for sides in found[kind]] for kind in ("alone", "whole"))
+    names = ("weak_scaling", "weak_speed_up", "apart_speed_up", "unequal_share", "cpu_over_apart")
+    series |= {name: [] for name in names}
+    for facts, sides, one in zip(connected, found["apart"], alone, strict=True):
+        played, tokens = (sum(side[name] for side in sides) for name in ("played", "tokens"))
+        if played != facts["played"] or abs(tokens - facts["tokens"]) > 0.01 * tokens:
+            raise RuntimeError(f"{facts['tokens']:g} tokens connected, other {tokens:g} apart")
+        apart = [rate(side) for side in sides]
+        series["weak_scaling"].append(rate(facts) / fmean(apart))
+        series["weak_speed_up"].append(rate(facts) / one)
+        series["apart_speed_up"].append(sum(apart) / one)
+        sampling = [[side[f"sample_{i}_s"] for side in sides] for i in range(block)]
+        unequal_s = sum(max(seconds) - fmean(seconds) for seconds in sampling)
+        series["unequal_share"].append(unequal_s / facts["seconds"])
+        cpu_s = sum(side["cpu_s"] for side in sides)
+        series["cpu_over_apart"].append(facts["cpu_s"] / cpu_s)
+    series["strong_speed_up"] = [rate(a) / b for a, b in zip(strong, whole, strict=True)]
+    for kind in ("weak", "strong"):
+        series[f"{kind}_efficiency"] = [s / num_ranks for s in series[f"{kind}_speed_up"]]
+    return series
+
+
+def rate(facts: Facts) -> float:
+    return facts["episodes"] / facts["seconds"]
+
+
+def share(facts: Facts, num_ranks: int) -> float:
+    """Of a rank's time, what goes to collectives and to waiting for others in them."""
+    return (facts["wait_s"] + facts["exchange_s"]) / num_ranks / facts["seconds"]
+
+
+def show(series: Mapping[str, Sequence[float]], num_ranks: int, fits: bool) -> None:
+    """The rows of a number of ranks; where they share cores, nothing is promised."""
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}" + " (oversubscribed)" * (not fits)
+    described = {"weak_speed_up": DESCRIBED, "apart_speed_up": DESCRIBED_APART}
+    for name, label in ROWS.items():
+        if name not in series:
+            continue
+        middle, target = median(series[name]), ""
+        if name == "weak_scaling" and fits and num_ranks in LEAST:
+            least = LEAST[num_ranks]
+            target = f">= {least}" + ", missed" * (middle < least)
+        if name == "wait_share" and fits and num_ranks in MOST:
+            most = MOST[num_ranks]
+            target = f"<= {most}" + ", missed" * (middle > most)
+        low, shown, high = (
+            f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"
+            for value in (min(series[name]), middle, max(series[name]))
+        )
+        promised = described.get(name, {}).get(num_ranks, "")
+        row(label.format(ranks=ranks), shown, f"{low} to {high}", str(promised), target)
+
+
+def row(label: str, *cells: str) -> None:
+    """A line of a table."""
+    widths = (15, 18, 9, 15)
+    shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
+    print(f"| {label:<60} | {' | '.join(shown)} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

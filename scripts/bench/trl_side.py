@@ -1,0 +1,228 @@
+"""`trl.GRPOTrainer` as a side of `vs_trl.py`: its own loop, let on step by step.
+
+Every setting comes from the same flags as our trainer's. What would only cost time is off: logging,
+saving, reporting, progress bars, the search for unused parameters, gradient checkpointing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import common  # noqa: F401  # puts the repository on the path
+import torch
+from common import ready
+from datasets import Dataset
+from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from turns import Gate, Work, script_of, without_users
+
+from pipeline.cli import parse
+from pipeline.config import Config
+from pipeline.curriculum import tasks_of_step
+from pipeline.environments.trl import factories, outcome_reward
+from pipeline.policy import load_model
+from pipeline.prepare import Prepared, prepare
+
+SAME = {  # settings under the same names
+    *("temperature", "num_generations", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm", "beta", "epsilon"),
+    *("epsilon_high", "delta", "loss_type", "importance_sampling_level", "scale_rewards"),
+    *("num_iterations", "entropy_coef", "gradient_checkpointing"),
+}
+
+
+class Forced(LogitsProcessor):
+    """Makes each row of a `generate` say its episode's next message; one call is one turn."""
+
+    def __init__(self, model: Any) -> None:
+        self._generate, self._turn, self._column = model.generate, 0, 0
+        self._turns: list[torch.Tensor] = []
+        model.generate = self.generate
+
+    def begin(self, scripts: Sequence[list[list[int]]], device: Any) -> None:
+        """The messages of the episodes that start now, in the order of their rows."""
+        self._turn = 0
+        self._turns = []
+        for turn in zip(*scripts, strict=True):
+            rows = [torch.tensor(ids) for ids in turn]
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            self._turns.append(padded.to(device))
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        self._column = 0
+        found = self._generate(*arguments, logits_processor=LogitsProcessorList([self]), **options)
+        self._turn += 1
+        return found
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        tokens = self._turns[self._turn][:, self._column, None]
+        assert len(tokens) == len(scores), "an episode ended early"
+        self._column += 1
+        return scores.scatter(1, tokens, 1e9)
+
+
+class Trainer(GRPOTrainer):
+    """TRL's trainer, counting what it samples and the seconds that this takes."""
+
+    forced: Forced | None = None
+    scripts: dict[tuple[str, str], list[list[int]]]
+    device_type = "cpu"
+
+    def reset_counts(self) -> None:
+        self.counts = {"episodes": 0.0, "tokens": 0.0, "reward": 0.0}
+        self.counts |= {"sample_s": 0.0, "padded_tokens": 0.0}
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        begun = time.perf_counter()
+        if self.forced is not None:
+            scripts = [self.scripts[row["domain"], row["id"]] for row in inputs]
+            self.forced.begin(scripts, self.accelerator.device)
+        outputs: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        ready(self.device_type)
+        self.counts["sample_s"] += time.perf_counter() - begun
+        mask = outputs["completion_mask"] * outputs.get("tool_mask", 1)
+        self.counts["episodes"] += len(inputs)
+        self.counts["tokens"] += int(mask.sum())
+        width = outputs["prompt_ids"].shape[1] + outputs["completion_ids"].shape[1]
+        padded = self.args.per_device_train_batch_size * width
+        self.counts["padded_tokens"] = max(padded, self.counts["padded_tokens"])
+        return outputs
+
+    def _calculate_rewards(self, *arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = super()._calculate_rewards(*arguments)  # of all ranks
+        self.counts["reward"] += float(found.sum()) / self.accelerator.num_processes
+        return found
+
+
+class AtEachStep(TrainerCallback):
+    """Stands at the gate after each optimizer step."""
+
+    def __init__(self, trainer: Trainer, gate: Gate) -> None:
+        self._trainer, self._gate = trainer, gate
+
+    def on_step_end(self, *arguments: Any, **options: Any) -> None:
+        self._gate(self._trainer.counts)
+        self._trainer.reset_counts()
+
+
+def main(work: Work, gate: Gate) -> None:
+    config = parse(work.flags)
+    parts = without_users(prepare(config))
+    tasks = [
+        task
+        for step in range(work.num_units)
+        for task in tasks_of_step(parts.stages[0], step, parts.train, config.run.seed)
+    ]
+    rows = [{**task.row(), "environment": task.domain} for task in tasks]
+    trainer = make_trainer(config, parts, work, rows)
+    trainer.reset_counts()
+    if work.forced and work.kind != "update":
+        trainer.scripts = {task.key: script_of(task, parts) for task in tasks}
+        trainer.forced = Forced(trainer.model)
+    if work.kind == "sampling":
+        size = config.rollout.tasks_per_step
+        sample(trainer, work, [rows[i : i + size] for i in range(0, len(rows), size)], gate)
+    else:
+        trainer.add_callback(AtEachStep(trainer, gate))
+        trainer.train()
+
+
+def make_trainer(
+    config: Config, parts: Prepared, work: Work, rows: list[dict[str, Any]]
+) -> Trainer:
+    if work.kind == "update":
+        sources = replayed(Path(work.exchange), len(rows))
+    else:
+        sources = {
+            "train_dataset": Dataset.from_list(rows),
+            "environment_factory": factories(parts.environments),
+            "reward_funcs": outcome_reward(parts.chat.end_of_turn_id),
+        }
+    longest_prompt = max(parts.longest_prompts().values())
+    return Trainer(
+        model=load_model(config.model, parts.tokenizer, config.run.seed),
+        args=GRPOConfig(**settings_of(config, work, longest_prompt)),
+        processing_class=parts.tokenizer,
+        **sources,
+    )
+
+
+def settings_of(config: Config, work: Work, longest_prompt: int) -> dict[str, Any]:
+    """GRPOConfig's arguments for our settings."""
+    limits = config.rollout
+    ours = {**limits.model_dump(include=SAME), **config.grpo.model_dump(include=SAME)}
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    episodes = limits.tasks_per_step * limits.num_generations // num_ranks
+    assert episodes % work.batch == 0, f"{episodes} episodes a rank in batches of {work.batch}"
+    on_cpu = work.device == "cpu"
+    return {
+        **ours,
+        "output_dir": str(config.run.output_dir),
+        "seed": config.run.seed,
+        "max_steps": work.num_units,
+        "per_device_train_batch_size": work.batch,
+        "gradient_accumulation_steps": episodes // work.batch,
+        "steps_per_generation": work.steps_per_generation,
+        "max_completion_length": limits.max_tokens - longest_prompt,
+        "generation_kwargs": {"max_new_tokens": limits.max_tokens_per_turn},
+        "max_tool_calling_iterations": limits.max_turns - 1,
+        "shuffle_dataset": False,  # the rows are in the order of our steps
+        "bf16": not on_cpu,
+        "use_cpu": on_cpu,
+        "ddp_backend": "gloo" if on_cpu and num_ranks > 1 else None,
+        "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False,
+        "dataloader_pin_memory": not on_cpu,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def replayed(folder: Path, num_rows: int) -> dict[str, Any]:
+    """A dataset, rollouts and rewards: the trajectories that our side left for this rank."""
+    path = folder / f"{os.environ.get('RANK', '0')}.json"
+    rows = cycle(json.loads(path.read_text(encoding="utf-8")))
+    current: list[dict[str, Any]] = []
+
+    def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        current[:] = islice(rows, len(prompts))
+        return {
+            "prompt_ids": [row["prompt_ids"] for row in current],
+            "completion_ids": [row["completion_ids"] for row in current],
+            "env_mask": [[int(sampled) for sampled in row["loss_mask"]] for row in current],
+            "logprobs": None,
+        }
+
+    def outcome(completions: Sequence[Any], **_: Any) -> list[float]:
+        return [row["reward"] for row in current]
+
+    dataset = Dataset.from_list([{"prompt": "a"}] * num_rows)
+    return {"train_dataset": dataset, "rollout_func": rollout, "reward_funcs": outcome}
+
+
+def sample(trainer: Any, work: Work, groups: Sequence[list[dict[str, Any]]], gate: Gate) -> None:
+    """The episodes of one step after the other, from the same weights."""
+    ranks, at_once = trainer.accelerator, work.batch * work.steps_per_generation
+    trainer.model.train()  # as in its training
+    for rows in groups:
+        mine = rows[ranks.process_index :: ranks.num_processes]
+        inputs = [deepcopy(row) for row in mine for _ in range(trainer.num_generations)]
+        for first in range(0, len(inputs), at_once):
+            trainer._generate_and_score_completions(inputs[first : first + at_once])
+        gate(trainer.counts)
+        trainer.reset_counts()
+
+
+if __name__ == "__main__":
+    asked = Work(**json.loads(sys.argv[1]))
+    main(asked, Gate(asked.device))

@@ -1,0 +1,321 @@
+"""Our trainer against `trl.GRPOTrainer` with `environment_factory`, on the same tasks, in turns.
+
+    python scripts/bench/vs_trl.py --json vs_trl.json
+
+Both sides start from the same warm-started model and run their own loops in their own processes;
+one stands still while the other works, and each ratio is that of two units one after the other.
+Equal on both: the tasks of every step (those without a user), group size, turns an episode, tokens
+a turn, temperature 1, fp32 (bf16 on CUDA), threads, dapo with the same clips, no KL, no entropy
+bonus, AdamW and its learning rate, clip norm, dead groups kept, padded tokens of a micro-batch.
+
+- step: whole optimizer steps, against the fastest of `--trl-settings`, each written
+  per_device_train_batch_size:steps_per_generation.
+- sampling: episodes of four tool turns. Their tokens are forced after all the work of a draw: ours
+  in `Sampler.pick`, TRL's by a logits processor. Each calls its domain's look-up four times, then
+  says "Done.", so both sides sample the same tokens.
+- update: on one step's trajectories; TRL gets them from a `rollout_func`, whose time is left out.
+- memory: peak above the level after imports, two forced steps of a 60 M model in fresh processes.
+- curve: rewards of `--curve-steps` steps from the same start; off unless named in `--parts`.
+
+After a transfer TRL lets the model speak once more, and it does not answer a malformed call: where
+tokens an episode differ, the row of sampled tokens/s is the ratio at equal work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import fmean, median, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from common import ROOT, machine, model_of, parser_of, write_json
+from turns import Side, Work, complete, in_turns
+
+PARTS = ("step", "sampling", "update", "memory", "curve")
+TARGETS = {"step": 4.0, "sampling": 6.0, "update": 2.0}  # at least, on one rank
+MEMORY_TARGET = 0.6  # at most
+MEMORY_SHAPE = {  # of Qwen3, 60 M parameters with a vocabulary of 32 k
+    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 11},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32768},
+}
+CURVE_END = 10  # steps that the end of a curve is the mean of
+QUANTITIES = (  # key, label, and whether less or more of it is better
+    ("s", "s", "less"),
+    ("sample_s", "  of it sampling, s", "less"),
+    ("rest_s", "  of it the rest, s", "less"),
+    ("cpu_s", "  processor time of all ranks, s", "less"),
+    ("episodes", "  episodes", ""),
+    ("episodes_per_s", "  episodes/s", "more"),
+    ("tokens_per_s", "  sampled tokens/s", "more"),
+    ("tokens_per_episode", "  sampled tokens an episode", ""),
+    ("reward", "  mean reward", ""),
+    ("peak_mb", "  peak above imports, MB", "less"),
+)
+OURS, TRL = "our_side.py", "trl_side.py"
+Facts = dict[str, float]
+
+
+def main(argv: list[str]) -> int:
+    options = read(argv)
+    where = machine(options.device)
+    with TemporaryDirectory(prefix="vs-trl-") as folder:
+        bench = Bench(options=options, folder=Path(folder))
+        bench.model = options.model or make_model(options, bench.folder)
+        row("measured", "ours", "TRL", "ratio (range)", "target")
+        row("---", "--:", "--:", "---", "---")
+        for part in (part for part in PARTS if part in options.parts):
+            for num_ranks in options.ranks if part not in ("memory", "curve") else [1]:
+                getattr(bench, part)(num_ranks)
+    settings = {**vars(options), **bench.chosen}
+    write_json(options.json, bench.figures, where, settings)
+    return 0
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=int, default=7, help="pairs of units that are measured")
+    parser.add_argument("--tasks-per-step", type=int, default=24)
+    parser.add_argument("--num-generations", type=int, default=8)
+    parser.add_argument("--model", help="a warm-started folder; missing: it is made first")
+    parser.add_argument("--warm-start-steps", type=int, default=440, help="where it is made")
+    parser.add_argument("--trl-settings", nargs="+", help="batch:steps_per_generation of the sweep")
+    parser.add_argument("--microbatch-tokens", type=int, default=0, help="of ours; 0: TRL's")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="on both sides")
+    parser.add_argument("--memory-tasks", type=int, default=4, help="groups of a step of memory")
+    parser.add_argument("--memory-batch", type=int, default=8, help="episodes of its micro-batch")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the curve")
+    parser.add_argument("--curve-steps", type=int, default=40)
+    parser.add_argument("--layers", type=int, help="of random models, in place of the shape's")
+    parser.add_argument("--vocab-size", type=int, help="of random models")
+    options = parser.parse_args(argv)
+    if options.shape != "tiny" and "curve" in options.parts:
+        parser.error("curve: random weights learn nothing; leave --shape out")
+    if options.shape != "tiny" and options.model is not None:
+        parser.error("--model: has a shape of its own; leave --shape out")
+    episodes = options.tasks_per_step * options.num_generations
+    if any(options.tasks_per_step % n for n in options.ranks):
+        parser.error("--tasks-per-step: every rank must play as many groups")
+    if options.trl_settings is None:
+        candidates = [(1, 1), (2, 2), (4, 4), (8, 8), (24, 24), (2, 1), (4, 2)]
+        pairs = [(episodes // a, s) for a, s in candidates if episodes % a == 0]
+        pairs = [(b, s) for b, s in pairs if b * s % options.num_generations == 0]
+        options.trl_settings = [f"{b}:{s}" for b, s in pairs]
+    return options
+
+
+def make_model(options: argparse.Namespace, folder: Path) -> str:
+    """The folder of the model that both sides start from: warm-started, or random weights."""
+    if options.shape != "tiny":
+        return random_model(folder / "random", options, options.shape)
+    flags = ["--max-steps", "0", "--warm-start-steps", str(options.warm_start_steps)]
+    flags += ["--eval-tasks-per-domain", "8", "--eval-trials", "1", "--report-to", "none"]
+    flags += ["--num-gpus", "1", "--output-dir", str(folder / "warm")]
+    run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+    return str(folder / "warm" / "checkpoints" / "warm-start")
+
+
+def random_model(path: Path, options: argparse.Namespace, shape: str, **fields: int) -> str:
+    """The folder of a model with random weights and the embedded tokenizer."""
+    from transformers.utils import logging
+
+    from pipeline.tiny import tiny_tokenizer
+
+    logging.disable_progress_bar()
+    own = {"num_hidden_layers": options.layers, "vocab_size": options.vocab_size}
+    fields |= {name: value for name, value in own.items() if value is not None}
+    model_of(shape, **fields).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The parts of the benchmark, what they found and what was chosen for TRL."""
+
+    options: argparse.Namespace
+    folder: Path
+    model: str = ""
+    figures: Facts = field(default_factory=dict)
+    chosen: dict[str, Any] = field(default_factory=dict)
+    numbers: Any = field(default_factory=count)
+
+    def side(self, script: str, kind: str, num_ranks: int = 1, **more: Any) -> Side:
+        """Start a side. `more` holds fields of Work, and flags of our pipeline under `flags`."""
+        options, name = self.options, f"{next(self.numbers)}-{script.removesuffix('.py')}"
+        num_units = more.pop("num_units", options.steps + 1)
+        values = {
+            "model": self.model,
+            "tasks-per-step": options.tasks_per_step,
+            "num-generations": options.num_generations,
+            "num-gpus": num_ranks,
+            "max-steps": num_units + 1,
+            "output-dir": self.folder / name,
+            "learning-rate": 4e-4,
+            **more.pop("flags", {}),
+        }
+        flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
+        flags += ["--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0"]
+        flags += ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--entropy-coef", "0"]
+        flags += ["--no-drop-dead-groups", "--eval-steps", "0", "--save-steps", "0"]
+        flags += ["--eval-tasks-per-domain", "8", "--report-to", "none"]
+        flags += ["--gradient-checkpointing"] * options.gradient_checkpointing
+        domains = ["airline", "retail", "telecom"][: int(values["tasks-per-step"])]
+        flags += ["--domains", ",".join(domains)]
+        forced = more.pop("forced", options.shape != "tiny")
+        fields = {"kind": kind, "num_units": num_units, "forced": forced, **more}
+        work = Work(flags=flags, device=options.device, **fields)
+        return Side(script, work, num_ranks, options.threads, self.folder / f"{name}.log")
+
+    def trl_settings(self, what: str, num_ranks: int) -> dict[str, int]:
+        """TRL's fastest batch for steps ("seconds"), sampling ("sample_s") or updates ("rest_s").
+
+        They are measured once, on one rank; on more ranks a batch that is too large is cut.
+        """
+        if not self.chosen:
+            self.chosen = {"sweep": {each: {} for each in self.options.trl_settings}}
+            if len(self.options.trl_settings) > 1:
+                self.chosen["sweep"] = {s: self.try_out(s) for s in self.options.trl_settings}
+        sweep = self.chosen["sweep"]
+        best = min(sweep, key=lambda setting: sweep[setting].get(what, 0.0))
+        self.chosen[f"trl_{what}"] = best
+        return self.settings_of(best, num_ranks)
+
+    def settings_of(self, setting: str, num_ranks: int = 1) -> dict[str, int]:
+        batch, at_once = map(int, setting.split(":"))
+        episodes = self.options.tasks_per_step * self.options.num_generations
+        here = episodes // num_ranks
+        cut = batch if here % batch == 0 else here
+        at_once = max(1, at_once * (here // cut) // (episodes // batch))
+        return {"batch": cut, "steps_per_generation": at_once}
+
+    def try_out(self, setting: str) -> Facts:
+        """Medians of two steps with a setting of TRL's, after one to warm up."""
+        with self.side(TRL, "step", num_units=3, **self.settings_of(setting)) as side:
+            side.wait()
+            found = [complete(side.unit(), "step") for _ in range(2)]
+        kinds = ("seconds", "sample_s", "rest_s", "cpu_s", "padded_tokens", "peak_mb")
+        medians = {kind: median(facts[kind] for facts in found) for kind in kinds}
+        print(f"TRL {setting}: step {medians['seconds']:.2f} s", file=sys.stderr, flush=True)
+        return medians
+
+    def step(self, num_ranks: int) -> None:
+        settings = self.trl_settings("seconds", num_ranks)
+        with self.side(TRL, "step", num_ranks, **settings) as theirs:
+            padded = int(theirs.wait()["padded_tokens"])
+            flags = {"max-tokens-per-microbatch": self.options.microbatch_tokens or padded}
+            with self.side(OURS, "step", num_ranks, flags=flags) as ours:
+                ours.wait()
+                self.compare("step", num_ranks, ours, theirs)
+
+    def sampling(self, num_ranks: int) -> None:
+        settings = self.trl_settings("sample_s", num_ranks)
+        with (
+            self.side(TRL, "sampling", num_ranks, forced=True, **settings) as theirs,
+            self.side(OURS, "sampling", num_ranks, forced=True) as ours,
+        ):
+            theirs.wait()
+            ours.wait()
+            self.compare("sampling", num_ranks, ours, theirs)
+
+    def update(self, num_ranks: int) -> None:
+        more: dict[str, Any] = {**self.trl_settings("rest_s", num_ranks)}
+        # The same episodes again and again: a policy that moved would leave them behind.
+        more |= {"exchange": str(self.folder), "flags": {"learning-rate": 1e-9}}
+        more["microbatch_tokens"] = self.options.microbatch_tokens
+        with self.side(OURS, "update", num_ranks, **more) as ours:
+            ours.wait()  # it has left its trajectories
+            with self.side(TRL, "update", num_ranks, **more) as theirs:
+                theirs.wait()
+                self.compare("update", num_ranks, ours, theirs)
+
+    def memory(self, num_ranks: int) -> None:
+        options, episodes = self.options, self.options.memory_tasks * 8
+        model = random_model(self.folder / "memory", options, "qwen3-0.6b", **MEMORY_SHAPE)
+        flags = {"model": model, "tasks-per-step": options.memory_tasks, "num-generations": 8}
+        all_at_once = episodes // options.memory_batch
+        settings = {"batch": options.memory_batch, "steps_per_generation": all_at_once}
+        last = {}
+        for script in (TRL, OURS):
+            more: dict[str, Any] = {"flags": flags, "forced": True, "num_units": 2}
+            with self.side(script, "step", **{**settings, **more}) as side:
+                side.wait()
+                last[script] = side.unit()
+            flags = {**flags, "max-tokens-per-microbatch": int(last[TRL]["padded_tokens"])}
+        ours, theirs = last[OURS], last[TRL]
+        assert ours["tokens"] == theirs["tokens"], "other work on the two sides"
+        ratio = ours["peak_mb"] / theirs["peak_mb"]
+        self.figures |= {"memory_vs_trl": ratio, "memory_mb_ours": ours["peak_mb"]}
+        self.figures["memory_mb_trl"] = theirs["peak_mb"]
+        target = f"<= {MEMORY_TARGET}" + ("" if ratio <= MEMORY_TARGET else ", missed")
+        row("memory: peak, MB", ours["peak_mb"], theirs["peak_mb"], f"{ratio:.2f}", target)
+
+    def curve(self, num_ranks: int) -> None:
+        num_steps = self.options.curve_steps
+        settings = self.trl_settings("seconds", num_ranks)
+        rewards: dict[str, list[list[float]]] = {OURS: [], TRL: []}  # by side, seed and step
+        for seed in self.options.seeds:
+            for script, curves in rewards.items():
+                more: dict[str, Any] = {"flags": {"seed": seed}, "num_units": num_steps}
+                with self.side(script, "step", **{**settings, **more}) as side:
+                    done = [side.wait(), *(side.unit() for _ in range(num_steps - 1))]
+                curves.append([facts["reward"] / facts["episodes"] for facts in done])
+        self.chosen["curves"] = rewards
+        for first in range(0, num_steps, CURVE_END):
+            part = slice(first, first + CURVE_END)
+            means = [fmean(fmean(c[part]) for c in curves) for curves in rewards.values()]
+            row(f"curve: reward from step {first + 1}", means[0], means[1])
+        ends = [[fmean(c[-CURVE_END:]) for c in curves] for curves in rewards.values()]
+        ours, theirs = map(fmean, ends)
+        error = math.hypot(*(stdev(e) / len(e) ** 0.5 if len(e) > 1 else 0.0 for e in ends))
+        self.figures |= {"curve_ours": ours, "curve_trl": theirs, "curve_standard_error": error}
+        verdict = "within 2 errors" + ("" if abs(ours - theirs) <= 2 * error else ", missed")
+        difference = f"{ours - theirs:+.3f} ± {error:.3f}"
+        label = f"curve: last {CURVE_END} steps, {len(ends[0])} seeds"
+        row(label, ours, theirs, difference, verdict)
+
+    def compare(self, name: str, num_ranks: int, ours: Side, theirs: Side) -> None:
+        """Measure in turns; medians and a row for each quantity."""
+        pairs = in_turns(ours, theirs, self.options.steps, name)
+        if name != "step":
+            assert all(a["tokens"] == b["tokens"] for a, b in pairs), "other work on the two sides"
+        suffix = "" if num_ranks == 1 else f"_{num_ranks}_ranks"
+        for key, label, kind in QUANTITIES:
+            if name != "step" and key in ("sample_s", "rest_s"):
+                continue
+            mine, its = (median(pair[side][key] for pair in pairs) for side in (0, 1))
+            self.figures |= {f"{name}_{key}_ours{suffix}": mine, f"{name}_{key}_trl{suffix}": its}
+            remark = shown = ""
+            if kind:
+                better = [b[key] / a[key] if kind == "less" else a[key] / b[key] for a, b in pairs]
+                ratio = median(better)
+                shown = f"{ratio:.2f} ({min(better):.2f} to {max(better):.2f})"
+            if key == "s":
+                self.figures[f"{name}_vs_trl{suffix}"] = ratio
+                label = f"{name}, {num_ranks} rank{'s' * (num_ranks > 1)}: {label}"
+                missed = ", missed" if ratio < TARGETS[name] else ""
+                remark = "" if num_ranks > 1 else f">= {TARGETS[name]}{missed}"
+            if key == "tokens_per_s":
+                self.figures[f"{name}_vs_trl_per_token{suffix}"] = ratio
+            if key == "tokens_per_episode" and abs(its / mine - 1) > 0.03:
+                remark = f"TRL's {its / mine - 1:+.0%}"
+            row(label, mine, its, shown, remark)
+
+
+def row(label: str, ours: Any, theirs: Any, ratio: str = "", target: str = "") -> None:
+    """A line of the table."""
+    cells = [cell if isinstance(cell, str) else f"{cell:.4g}" for cell in (ours, theirs)]
+    line = f"| {label:<38} | {cells[0]:>8} | {cells[1]:>8} | {ratio:<22} | {target:<16} |"
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
