@@ -62,7 +62,7 @@ class GenerateSampler:
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
         """Start one conversation per prompt."""
         return [
-            SamplerEpisode(key=key, row=-1, length=0, pending=list(prompt))
+            SamplerEpisode(key=key, pending=list(prompt))
             for prompt, key in zip(prompts, keys, strict=True)
         ]
 

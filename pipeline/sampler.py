@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,21 @@ Ids = tuple[int, ...]
 
 
 @dataclass(kw_only=True, eq=False)
+class Row:
+    """A row of the cache, and the conversations that hold the same tokens so far."""
+
+    place: int
+    length: int  # tokens in the cache
+    members: list[SamplerEpisode] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
 class SamplerEpisode:
     """One conversation inside the sampler."""
 
     key: int  # of its stream of draws
-    row: int  # in the cache
-    length: int  # tokens in the cache
     pending: list[int]  # tokens to feed before the next one is sampled
+    row: Row | None = None
     num_sampled: int = 0  # draws used so far
     room: int = 0  # tokens that the message under way may have
     ids: list[int] = field(default_factory=list)  # of the message under way
@@ -63,8 +72,10 @@ class Sampler:
     Five calls: `load_weights` once per step, `open` conversations, `extend` them by replies,
     `sample` their next messages, `close`. A token is the inverse of the cumulative distribution at
     a counter-based draw, so what is sampled does not depend on which other conversations share the
-    batch, beyond rounding. Weights of `dtype` that the trained model has as well are shared, not
-    copied. `num_tokens` counts the tokens that the model was fed, `num_padded_tokens` padding, too.
+    batch, beyond rounding. Conversations of the same tokens share a row, in which they are computed
+    once, until their draws part them; not on a GPU, which would have to be asked after each token.
+    Weights of `dtype` that the trained model has as well are shared, not copied. `num_tokens`
+    counts the tokens that the model was fed, `num_padded_tokens` padding, too.
     """
 
     def __init__(
@@ -84,8 +95,9 @@ class Sampler:
         self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
         self.top_k, self.top_p = top_k, top_p
         self.num_tokens = self.num_padded_tokens = 0
-        self.steps_per_look = STEPS_PER_LOOK if self.device.type == "cuda" else 1
-        self._rows: dict[int, SamplerEpisode] = {}
+        self.shares_rows = self.device.type != "cuda"
+        self.steps_per_look = 1 if self.shares_rows else STEPS_PER_LOOK
+        self._rows: dict[int, Row] = {}  # by place
         self._cache = RowCache(0, 0, 1, self.device)
         self._stems: dict[Ids, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -101,26 +113,22 @@ class Sampler:
     @torch.no_grad()
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
         """Start one conversation per prompt; what prompts share is computed once."""
-        free = [row for row in range(len(self._rows) + len(prompts)) if row not in self._rows]
-        num_rows = -(-(len(self._rows) + len(prompts)) // ROWS) * ROWS
         if not self._rows and (self.device.type != "cpu" or not self._cache.layers):
             # A CPU would spend long on fresh memory; a GPU's is wanted for updates in between.
             layers, capacity = self.model.config.num_hidden_layers, 2 * max(map(len, prompts))
-            self._cache = RowCache(layers, num_rows, capacity, self.device)
-        self._cache.add_rows(num_rows)
+            self._cache = RowCache(layers, 0, capacity, self.device)
         episodes = [
-            SamplerEpisode(key=key, row=row, length=len(prompt) - 1, pending=[prompt[-1]])
-            for row, prompt, key in zip(free, prompts, keys, strict=False)
+            SamplerEpisode(key=key, pending=[prompt[-1]])
+            for prompt, key in zip(prompts, keys, strict=True)
         ]
-        places: dict[Ids, list[int]] = {}  # the last token of a prompt is left for `sample`
+        rows: dict[Ids, Row] = {}  # the last token of a prompt is left for `sample`
         for episode, prompt in zip(episodes, prompts, strict=True):
-            places.setdefault(tuple(prompt[:-1]), []).append(episode.row)
-        self._prefill({prompt: rows[0] for prompt, rows in places.items() if prompt})
-        copies = [(rows[0], row) for rows in places.values() for row in rows[1:]]
-        if copies and any(places):
-            source, target = torch.tensor(copies, device=self.device).T
-            self._cache.copy_rows(source, target, max(map(len, places)))
-        self._rows |= {episode.row: episode for episode in episodes}
+            held = tuple(prompt[:-1])
+            if held not in rows:
+                rows[held] = self._new_row(len(held))
+            episode.row = rows[held]
+            episode.row.members.append(episode)
+        self._prefill({prompt: row.place for prompt, row in rows.items() if prompt})
         return episodes
 
     def extend(self, episode: SamplerEpisode, ids: list[int]) -> None:
@@ -128,8 +136,17 @@ class Sampler:
         episode.pending += ids
 
     def close(self, episode: SamplerEpisode) -> None:
-        """End a conversation; its row is free."""
-        del self._rows[episode.row]
+        """End a conversation; a row without any is free."""
+        row = _row(episode)
+        row.members.remove(episode)
+        if not row.members:
+            del self._rows[row.place]
+
+    def _new_row(self, length: int) -> Row:
+        place = next(place for place in count() if place not in self._rows)
+        self._rows[place] = row = Row(place=place, length=length)
+        self._cache.add_rows(-(-len(self._rows) // ROWS) * ROWS)
+        return row
 
     @torch.no_grad()
     def sample(
@@ -168,39 +185,74 @@ class Sampler:
         """Feed what is pending and sample the first token of each message."""
         if not episodes:
             return
-        episodes = sorted(episodes, key=lambda episode: episode.row)
-        hidden = self._feed(
-            [e.row for e in episodes], [e.pending for e in episodes], [e.length for e in episodes]
-        )
-        logprobs_BV = self._logprobs(hidden)
-        keys, drawn = _streams(episodes)
-        picked = self.pick(logprobs_BV, keys, drawn, greedy)
+        rows = sorted(self._parted(episodes), key=lambda row: row.place)
+        fed = [row.members[0].pending for row in rows]
+        hidden = self._feed([row.place for row in rows], fed, [row.length for row in rows])
+        for row, ids in zip(rows, fed, strict=True):
+            row.length += len(ids)
+        members, which = _members(rows)
+        logprobs_BV = self._logprobs(hidden)[torch.from_numpy(which).to(self.device)]
+        picked = self.pick(logprobs_BV, *_streams(members), greedy)
         chosen = logprobs_BV.gather(-1, picked[:, None])
+        _append(members, picked[:, None].tolist(), chosen.tolist())
+
+    def _parted(self, episodes: Sequence[SamplerEpisode]) -> list[Row]:
+        """The rows of these conversations, which hold no other and are to be fed the same tokens.
+
+        Conversations that part from others take a copy of their row.
+        """
+        alike: dict[tuple[int, Ids], list[SamplerEpisode]] = {}
         for episode in episodes:
-            episode.length += len(episode.pending)
-        _append(episodes, picked[:, None].tolist(), chosen.tolist())
+            fed = tuple(episode.pending) if self.shares_rows else (id(episode),)
+            alike.setdefault((id(episode.row), fed), []).append(episode)
+        rows, copies, longest = [], [], 0
+        for members in alike.values():
+            row = _row(members[0])
+            if len(members) < len(row.members):
+                parting = set(map(id, members))
+                row.members = [episode for episode in row.members if id(episode) not in parting]
+                new = self._new_row(row.length)
+                new.members = members
+                copies.append((row.place, new.place))
+                longest = max(longest, row.length)
+                for episode in members:
+                    episode.row = new
+                row = new
+            rows.append(row)
+        if copies and longest:
+            source, target = torch.tensor(copies).T.to(self.device)
+            self._cache.copy_rows(source, target, longest)
+        return rows
 
     def _decode(self, episodes: Sequence[SamplerEpisode], wanted: int, greedy: bool) -> None:
-        """Sample tokens until `wanted` messages are complete or too few rows go on."""
-        rows = self._bring_to_front(episodes)
+        """Sample tokens until `wanted` messages are complete, too few rows go on, or one must part.
+
+        Every conversation has one token to be fed.
+        """
+        rows = self._bring_to_front(self._parted(episodes))
         count = len(rows)
+        members, which = _members(rows)
         # Free rows fill the batch up; rows of others are written only beyond what they hold.
-        filling = [self._rows.get(row) for row in range(count, -(-count // ROWS) * ROWS)]
-        held = [e.length if e else 0 for e in [*rows, *filling]]
-        tokens = torch.tensor([[e.pending[0] if e else 0] for e in [*rows, *filling]])
+        held = [row.length for row in rows]
+        filling = [self._rows.get(place) for place in range(count, -(-count // ROWS) * ROWS)]
+        held += [row.length if row else 0 for row in filling]
+        first = np.flatnonzero(np.diff(which, prepend=-1))  # a member of each row
+        tokens = torch.zeros((len(held), 1), dtype=torch.int64)
+        tokens[:count, 0] = torch.tensor([row.members[0].pending[0] for row in rows])
         tokens, positions = tokens.to(self.device), torch.tensor(held).to(self.device)[:, None]
         index = torch.arange(len(held), device=self.device)
-        keys, drawn = _streams(rows)
-        left = np.array([e.room - len(e.ids) for e in rows])
-        lengths = np.zeros(count, dtype=np.int64)  # of what is sampled here; 0: it goes on
+        which_B, first_B = (torch.from_numpy(x).to(self.device) for x in (which, first))
+        keys, drawn = _streams(members)
+        left = np.array([e.room - len(e.ids) for e in members])
+        lengths = np.zeros(len(members), dtype=np.int64)  # of what is sampled here; 0: it goes on
         picked, chosen = [], []
         for step in range(1, int(left.max()) + 1):
             hidden = self._forward(index, tokens, positions, max(held) + step, True)[:, 0]
             self.num_tokens += count
-            logprobs_BV = self._logprobs(hidden)
-            picked.append(self.pick(logprobs_BV[:count], keys, drawn + step - 1, greedy))
-            tokens[:count, 0] = picked[-1]
-            chosen.append(logprobs_BV[:count].gather(-1, tokens[:count]))
+            logprobs_BV = self._logprobs(hidden)[which_B]
+            picked.append(self.pick(logprobs_BV, keys, drawn + step - 1, greedy))
+            chosen.append(logprobs_BV.gather(-1, picked[-1][:, None]))
+            tokens[:count, 0] = picked[-1][first_B]
             positions = positions + 1
             if step % self.steps_per_look and step < left.max():
                 continue
@@ -208,34 +260,39 @@ class Sampler:
             for number, ids in enumerate(torch.stack(picked[seen:]).cpu().numpy(), seen + 1):
                 ends = (ids == self.end_of_turn_id) | (number >= left)
                 lengths[ends & (lengths == 0)] = number
-            going = int((lengths == 0).sum())
-            if count - going >= wanted or -(-going // ROWS) * ROWS <= MIN_FILL * count:
+            goes_on = lengths == 0
+            apart = (ids != ids[first][which]) | (goes_on != goes_on[first][which])
+            if (apart & (goes_on | goes_on[first][which])).any():
+                break
+            going = int(goes_on[first].sum())
+            ended = len(members) - int(goes_on.sum())
+            if ended >= wanted or -(-going // ROWS) * ROWS <= MIN_FILL * count:
                 break
         lengths[lengths == 0] = step
+        for row, length in zip(rows, lengths[first].tolist(), strict=True):
+            row.length += length
         ids, logprobs = torch.stack(picked, 1).cpu().numpy(), torch.cat(chosen, 1).cpu().numpy()
-        for episode, length in zip(rows, lengths.tolist(), strict=True):
-            episode.length += length
         _append(
-            rows,
+            members,
             [line[:length].tolist() for line, length in zip(ids, lengths, strict=True)],
             [line[:length].tolist() for line, length in zip(logprobs, lengths, strict=True)],
         )
 
-    def _bring_to_front(self, wanted: Sequence[SamplerEpisode]) -> list[SamplerEpisode]:
-        """Swap episodes into the first rows; returns the episode of each row."""
-        count, inside = len(wanted), {id(episode) for episode in wanted}
+    def _bring_to_front(self, wanted: Sequence[Row]) -> list[Row]:
+        """Swap rows into the first places; returns them in order."""
+        count, inside = len(wanted), set(map(id, wanted))
         holes = [r for r in range(count) if r not in self._rows or id(self._rows[r]) not in inside]
-        movers = [episode.row for episode in wanted if episode.row >= count]
+        movers = [row.place for row in wanted if row.place >= count]
         if holes:
             source, target = (torch.tensor(x) for x in (movers + holes, holes + movers))
-            longest = max(self._rows[row].length for row in movers + holes if row in self._rows)
+            longest = max(self._rows[r].length for r in movers + holes if r in self._rows)
             self._cache.copy_rows(source.to(self.device), target.to(self.device), longest)
         for hole, mover in zip(holes, movers, strict=True):
             moved, displaced = self._rows.pop(mover), self._rows.pop(hole, None)
-            moved.row, self._rows[hole] = hole, moved
+            moved.place, self._rows[hole] = hole, moved
             if displaced is not None:
-                displaced.row, self._rows[mover] = mover, displaced
-        return [self._rows[row] for row in range(count)]
+                displaced.place, self._rows[mover] = mover, displaced
+        return [self._rows[place] for place in range(count)]
 
     def _prefill(self, place: Mapping[Ids, int]) -> None:
         """Compute prompts, each in its row; what several begin with is computed once and kept."""
@@ -331,6 +388,17 @@ def take_weights(own_model: Any, model: Any) -> None:
             own.data = trained.detach()
         else:
             own.copy_(trained)
+
+
+def _row(episode: SamplerEpisode) -> Row:
+    assert episode.row is not None
+    return episode.row
+
+
+def _members(rows: Sequence[Row]) -> tuple[list[SamplerEpisode], NDArray[np.int64]]:
+    """The conversations of rows, and for each the index of its row."""
+    which = np.repeat(np.arange(len(rows)), [len(row.members) for row in rows])
+    return [episode for row in rows for episode in row.members], which
 
 
 def _streams(

@@ -161,4 +161,32 @@ def test_the_tokens_that_the_model_is_fed_are_counted():
     episodes = sampler.open([[1, 2, 3, 4]] * 3 + [[5, 6]], range(4))
     assert (sampler.num_tokens, sampler.num_padded_tokens) == (4, 6)
     sampler.sample(episodes, [1] * 4)
-    assert (sampler.num_tokens, sampler.num_padded_tokens) == (8, 10)
+    assert (sampler.num_tokens, sampler.num_padded_tokens) == (6, 8)  # three share a row
+
+
+def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_replies_part_them():
+    sampler, fed = sampler_of(), []
+    episodes = sampler.open([[1, 2, 3]] * 6, [7, 7, 7, 7, 8, 9])
+    sampler.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    greedy = sampler.sample(episodes, [5] * 6, greedy=True)
+    assert {tuple(message.ids) for message in greedy} == {tuple(greedy[0].ids)}
+    assert len({episode.row for episode in episodes}) == 1
+    assert set(fed) <= {1, 4}  # one row, beside those that fill the batch up
+    for number, episode in enumerate(episodes):
+        sampler.extend(episode, [1, 2 + number // 3])
+    said = sampler.sample(episodes, [5] * 6)
+    assert said[0].ids == said[1].ids == said[2].ids
+    assert episodes[0].row is episodes[1].row is episodes[2].row
+    assert episodes[3].row not in (episodes[0].row, episodes[4].row)  # another reply, another key
+    for episode in episodes[1:]:
+        sampler.close(episode)
+    apart = sampler_of()
+    apart.shares_rows = False
+    others = apart.open([[1, 2, 3]] * 6, [7, 7, 7, 7, 8, 9])
+    assert all_close(apart.sample(others, [5] * 6, greedy=True), greedy)
+    for number, episode in enumerate(others):
+        apart.extend(episode, [1, 2 + number // 3])
+    assert len({episode.row for episode in others}) == 6
+    assert all_close(apart.sample(others, [5] * 6), said)
