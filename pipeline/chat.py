@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -72,6 +73,7 @@ class Chat:
         self._message_ids = lru_cache(_CACHE_SIZE)(self._render_message)
         self._prompt_ids = lru_cache(_CACHE_SIZE)(self._render_prompt)
         self._parse = lru_cache(_CACHE_SIZE)(self._parse_text)
+        self.num_content_tokens = lru_cache(_CACHE_SIZE)(self._num_content_tokens)
 
     # -- messages to tokens --
 
@@ -90,7 +92,7 @@ class Chat:
         """What a policy would have sampled to say `message`, its end of turn included."""
         return list(self._message_ids(json.dumps(message)))
 
-    def num_content_tokens(self, text: str) -> int:
+    def _num_content_tokens(self, text: str) -> int:
         """Tokens of a text inside a message, where nothing is special."""
         guards = Guards()
         return len(self._encode_guarded(guards.put(text, self._special), guards))
@@ -214,7 +216,9 @@ class Chat:
         ended = bool(ids) and ids[-1] == self.end_of_turn_id
         text = self.tokenizer.decode(list(ids[:-1] if ended else ids))
         try:
-            return deepcopy(self._parse(text, ended))  # tools may alter arguments
+            parsed = self._parse(text, ended)
+            calls = [(name, deepcopy(arguments)) for name, arguments in parsed.calls]
+            return replace(parsed, calls=calls)  # tools may alter arguments
         except RecursionError:
             return Parsed(content=text, malformed="nested too deeply")
 

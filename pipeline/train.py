@@ -50,6 +50,7 @@ def main(config: Config) -> int:
 def train(run: Run) -> None:
     """The loop: for each stage, for each optimizer step."""
     run.updater = make_updater(run)
+    gc.freeze()  # what is there now stays: no collection need go through it again
     for stage in run.parts.stages:
         if run.state.evaluated(stage.name):
             continue

@@ -1,4 +1,4 @@
-"""What measuring two trainers in turns needs: their processes, their settings, forced messages.
+"""What measuring two trainers in turns needs: processes, the model, tasks, forced messages.
 
 A side is one trainer on one or more ranks, each a process of its own. It sets itself up, does one
 unit of its work (a step, say) to warm up, answers with one line of JSON, and stands still until it
@@ -7,6 +7,7 @@ is sent a line, for which it does the next unit.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import ratios_of, ready
+from common import ROOT, model_of, ratios_of, ready
 
 if TYPE_CHECKING:
     from pipeline.prepare import Prepared
@@ -212,3 +213,29 @@ def script_of(task: Task, parts: Prepared) -> list[list[int]]:
     look_up = next(message for message in messages if message.get("tool_calls"))
     said = [look_up] * TOOL_TURNS + [{"role": "assistant", "content": "Done."}]
     return [parts.chat.message_ids(message) for message in said]
+
+
+def make_model(options: argparse.Namespace, folder: Path) -> str:
+    """The folder of the model that both sides start from: warm-started, or random weights."""
+    if options.shape != "tiny":
+        return random_model(folder / "random", options, options.shape)
+    flags = ["--max-steps", "0", "--warm-start-steps", str(options.warm_start_steps)]
+    flags += ["--eval-tasks-per-domain", "8", "--eval-trials", "1", "--report-to", "none"]
+    flags += ["--num-gpus", "1", "--output-dir", str(folder / "warm")]
+    run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+    return str(folder / "warm" / "checkpoints" / "warm-start")
+
+
+def random_model(path: Path, options: argparse.Namespace, shape: str, **fields: int) -> str:
+    """The folder of a model with random weights and the embedded tokenizer."""
+    from transformers.utils import logging
+
+    from pipeline.tiny import tiny_tokenizer
+
+    logging.disable_progress_bar()
+    own = {"num_hidden_layers": options.layers, "vocab_size": options.vocab_size}
+    fields |= {name: value for name, value in own.items() if value is not None}
+    model_of(shape, **fields).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from itertools import count
@@ -34,8 +33,8 @@ from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import ROOT, machine, model_of, parser_of, write_json
-from turns import Side, Work, complete, in_turns
+from common import machine, parser_of, write_json
+from turns import Side, Work, complete, in_turns, make_model, random_model
 
 PARTS = ("step", "sampling", "update", "memory", "curve")
 TARGETS = {"step": 4.0, "sampling": 6.0, "update": 2.0}  # at least, on one rank
@@ -44,6 +43,8 @@ MEMORY_SHAPE = {  # of Qwen3, 60 M parameters with a vocabulary of 32 k
     **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 11},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32768},
 }
+# gradient_accumulation_steps and steps_per_generation: few episodes at once are padded less.
+SWEEP = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (8, 8), (24, 1), (24, 3), (24, 24))
 CURVE_END = 10  # steps that the end of a curve is the mean of
 QUANTITIES = (  # key, label, and whether less or more of it is better
     ("s", "s", "less"),
@@ -104,37 +105,10 @@ def read(argv: list[str]) -> argparse.Namespace:
     if any(options.tasks_per_step % n for n in options.ranks):
         parser.error("--tasks-per-step: every rank must play as many groups")
     if options.trl_settings is None:
-        candidates = [(1, 1), (2, 2), (4, 4), (8, 8), (24, 24), (2, 1), (4, 2)]
-        pairs = [(episodes // a, s) for a, s in candidates if episodes % a == 0]
+        pairs = [(episodes // a, s) for a, s in SWEEP if episodes % a == 0]
         pairs = [(b, s) for b, s in pairs if b * s % options.num_generations == 0]
         options.trl_settings = [f"{b}:{s}" for b, s in pairs]
     return options
-
-
-def make_model(options: argparse.Namespace, folder: Path) -> str:
-    """The folder of the model that both sides start from: warm-started, or random weights."""
-    if options.shape != "tiny":
-        return random_model(folder / "random", options, options.shape)
-    flags = ["--max-steps", "0", "--warm-start-steps", str(options.warm_start_steps)]
-    flags += ["--eval-tasks-per-domain", "8", "--eval-trials", "1", "--report-to", "none"]
-    flags += ["--num-gpus", "1", "--output-dir", str(folder / "warm")]
-    run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
-    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
-    return str(folder / "warm" / "checkpoints" / "warm-start")
-
-
-def random_model(path: Path, options: argparse.Namespace, shape: str, **fields: int) -> str:
-    """The folder of a model with random weights and the embedded tokenizer."""
-    from transformers.utils import logging
-
-    from pipeline.tiny import tiny_tokenizer
-
-    logging.disable_progress_bar()
-    own = {"num_hidden_layers": options.layers, "vocab_size": options.vocab_size}
-    fields |= {name: value for name, value in own.items() if value is not None}
-    model_of(shape, **fields).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 @dataclass(kw_only=True)
@@ -198,14 +172,14 @@ class Bench:
         return {"batch": cut, "steps_per_generation": at_once}
 
     def try_out(self, setting: str) -> Facts:
-        """Medians of two steps with a setting of TRL's, after one to warm up."""
+        """The better of two steps with a setting of TRL's, after one to warm up."""
         with self.side(TRL, "step", num_units=3, **self.settings_of(setting)) as side:
             side.wait()
             found = [complete(side.unit(), "step") for _ in range(2)]
         kinds = ("seconds", "sample_s", "rest_s", "cpu_s", "padded_tokens", "peak_mb")
-        medians = {kind: median(facts[kind] for facts in found) for kind in kinds}
-        print(f"TRL {setting}: step {medians['seconds']:.2f} s", file=sys.stderr, flush=True)
-        return medians
+        best = {kind: min(facts[kind] for facts in found) for kind in kinds}
+        print(f"TRL {setting}: step {best['seconds']:.2f} s", file=sys.stderr, flush=True)
+        return best
 
     def step(self, num_ranks: int) -> None:
         settings = self.trl_settings("seconds", num_ranks)
