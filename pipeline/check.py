@@ -17,6 +17,7 @@ from pipeline import lora
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
+from pipeline.micro_batches import KEYS_PER_TOKEN
 from pipeline.policy import hub_reachable, on_gpu, uses_bf16
 from pipeline.prepare import Prepared, prepare
 from pipeline.run_folder import check_folder
@@ -214,6 +215,8 @@ def memory_per_rank(config: Config) -> dict[str, float]:
         # Per token and layer: about 16 hidden-size and 3 intermediate-size tensors kept for the
         # backward pass, and three float32 copies of the logits of one chunk.
         kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
+        if grpo.share_prefixes and not grpo.padding_free:  # keys and values that attention gathers
+            kept += tokens * layers * 2 * KEYS_PER_TOKEN * _size_of_keys(shape) * size
         if grpo.gradient_checkpointing:  # one layer's, and every layer's input
             kept = kept // layers + tokens * layers * shape.hidden_size * size
         logits = 3 * 4 * min(1 << 24, tokens * shape.vocab_size)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,16 +27,23 @@ from transformers.masking_utils import sdpa_mask
 from pipeline.config import UserError
 from pipeline.trajectory import PrefixTree
 
+Ids = TypeVar("Ids", list[int], tuple[int, ...])
 NAME = "sdpa_prefixes"  # among transformers' attention implementations
 NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # transformers shall make none
 # Paths whose lengths differ by less than this factor share an attention call.
 SIMILAR = 1.5
 
 
-def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+def num_common(a: Ids, b: Ids) -> int:
     """How many tokens two sequences begin with in common."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+    known, most = 0, min(len(a), len(b))
+    while known < most:  # halving, because lists compare much faster than a loop
+        middle = (known + most + 1) // 2
+        if a[known:middle] == b[known:middle]:
+            known = middle
+        else:
+            most = middle - 1
+    return known
 
 
 def num_distinct_tokens(sequences: Sequence[list[int]]) -> int:

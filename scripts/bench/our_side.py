@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ from unittest.mock import patch
 import common  # noqa: F401  # puts the repository on the path
 import numpy as np
 import torch
-from turns import Gate, Work, script_of, without_users
+from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline import session, train
 from pipeline.cli import parse
@@ -27,17 +28,19 @@ from pipeline.trajectory import RunRecord, Trajectory
 class Scripted:
     """Makes a sampler say scripts: it does all of its work, then their tokens are taken.
 
-    `scripts` holds, for each prompt, the tokens of an episode's messages, one after the other.
+    `scripts` holds, for each prompt and sibling, the tokens of the episode's messages.
     """
 
-    def __init__(self, sampler: Any, scripts: Mapping[tuple[int, ...], list[int]]) -> None:
+    def __init__(self, sampler: Any, scripts: Mapping[tuple[int, ...], list[list[int]]]) -> None:
         self._open, self._pick, self._scripts = sampler.open, sampler.pick, scripts
         self._said: dict[int, list[int]] = {}  # by the key of an episode's draws
         sampler.open, sampler.pick = self.open, self.pick
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> Any:
-        said = {key: self._scripts[tuple(p)] for key, p in zip(keys, prompts, strict=True)}
-        self._said |= said
+        asked = list(map(tuple, prompts))
+        for key, prompt, sibling in zip(keys, asked, siblings(asked), strict=True):
+            scripts = self._scripts[prompt]
+            self._said[key] = scripts[sibling % len(scripts)]
         self._keys = np.array(sorted(self._said), dtype=np.uint64)
         rows = [self._said[key] for key in self._keys.tolist()]
         self._tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
@@ -60,14 +63,15 @@ def main(work: Work, gate: Gate) -> None:
     {"step": steps, "sampling": sampling, "update": updates}[work.kind](run, work, gate)
 
 
-def scripts_of(run: session.Run, num_units: int) -> dict[tuple[int, ...], list[int]]:
-    """The forced tokens of every prompt of the steps to come."""
-    parts, found = run.parts, {}
+def scripts_of(run: session.Run, num_units: int) -> dict[tuple[int, ...], list[list[int]]]:
+    """The forced tokens of every sibling of every prompt of the steps to come."""
+    parts, found, size = run.parts, {}, run.config.rollout.num_generations
     for step in range(num_units):
         for task in tasks_of_step(parts.stages[0], step, parts.train, run.config.run.seed):
             tools = tool_schemas(parts.environments[task.domain])
             prompt = parts.chat.prompt_ids(list(task.prompt), tools)
-            found[tuple(prompt)] = [token for ids in script_of(task, parts) for token in ids]
+            scripts = [script_of(task, parts, sibling) for sibling in range(size)]
+            found[tuple(prompt)] = [list(chain(*messages)) for messages in scripts]
     return found
 
 

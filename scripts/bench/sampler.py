@@ -164,7 +164,9 @@ class Bench:
         longest += len(replies) * self.options.message_tokens
         cuda = self.options.device == "cuda"
         blocks = None if cuda else len(prompts) * (longest // 256 + 2)
-        config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=None if cuda else 2048)
+        config = ContinuousBatchingConfig(
+            num_blocks=blocks, max_batch_tokens=None if cuda else 2048
+        )
         held = prompts
         for reply in replies:
             found = self.batched.generate_batch(

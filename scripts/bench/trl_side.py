@@ -22,7 +22,7 @@ from common import ready
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from turns import Gate, Work, script_of, without_users
+from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline.cli import parse
 from pipeline.config import Config
@@ -73,7 +73,7 @@ class Trainer(GRPOTrainer):
     """TRL's trainer, counting what it samples and the seconds that this takes."""
 
     forced: Forced | None = None
-    scripts: dict[tuple[str, str], list[list[int]]]
+    scripts: dict[tuple[tuple[str, str], int], list[list[int]]]
     device_type = "cpu"
 
     def reset_counts(self) -> None:
@@ -83,7 +83,8 @@ class Trainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         begun = time.perf_counter()
         if self.forced is not None:
-            scripts = [self.scripts[row["domain"], row["id"]] for row in inputs]
+            names = [(row["domain"], row["id"]) for row in inputs]
+            scripts = [self.scripts[pair] for pair in zip(names, siblings(names), strict=True)]
             self.forced.begin(scripts, self.accelerator.device)
         outputs: dict[str, Any] = super()._generate_and_score_completions(inputs)
         ready(self.device_type)
@@ -125,7 +126,11 @@ def main(work: Work, gate: Gate) -> None:
     trainer = make_trainer(config, parts, work, rows)
     trainer.reset_counts()
     if work.forced and work.kind != "update":
-        trainer.scripts = {task.key: script_of(task, parts) for task in tasks}
+        trainer.scripts = {
+            (task.key, sibling): script_of(task, parts, sibling)
+            for task in tasks
+            for sibling in range(config.rollout.num_generations)
+        }
         trainer.forced = Forced(trainer.model)
     if work.kind == "sampling":
         size = config.rollout.tasks_per_step

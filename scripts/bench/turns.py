@@ -15,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common import ROOT, model_of, ratios_of, ready
 
@@ -201,18 +202,37 @@ def without_users(parts: Prepared) -> Prepared:
     return dataclasses.replace(parts, train=train)
 
 
-def script_of(task: Task, parts: Prepared) -> list[list[int]]:
-    """The messages of a forced episode, in tokens; they depend on the task's prompt alone.
+def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
+    """The messages of a forced episode, in tokens; they depend on the task and its sibling alone.
 
-    The look-up that the domain's expert begins with, `TOOL_TURNS` times, then "Done.".
+    The look-up that the domain's expert begins with, `TOOL_TURNS` times, then "Done.". Each sibling
+    asks for other ids, so that those of a group part in their first call.
     """
     from pipeline.environments.experts import play_expert
+    from pipeline.environments.generation import IDS
 
     expert = import_module(f"pipeline.environments.{task.domain}").expert
     messages, _ = play_expert(parts.environments[task.domain](), expert, task)
     look_up = next(message for message in messages if message.get("tool_calls"))
-    said = [look_up] * TOOL_TURNS + [{"role": "assistant", "content": "Done."}]
+    function = look_up["tool_calls"][0]["function"]
+    said: list[dict[str, Any]] = []
+    for turn in range(TOOL_TURNS):
+        other = IDS[(sibling * TOOL_TURNS + turn) % len(IDS)]
+        arguments = {n: other if v in IDS else v for n, v in function["arguments"].items()}
+        changed = {**function, "arguments": arguments}
+        said.append({**look_up, "tool_calls": [{"type": "function", "function": changed}]})
+    said.append({"role": "assistant", "content": "Done."})
     return [parts.chat.message_ids(message) for message in said]
+
+
+def siblings(names: Sequence[Any]) -> list[int]:
+    """Which sibling each is of those with its name, in the order that they come in."""
+    seen: Counter[Any] = Counter()
+    found = []
+    for name in names:
+        found.append(seen[name])
+        seen[name] += 1
+    return found
 
 
 def make_model(options: argparse.Namespace, folder: Path) -> str:
