@@ -4,7 +4,8 @@
 
 A cell is `groups` x G conversations with random weights and tokens: a prompt that the members of a
 group share, then as many turns, each a sampled message and a reply, both of forced length. All
-sample at temperature 1 in the same precision; ours keeps log-probabilities besides. `generate` and
+sample at temperature 1 in the same precision; ours keeps log-probabilities besides. Random draws
+part the members of a group at once, so that ours can share no more than the prompt. `generate` and
 transformers' continuous batching (`generate_batch`, whose blocks share prefixes) are given whole
 conversations at every turn. The methods take turns; a ratio is the median over repeats of theirs
 divided by ours.

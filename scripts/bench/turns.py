@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 TOOL_TURNS = 4  # of a forced episode, before its last message
+PARTING_TURN = 2  # in which the forced siblings of a group begin to differ
 # What a launcher tells a process of its place.
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -205,8 +206,8 @@ def without_users(parts: Prepared) -> Prepared:
 def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
     """The messages of a forced episode, in tokens; they depend on the task and its sibling alone.
 
-    The look-up that the domain's expert begins with, `TOOL_TURNS` times, then "Done.". Each sibling
-    asks for other ids, so that those of a group part in their first call.
+    The look-up that the domain's expert begins with, `TOOL_TURNS` times, then "Done.". The siblings
+    of a group say the same until `PARTING_TURN`, from which on each asks for other ids.
     """
     from pipeline.environments.experts import play_expert
     from pipeline.environments.generation import IDS
@@ -218,7 +219,11 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
     said: list[dict[str, Any]] = []
     for turn in range(TOOL_TURNS):
         other = IDS[(sibling * TOOL_TURNS + turn) % len(IDS)]
-        arguments = {n: other if v in IDS else v for n, v in function["arguments"].items()}
+        parted = turn >= PARTING_TURN
+        arguments = {
+            name: other if parted and value in IDS else value
+            for name, value in function["arguments"].items()
+        }
         changed = {**function, "arguments": arguments}
         said.append({**look_up, "tool_calls": [{"type": "function", "function": changed}]})
     said.append({"role": "assistant", "content": "Done."})
