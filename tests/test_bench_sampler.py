@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_a_small_cell_is_played_by_every_method(tmp_path):
     flags = ["--turns", "2", "--group-sizes", "2", "--prompt-tokens", "16", "--repeats", "1"]
-    flags += ["--message-tokens", "3", "--reply-tokens", "2", "--json", str(tmp_path / "found.json")]
+    flags += ["--message-tokens", "3", "--reply-tokens", "2"]
+    flags += ["--json", str(tmp_path / "found.json")]
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "sampler.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
