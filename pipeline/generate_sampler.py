@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
+from pipeline.conversations import Sampled, SamplerEpisode, own_copy, take_weights
 from pipeline.picking import logprobs_of, pick
-from pipeline.sampler import Sampled, SamplerEpisode, own_copy, take_weights
 
 TOKENS_PER_BATCH = 1 << 17  # of conversations computed side by side, padding included
 

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 from pipeline.chat import Chat
 from pipeline.config import RolloutSettings
+from pipeline.conversations import Sampled, SamplerEpisode
 from pipeline.environments.base import call_tool, error_result, may_wait, settled, tool_schemas
 from pipeline.generate_sampler import GenerateSampler
-from pipeline.sampler import Sampled, Sampler, SamplerEpisode
+from pipeline.sampler import Sampler
 from pipeline.tasks import Message, Task
 from pipeline.tool_calls import Parsed
 from pipeline.trajectory import StopReason, Trajectory

@@ -5,65 +5,36 @@ Legend: B sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from pipeline import picking
-from pipeline.lora import merged_parameters
+from pipeline.conversations import (
+    Ids,
+    Row,
+    Sampled,
+    SamplerEpisode,
+    append_sampled,
+    common_stems,
+    members_of,
+    own_copy,
+    passes,
+    row_of,
+    streams_of,
+    take_weights,
+    unserved,
+)
 from pipeline.prefixes import num_common
 from pipeline.row_cache import ROWS, RowCache
 
 MIN_STEM = 64  # tokens that prompts must share at their start to have them computed once
-PASS_TOKENS = 128  # a pass through the model costs about as much as so many tokens more in another
 MIN_FILL = 0.85  # share of a batch's rows that must still go on; below it they are brought together
 STEPS_PER_LOOK = 8  # tokens between two looks at what a GPU has sampled
-Ids = tuple[int, ...]
-
-
-@dataclass(kw_only=True, eq=False)
-class Row:
-    """A row of the cache, and the conversations that hold the same tokens so far."""
-
-    place: int
-    length: int  # tokens in the cache
-    members: list[SamplerEpisode] = field(default_factory=list)
-
-
-@dataclass(kw_only=True, eq=False)
-class SamplerEpisode:
-    """One conversation inside the sampler."""
-
-    key: int  # of its stream of draws
-    pending: list[int]  # tokens to feed before the next one is sampled
-    row: Row | None = None
-    num_sampled: int = 0  # draws used so far
-    room: int = 0  # tokens that the message under way may have
-    ids: list[int] = field(default_factory=list)  # of the message under way
-    logprobs: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """One assistant message as it was sampled; `finished` when its last id is the end of turn."""
-
-    ids: list[int]
-    logprobs: list[float]
-    finished: bool
-
-
-def unserved(config: Any) -> str | None:
-    """Why the row cache cannot serve a model of this configuration; None where it can."""
-    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
 
 
 class Sampler:
@@ -137,7 +108,7 @@ class Sampler:
 
     def close(self, episode: SamplerEpisode) -> None:
         """End a conversation; a row without any is free."""
-        row = _row(episode)
+        row = row_of(episode)
         row.members.remove(episode)
         if not row.members:
             del self._rows[row.place]
@@ -190,11 +161,11 @@ class Sampler:
         hidden = self._feed([row.place for row in rows], fed, [row.length for row in rows])
         for row, ids in zip(rows, fed, strict=True):
             row.length += len(ids)
-        members, which = _members(rows)
+        members, which = members_of(rows)
         logprobs_BV = self._logprobs(hidden)[torch.from_numpy(which).to(self.device)]
-        picked = self.pick(logprobs_BV, *_streams(members), greedy)
+        picked = self.pick(logprobs_BV, *streams_of(members), greedy)
         chosen = logprobs_BV.gather(-1, picked[:, None])
-        _append(members, picked[:, None].tolist(), chosen.tolist())
+        append_sampled(members, picked[:, None].tolist(), chosen.tolist())
 
     def _parted(self, episodes: Sequence[SamplerEpisode]) -> list[Row]:
         """The rows of these conversations, which hold no other and are to be fed the same tokens.
@@ -207,7 +178,7 @@ class Sampler:
             alike.setdefault((id(episode.row), fed), []).append(episode)
         rows, copies, longest = [], [], 0
         for members in alike.values():
-            row = _row(members[0])
+            row = row_of(members[0])
             if len(members) < len(row.members):
                 parting = set(map(id, members))
                 row.members = [episode for episode in row.members if id(episode) not in parting]
@@ -231,7 +202,7 @@ class Sampler:
         """
         rows = self._bring_to_front(self._parted(episodes))
         count = len(rows)
-        members, which = _members(rows)
+        members, which = members_of(rows)
         # Free rows fill the batch up; rows of others are written only beyond what they hold.
         held = [row.length for row in rows]
         filling = [self._rows.get(place) for place in range(count, -(-count // ROWS) * ROWS)]
@@ -242,7 +213,7 @@ class Sampler:
         tokens, positions = tokens.to(self.device), torch.tensor(held).to(self.device)[:, None]
         index = torch.arange(len(held), device=self.device)
         which_B, first_B = (torch.from_numpy(x).to(self.device) for x in (which, first))
-        keys, drawn = _streams(members)
+        keys, drawn = streams_of(members)
         left = np.array([e.room - len(e.ids) for e in members])
         lengths = np.zeros(len(members), dtype=np.int64)  # of what is sampled here; 0: it goes on
         picked, chosen = [], []
@@ -272,7 +243,7 @@ class Sampler:
         for row, length in zip(rows, lengths[first].tolist(), strict=True):
             row.length += length
         ids, logprobs = torch.stack(picked, 1).cpu().numpy(), torch.cat(chosen, 1).cpu().numpy()
-        _append(
+        append_sampled(
             members,
             [line[:length].tolist() for line, length in zip(ids, lengths, strict=True)],
             [line[:length].tolist() for line, length in zip(logprobs, lengths, strict=True)],
@@ -371,83 +342,3 @@ class Sampler:
     ) -> torch.Tensor:
         """The next token of each row, [B]; its draw stands at `positions` of the stream `keys`."""
         return picking.pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)
-
-
-def own_copy(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of a model to sample from, which shares the weights that have the type already."""
-    shared = {  # not the buffers: rotary frequencies need fp32
-        id(p): nn.Parameter(p.data.to(dtype), requires_grad=False) for p in model.parameters()
-    }
-    return copy.deepcopy(model, shared).eval()
-
-
-def take_weights(own_model: Any, model: Any) -> None:
-    """Share or copy the weights of the trained model; LoRA's are merged on the way."""
-    for own, trained in zip(own_model.parameters(), merged_parameters(model), strict=True):
-        if own.dtype == trained.dtype:
-            own.data = trained.detach()
-        else:
-            own.copy_(trained)
-
-
-def _row(episode: SamplerEpisode) -> Row:
-    assert episode.row is not None
-    return episode.row
-
-
-def _members(rows: Sequence[Row]) -> tuple[list[SamplerEpisode], NDArray[np.int64]]:
-    """The conversations of rows, and for each the index of its row."""
-    which = np.repeat(np.arange(len(rows)), [len(row.members) for row in rows])
-    return [episode for row in rows for episode in row.members], which
-
-
-def _streams(
-    episodes: Sequence[SamplerEpisode],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """The key of each episode's draws, and how many it has used."""
-    keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
-    return keys, np.array([episode.num_sampled for episode in episodes])
-
-
-def _append(
-    episodes: Sequence[SamplerEpisode], ids: list[list[int]], logprobs: list[list[float]]
-) -> None:
-    """Add sampled tokens to the messages under way; the last one is still to be fed."""
-    for episode, new, theirs in zip(episodes, ids, logprobs, strict=True):
-        episode.ids += new
-        episode.logprobs += theirs
-        episode.num_sampled += len(new)
-        episode.pending = [new[-1]]
-
-
-def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Which lengths, in falling order, are fed together: (first, last) of each pass.
-
-    They are cut where that saves more padding than a pass of its own costs.
-    """
-    cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
-    if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
-        return [(0, len(lengths))]
-    rest = [(cut + first, cut + last) for first, last in passes(lengths[cut:])]
-    return [*passes(lengths[:cut]), *rest]
-
-
-def common_stems(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
-    """What neighbours in sorted order begin with alike, where it is `at_least` so long.
-
-    A prompt that shares less than half of a stem starts another: domains have policies of their
-    own behind a common opening.
-    """
-    stems: list[Ids] = []
-    before: Ids = ()
-    stem: Ids | None = None
-    for prompt in sorted(prompts):
-        if stem is not None and 2 * (shared := num_common(stem, prompt)) >= len(stem):
-            stems[-1] = stem = stem[:shared]
-        elif (shared := num_common(before, prompt)) >= at_least:
-            stem = prompt[:shared]
-            stems.append(stem)
-        else:
-            stem = None
-        before = prompt
-    return [stem for stem in stems if len(stem) >= at_least]

@@ -19,11 +19,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.chat import Chat
+from pipeline.conversations import Sampled
 from pipeline.draws import uniforms
 from pipeline.micro_batches import micro_batch
 from pipeline.picking import cumulative
 from pipeline.policy import TokenLogprobs
-from pipeline.sampler import Sampled, Sampler
+from pipeline.sampler import Sampler
 from pipeline.tasks import Message, Task
 from pipeline.tiny import tiny_tokenizer
 from pipeline.trajectory import StopReason, Trajectory

@@ -7,8 +7,9 @@ import torch
 from helpers import small_model
 from torch.nn.functional import scaled_dot_product_attention
 
+from pipeline.conversations import common_stems, passes
 from pipeline.row_cache import attend
-from pipeline.sampler import Sampler, common_stems, passes
+from pipeline.sampler import Sampler
 
 END = 0
 
