@@ -89,7 +89,7 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     assert re.search(r"  weights of the sampler +7\.49 GiB\n", said)
     assert re.search(r"  LoRA adapters \(fp32\) +0\.12 GiB\n", said)
     assert re.search(r"  AdamW \(fp32, two moments\) +0\.25 GiB\n", said)
-    assert re.search(r"  sum +61\.63 GiB, ", said)
+    assert re.search(r"  sum +61\.88 GiB, ", said)
 
 
 def test_an_unknown_hub_model_is_refused():
