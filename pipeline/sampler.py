@@ -84,8 +84,7 @@ class Sampler:
     @torch.no_grad()
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
         """Start one conversation per prompt; what prompts share is computed once."""
-        if not self._rows and (self.device.type != "cpu" or not self._cache.layers):
-            # A CPU would spend long on fresh memory; a GPU's is wanted for updates in between.
+        if not self._cache.layers:
             layers, capacity = self.model.config.num_hidden_layers, 2 * max(map(len, prompts))
             self._cache = RowCache(layers, 0, capacity, self.device)
         episodes = [
@@ -112,6 +111,9 @@ class Sampler:
         row.members.remove(episode)
         if not row.members:
             del self._rows[row.place]
+        if not self._rows and self.device.type == "cuda":
+            # Updates want its memory; a CPU keeps it, because fresh memory takes it long.
+            self._cache = RowCache(0, 0, 1, self.device)
 
     def _new_row(self, length: int) -> Row:
         place = next(place for place in count() if place not in self._rows)
