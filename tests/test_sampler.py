@@ -70,7 +70,7 @@ def test_looking_at_tokens_rarely_as_on_a_gpu_changes_none_of_them():
     found = []
     for steps in (1, 8, 5):
         sampler = sampler_of()
-        sampler.steps_per_look = steps
+        sampler.steps_per_look, sampler.shares_rows = steps, steps == 1
         episodes = sampler.open([prompt_of(n) for n in range(32)], range(32))
         turns = [sampler.sample(episodes, [3 + n % 20 for n in range(32)])]
         for number, episode in enumerate(episodes):
