@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from pipeline import lora
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
-from pipeline.conversations import unserved
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
 from pipeline.micro_batches import KEYS_PER_TOKEN
 from pipeline.policy import hub_reachable, on_gpu, uses_bf16
+from pipeline.prefixes import unserved
 from pipeline.prepare import Prepared, prepare
 from pipeline.run_folder import check_folder
 from pipeline.tasks import count_by

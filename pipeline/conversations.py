@@ -53,13 +53,6 @@ class Sampled:
     finished: bool
 
 
-def unserved(config: Any) -> str | None:
-    """Why the row cache cannot serve a model of this configuration; None where it can."""
-    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
-
-
 def own_copy(model: Any, dtype: torch.dtype) -> Any:
     """A copy of a model to sample from, which shares the weights that have the type already."""
     shared = {  # not the buffers: rotary frequencies need fp32

@@ -115,15 +115,20 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
     )
 
 
+def unserved(config: Any) -> str | None:
+    """Why keys and values of a model's tokens cannot be kept and shared; None where they can."""
+    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [window])
+    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
+
+
 def follow_prefixes(model: Any) -> bool:
     """Let the model's attention follow prefix trees; False where it cannot.
 
     It can where transformers' scaled_dot_product_attention computes full attention in all layers.
     """
     config = model.config
-    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    if kinds != {"full_attention"} or not getattr(model, "_supports_attention_backend", False):
+    if unserved(config) is not None or not getattr(model, "_supports_attention_backend", False):
         return False
     if config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)

@@ -27,9 +27,8 @@ from pipeline.conversations import (
     row_of,
     streams_of,
     take_weights,
-    unserved,
 )
-from pipeline.prefixes import num_common
+from pipeline.prefixes import num_common, unserved
 from pipeline.row_cache import ROWS, RowCache
 
 MIN_STEM = 64  # tokens that prompts must share at their start to have them computed once

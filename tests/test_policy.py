@@ -11,11 +11,11 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3Fo
 from pipeline import policy
 from pipeline.chat import Chat
 from pipeline.config import ModelSettings, UserError
-from pipeline.conversations import unserved
 from pipeline.draws import stream_key, uniforms
 from pipeline.micro_batches import make_micro_batches
 from pipeline.picking import cumulative, inverse_cdf
 from pipeline.policy import TokenLogprobs, load_folder, load_model, load_tokenizer
+from pipeline.prefixes import unserved
 from pipeline.sampler import Sampler
 from pipeline.tiny import tiny_model
 
