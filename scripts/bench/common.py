@@ -6,13 +6,11 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,16 +104,6 @@ def ratios_of(
         for seconds, work in pairs if number % 2 == 0 else pairs[::-1]:
             seconds.append(work())
     return first, second
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """How many times as long theirs takes: the median over pairs measured one after the other."""
-    return median(b / a for a, b in zip(ours, theirs, strict=True))
-
-
-def peak_memory_mb() -> float:
-    """The most resident memory that this process has had so far, in MB (Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def in_fresh_process(arguments: Sequence[str], **variables: str) -> dict[str, Any]:
