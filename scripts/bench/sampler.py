@@ -161,12 +161,13 @@ class Bench:
             eos_token_id=-1,
             pad_token_id=0,
         )
-        longest = len(prompts[0]) + sum(map(len, replies))
-        longest += len(replies) * self.options.message_tokens
-        cuda = self.options.device == "cuda"
-        blocks = None if cuda else len(prompts) * (longest // 256 + 2)
+        # One manager serves all cells, so its pages must hold the largest.
+        options, cuda = self.options, self.options.device == "cuda"
+        turn = options.message_tokens + options.reply_tokens
+        longest = max(options.prompt_tokens) + max(options.turns) * turn
+        pages = options.groups * max(options.group_sizes) * (longest // 256 + 2)
         config = ContinuousBatchingConfig(
-            num_blocks=blocks, max_batch_tokens=None if cuda else 2048
+            num_blocks=None if cuda else pages, max_batch_tokens=None if cuda else 2048
         )
         held = prompts
         for reply in replies:
@@ -174,7 +175,8 @@ class Bench:
                 held, how, config, persistent_manager=True, warmup=False
             )
             said = [found[name].generated_tokens for name in sorted(found, key=_number)]
-            assert len(said) == len(held), "continuous batching lost a conversation"
+            lengths = [len(ids) for ids in said]
+            assert lengths == [options.message_tokens] * len(held), "continuous batching gave up"
             held = [[*ids, *new, *reply] for ids, new in zip(held, said, strict=True)]
 
 
