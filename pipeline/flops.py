@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Dense bf16, FLOP/s; half of what NVIDIA's datasheets, the source, state with sparsity. Names are
-# words of CUDA's name of the device; the first whose words are all in it counts.
+# Dense bf16, FLOP/s, as public tables repeat NVIDIA's figures; read the card's own datasheet before
+# quoting MFU. Names are words of CUDA's name of the device; the first whose words are all in it
+# counts.
 PEAKS = {
     "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
+    "H200 NVL": 836e12,
     "H200": 989e12,
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -29,7 +29,6 @@ PEAKS = {
     "A30": 165e12,
     "A10": 125e12,
     "L40S": 362e12,
-    "L40": 181e12,
     "L4": 121e12,
 }
 
