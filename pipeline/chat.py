@@ -21,9 +21,11 @@ from typing import Any
 
 from pipeline.config import STARTED_BY_US, UserError
 from pipeline.probes import ANSWER, ASKED, CALL, REPLIES, RESULT, STUB_TURN, TOOL, conversations
+from pipeline.response_reader import ResponseTemplate, steady
 from pipeline.special_text import GUARD, STUB, Guards, Special
 from pipeline.tasks import Message
 from pipeline.tool_calls import Parsed, is_call, parse_hermes
+from pipeline.untrusted import reason_of
 
 _CACHE_SIZE = 65536  # renderings and parses kept: what a small model says, it says many times
 
@@ -66,12 +68,14 @@ class Chat:
         self._check_deltas()
         self._renders_calls = "probe_tool" in self._template([ASKED, CALL])
         self._opening = self._template([ASKED], add_generation_prompt=True)
+        self._reader: ResponseTemplate | None = None
         self._prefix = ""  # of a message, for the reader of calls
-        self._uses_response_template = self._choose_parser(tool_call_format)
+        self._reader = self._choose_reader(tool_call_format)
         self._warn_of_lost_thoughts()
         self._reply_ids = lru_cache(_CACHE_SIZE)(self._render_reply)
         self._message_ids = lru_cache(_CACHE_SIZE)(self._render_message)
         self._prompt_ids = lru_cache(_CACHE_SIZE)(self._render_prompt)
+        self._spell = lru_cache(_CACHE_SIZE)(self._spell_text)
         self._parse = lru_cache(_CACHE_SIZE)(self._parse_text)
         self.num_content_tokens = lru_cache(_CACHE_SIZE)(self._num_content_tokens)
 
@@ -190,13 +194,13 @@ class Chat:
             ids += self._spell(part) if hidden else found
         return ids
 
-    def _spell(self, text: str) -> list[int]:
+    def _spell_text(self, text: str) -> tuple[int, ...]:
         """Ids of a special string as plain text, one character after the other.
 
         `split_special_tokens` alone still finds added tokens that are not marked special.
         """
         encoded = [self._encode_after(character, split_special_tokens=True) for character in text]
-        return [token for ids in encoded for token in ids]
+        return tuple(token for ids in encoded for token in ids)
 
     def _encode_after(self, text: str, **options: Any) -> list[int]:
         """Ids of a text that does not start a line."""
@@ -223,30 +227,40 @@ class Chat:
             return Parsed(content=text, malformed="nested too deeply")
 
     def _parse_text(self, text: str, ended: bool) -> Parsed:
-        if not self._uses_response_template:
+        if self._reader is None:
             opened = self._opening.rstrip().endswith("<think>")
             return parse_hermes("<think>" + text if opened and "</think>" in text else text)
         whole = text + self.end_of_turn if ended else text
         try:
-            message = self.tokenizer.parse_response(whole, prefix=self._prefix)
-        except (ValueError, TypeError, KeyError) as error:
-            return Parsed(content=text, malformed=str(error).partition("\n")[0].rstrip("."))
+            message = self._read(whole, self._prefix)
+        except RecursionError:
+            raise
+        except Exception as error:  # a template is not ours, and what it reads may be anything
+            reason = str(error).partition("\n")[0].rstrip(".")
+            return Parsed(content=text, malformed=reason or type(error).__name__)
+        said, found = message.get("content") or "", message.get("tool_calls") or []
+        if not isinstance(said, str) or not isinstance(found, list):
+            return Parsed(content=text, malformed="the response template gives no message")
         calls = []
-        for call in message.get("tool_calls") or []:
+        for call in found:
             function = call.get("function", call) if isinstance(call, dict) else None
             if not is_call(function):
                 return Parsed(
                     content=text, malformed="a call needs a name and an object of arguments"
                 )
             calls.append((function["name"], function.get("arguments") or {}))
-        return Parsed(content=(message.get("content") or "").strip(), calls=calls)
+        return Parsed(content=said.strip(), calls=calls)
+
+    def _read(self, text: str, prefix: str) -> dict[str, Any]:
+        message: dict[str, Any] = self.tokenizer.parse_response(text, self._reader, prefix=prefix)
+        return message
 
     # -- checks at start --
 
-    def _choose_parser(self, tool_call_format: str) -> bool:
-        """True where the tokenizer's response template reads the calls, not our Hermes parser."""
+    def _choose_reader(self, tool_call_format: str) -> ResponseTemplate | None:
+        """The tokenizer's response template; None where our Hermes parser reads the calls."""
         if tool_call_format == "hermes":
-            return False
+            return None
         if getattr(self.tokenizer, "response_template", None) is None:
             from trl.chat_template_utils import add_response_schema
 
@@ -258,12 +272,19 @@ class Chat:
                     "template: tool calls are read as <tool_call>{...}</tool_call>; set "
                     "tool_call_format: hermes to silence this"
                 )
-                return False
-        # A template may open a message itself, with <think>, which its reader must know.
-        nothing = self.tokenizer.parse_response(self.end_of_turn, prefix=self._opening)
+                return None
+        try:
+            self._reader = steady(self.tokenizer.response_template)
+            # A template may open a message itself, with <think>, which its reader must know.
+            nothing = self._read(self.end_of_turn, self._opening)
+        except Exception as error:  # it came with the model and may hold anything
+            raise UserError(
+                f"model: its tokenizer's response template cannot be used ({reason_of(error)}); "
+                "set tool_call_format: hermes, or mend it"
+            ) from None
         if not nothing.get("content"):  # it finds where the message starts
             self._prefix = self._opening
-        return True
+        return self._reader
 
     def _warn_of_lost_thoughts(self) -> None:
         tagged = {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWERED}"}

@@ -5,7 +5,9 @@ These are the settings, tasks, tokenizer, template and memory.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
 from pipeline.micro_batches import KEYS_PER_TOKEN
-from pipeline.policy import hub_reachable, on_gpu, uses_bf16
+from pipeline.model_files import refuse_misfits, refuse_other_vocabulary, weights_in
+from pipeline.policy import from_files, hub_reachable, on_gpu, uses_bf16
 from pipeline.prefixes import unserved
 from pipeline.prepare import Prepared, prepare
-from pipeline.run_folder import check_folder
+from pipeline.run_folder import check_folder, folder_of
 from pipeline.tasks import count_by
 from pipeline.tiny import tiny_model, tiny_tokenizer
 
@@ -53,7 +56,7 @@ def validate(config: Config) -> Prepared:
     Raises UserError.
     """
     parts = prepare(config)
-    why_generate(empty_model(config))
+    check_model(config, parts)
     memory, have = memory_per_rank(config), memory_of_a_rank(config)
     need = sum(memory.values())
     if need > have:
@@ -77,13 +80,13 @@ def main(config: Config) -> int:
             raise
         unreachable = str(error)
         parts = prepare(config, tokenizer=tiny_tokenizer())
+    why = check_model(config, parts)
     print(f"recipe {config.recipe}: model {config.model.model}")
     if unreachable:
         print(
             f"  not checked: tokenizer and template ({unreachable}); the embedded tokenizer "
             "counts below"
         )
-    why = why_generate(empty_model(config))
     if why is None:
         print("sampling: one key-value cache over all turns")
     else:
@@ -93,6 +96,41 @@ def main(config: Config) -> int:
     _print_prompts(config, parts)
     _print_memory(config)
     return 0
+
+
+def check_model(config: Config, parts: Prepared) -> str | None:
+    """Why its conversations must be sampled through `generate`; its weights are not loaded.
+
+    Raises UserError where the files of its folder do not fit each other, and where the run's
+    folder has no room for two checkpoints of it, the one that is written and the one before.
+    """
+    name = config.model.model
+    while lora.is_adapter(name):
+        lora.check_files(name)
+        name = lora.base_of(name)
+    model = empty_model(config)
+    refuse_other_vocabulary(parts.tokenizer, model)
+    if os.path.isdir(name):
+        refuse_misfits(name, weights_in(name), model)
+    why = why_generate(model)
+    if config.grpo.use_grpo:
+        size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)
+        refuse_full_disk(config, max(size, 12.0 * _num_trained(config, model)))
+    return why
+
+
+def refuse_full_disk(config: Config, size: float) -> None:
+    """UserError where the file system of the run's folder cannot take two files of so many bytes.
+
+    One without a size of its own is taken to have no limit.
+    """
+    folder = folder_of(config)
+    found = shutil.disk_usage(next(part for part in (folder, *folder.parents) if part.exists()))
+    if found.total > 0 and found.free < 2 * size:
+        raise UserError(
+            f"output_dir: two checkpoints take {2 * size / GIB:.1f} GiB, and there are "
+            f"{found.free / GIB:.1f} free for {str(folder)!r}; make room, or name another folder"
+        )
 
 
 def why_generate(model: Any) -> str | None:
@@ -167,7 +205,7 @@ def _print_prompts(config: Config, parts: Prepared) -> None:
         task, environment = parts.train[domain][0], parts.environments[domain]
         ids = parts.chat.prompt_ids(task.prompt, tool_schemas(environment))
         print(f"\n--- a prompt of {domain} ({task.id}) ---\n{parts.tokenizer.decode(ids)}")
-        if domain not in EMBEDDED_DOMAINS:
+        if domain not in EMBEDDED_DOMAINS or not json.loads(task.payload).get("goal"):
             continue
         expert = import_module(f"pipeline.environments.{domain}").expert
         messages, reward = play_expert(environment(), expert, task)
@@ -240,13 +278,10 @@ def _intermediate_size(shape: Any) -> int:
 
 def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:
     """Bytes that come with trained weights, in GRPO or the warm start, whichever needs more."""
-    grpo, num_trained = config.grpo, num_parameters
+    grpo, num_trained = config.grpo, _num_trained(config, model)
     num_ranks = config.run.num_gpus or 1
     memory = {}
     if config.model.use_peft:
-        with torch.device("meta"):
-            attached = lora.attach(model, config.model, config.model.model, config.run.seed)
-        num_trained = sum(p.numel() for p in attached.parameters() if p.requires_grad)
         memory["LoRA adapters (fp32)"] = 4.0 * num_trained
     memory["gradients (fp32)"] = 4.0 * num_trained
     memory["AdamW (fp32, two moments)"] = 8.0 * num_trained
@@ -262,28 +297,47 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
     return warm_start if config.warm_start.steps and needs_more else memory
 
 
+def _num_trained(config: Config, model: Any) -> int:
+    """Weights that GRPO trains; with LoRA, the model without weights gets its adapters here."""
+    if not config.model.use_peft:
+        return int(model.num_parameters())
+    with torch.device("meta"):
+        attached = lora.attach(model, config.model, config.model.model, config.run.seed)
+    return sum(p.numel() for p in attached.parameters() if p.requires_grad)
+
+
 def empty_model(config: Config) -> Any:
     """The recipe's model without its weights."""
     name = config.model.model
     if name == "tiny":
         with torch.device("meta"):
             return tiny_model(tiny_tokenizer(), 0)
-    try:
-        shape = AutoConfig.from_pretrained(
-            lora.base_of(name) if lora.is_adapter(name) else name,
-            trust_remote_code=config.model.trust_remote_code,
+    base, settings = name, config.model
+    while lora.is_adapter(base):
+        base = lora.base_of(base)
+
+    def shape_of() -> Any:
+        return AutoConfig.from_pretrained(
+            base,
+            trust_remote_code=settings.trust_remote_code,
             local_files_only=not hub_reachable(),
         )
-    except (OSError, ValueError) as error:
+
+    def make() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                shape,
+                trust_remote_code=settings.trust_remote_code,
+                attn_implementation=settings.attn_implementation,
+            )
+
+    try:
+        shape = from_files(base, "configuration", shape_of)
+    except UserError:
         if name not in SHAPES:
-            raise UserError(
-                f"model: got {name!r}, which cannot be loaded ({str(error).splitlines()[0]})"
-            ) from None
+            raise
         shape = Qwen3Config(**SHAPES[name])
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            shape, trust_remote_code=config.model.trust_remote_code
-        )
+    return from_files(base, "model", make)
 
 
 def memory_of_a_rank(config: Config) -> float:

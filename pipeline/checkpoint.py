@@ -1,15 +1,17 @@
-"""Checkpoints: written aside, synced, renamed, and only then pointed at by `latest`.
+"""Checkpoints: written aside, synced, described by a manifest, renamed; then older ones go.
 
 A checkpoint is a folder that `from_pretrained` loads (model, or LoRA adapters, and tokenizer), with
-`optimizer.pt` and `state.json`.
+`optimizer.pt`, `state.json` and `manifest.json`. The learning-rate schedule and the place in the
+tasks are functions of the step and the settings, and every draw has a key of its own, so that
+there is no state of a scheduler, a data loader or a random generator to keep.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,15 @@ import torch
 from peft import PeftModel
 
 from pipeline import lora
+from pipeline.manifest import (
+    PREVIOUS,
+    WRITING,
+    newest_first,
+    number_of,
+    sync,
+    write_manifest,
+    write_text,
+)
 
 
 @dataclass(kw_only=True)
@@ -25,12 +36,28 @@ class TrainState:
 
     stage: str = "start"
     step: int = 0  # optimizer steps done
+    validated: int = 0  # the step of the last validation
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
     # Summaries of finished stages.
     training: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Bytes of metrics.jsonl and timings.jsonl that belong to the run so far.
+    sizes: dict[str, int] = field(default_factory=dict)
+    wall_s: float = 0.0  # of all the processes that brought it here, up to the last save
+    max_tokens_per_microbatch: int | None = None  # after out-of-memory faults
+    num_skipped_steps: int = 0  # for a loss or gradient that was not finite
+    num_skipped_in_a_row: int = 0
+    error_counts: dict[str, list[int]] = field(default_factory=dict)
+    tracker_run_id: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # the settings of the run, resolved
 
     def evaluated(self, after: str) -> bool:
         return any(evaluation["after"] == after for evaluation in self.evaluations)
+
+    @property
+    def config_hash(self) -> str:
+        """SHA-256 of the settings as canonical JSON."""
+        text = json.dumps(self.config, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def save(
@@ -43,65 +70,53 @@ def save(
 ) -> Path:
     """Write `folder/name` and point `latest` at it; of a model with LoRA, the adapters alone.
 
-    An interrupted call leaves every earlier checkpoint as it was.
+    An interrupted or failing call leaves every earlier checkpoint as it was. Raises OSError where
+    the disk is full; what was written of the new checkpoint is removed then.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{name}.writing"
-    shutil.rmtree(aside, ignore_errors=True)
-    if isinstance(model, PeftModel):
-        lora.save(model, aside)
-    else:
-        model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    if optimizer_state is not None:
-        torch.save(optimizer_state, aside / "optimizer.pt")
-    (aside / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-    for path in aside.rglob("*"):
-        _sync(path)
-    _sync(aside)
-    final = folder / name
-    if final.exists():  # from before a resume; the name stays free for a moment only
-        old = folder / f".{name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        aside.rename(final)
-        shutil.rmtree(old)
-    else:
-        aside.rename(final)
+    final, writing = folder / name, folder / f"{WRITING}{name}"
+    shutil.rmtree(writing, ignore_errors=True)
+    number = 1 + max(map(number_of, newest_first(folder)), default=0)
+    try:
+        _write(writing, model, tokenizer, state, optimizer_state)
+        write_manifest(writing, number)
+        for path in writing.rglob("*"):
+            sync(path)
+        sync(writing)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    if final.exists():  # it stays a checkpoint that can be resumed from until the new one is there
+        previous = folder / f"{name}{PREVIOUS}"
+        shutil.rmtree(previous, ignore_errors=True)
+        final.rename(previous)
+    writing.rename(final)
+    sync(folder)
     write_text(folder / "latest", name + "\n")
     return final
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    _sync(aside)
-    aside.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def prune(folder: Path, limit: int) -> None:
-    """Remove all but the newest `limit` checkpoints of `save_steps`.
-
-    Those of stages and `latest` are kept.
-    """
-    latest = (folder / "latest").read_text(encoding="utf-8").strip()
-    for path in sorted(folder.glob("step-*"))[:-limit]:
-        if path.name != latest:  # newer ones may stand there from before a resume
-            shutil.rmtree(path)
+def _write(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    state: TrainState,
+    optimizer_state: dict[str, Any] | None,
+) -> None:
+    if isinstance(model, PeftModel):
+        lora.save(model, folder)
+    else:
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if optimizer_state is not None:
+        torch.save(optimizer_state, folder / "optimizer.pt")
+    content = {**asdict(state), "config_hash": state.config_hash}
+    (folder / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def load_state(path: Path) -> TrainState:
-    return TrainState(**json.loads((path / "state.json").read_text(encoding="utf-8")))
+    content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return TrainState(**{f.name: content[f.name] for f in fields(TrainState)})
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:

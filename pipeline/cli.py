@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -22,6 +24,8 @@ from pipeline.recipe import (
     read_recipe,
     resolve,
 )
+from pipeline.run_folder import run_of_checkpoint
+from pipeline.untrusted import one_line, shown
 
 DEFAULT_RECIPE = "three_domain_tiny"
 
@@ -31,6 +35,13 @@ def parse(argv: list[str]) -> Config:
 
     Raises `UserError` for every mistake, and `SystemExit(0)` after printing the help.
     """
+    try:
+        return _parse(argv)
+    except UserError as error:  # names in it may be anything
+        raise UserError(one_line(str(error))) from None
+
+
+def _parse(argv: list[str]) -> Config:
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args(argv)
     given = vars(namespace)
@@ -40,25 +51,32 @@ def parse(argv: list[str]) -> Config:
         sys.exit(0)
     if unknown:
         raise UserError(_unknown_argument(unknown[0], parser))
-    path = find_recipe(recipe or _of_resumed_run(given) or DEFAULT_RECIPE)
+    resumed = _resumed_run(given)
+    own = resumed / "config.yaml" if resumed is not None else None
+    path = find_recipe(recipe or (own if own and own.is_file() else DEFAULT_RECIPE))
     tree = read_recipe(path)
     flags = {}
+    if resumed is not None:
+        tree["run"]["output_dir"] = str(resumed)
     for dest, value in given.items():
         section, name = dest.split(".")
         tree[section][name] = _value(value, SETTINGS[section, name].annotation)
         flags[section, name] = flag(section, name)
     config = resolve(path, tree, flags)
     _require_files(config, path, flags)
+    fresh = Path("runs") if config.run.resume_from_checkpoint is None else None
+    folder = config.run.output_dir or fresh
+    if folder is not None and not config.run.doctor and os.environ.get("RANK", "0") == "0":
+        _require_folder(folder)
     return config
 
 
-def _of_resumed_run(given: dict[str, Any]) -> str | None:
-    """The settings of the run to resume, which is what a resume goes on with."""
-    folder = given.get("run.output_dir")
-    if given.get("run.resume_from_checkpoint") is None or folder is None:
+def _resumed_run(given: dict[str, Any]) -> Path | None:
+    """The folder of the run to resume, whose settings it goes on with."""
+    name, folder = given.get("run.resume_from_checkpoint"), given.get("run.output_dir")
+    if name is None:
         return None
-    path = Path(folder) / "config.yaml"
-    return str(path) if path.is_file() else None
+    return run_of_checkpoint(name) if folder is None else Path(folder)
 
 
 def flag(section: str, name: str) -> str:
@@ -173,7 +191,7 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
     name = argument.split("=")[0]
     if not name.startswith("-"):
         return (
-            f"unexpected argument {argument!r}; lists are separated by commas, "
+            f"unexpected argument {shown(argument)}; lists are separated by commas, "
             "and a recipe is given as --config RECIPE"
         )
     if why := per_device_refusal(name):
@@ -188,6 +206,20 @@ def _require_files(config: Config, path: Path, flags: dict[Key, str]) -> None:
     for key, field in SETTINGS.items():
         value = getattr(getattr(config, key[0]), key[1])
         is_input = _without_null(field.annotation) is Path and key[1] != "output_dir"
-        if is_input and value is not None and not value.is_file():
+        if is_input and value is not None and not os.path.isfile(value):
             where = flags.get(key) or f"{path}: {'.'.join(key)}"
             raise UserError(f"{where}: got '{value}', which is no file; give an existing file")
+
+
+def _require_folder(folder: Path) -> None:
+    """UserError where the run's folder could not be made, which is tried in a temporary one."""
+    there = next(part for part in (folder, *folder.parents) if os.path.lexists(part))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".writable-", dir=there) as trial:
+            (trial / folder.relative_to(there)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot be written to ({error.strerror})"
+        what = "is no folder" if os.path.isfile(there) else what
+        raise UserError(
+            f"output_dir: got '{folder}', but '{there}' {what}; name another folder"
+        ) from None

@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 
-from pipeline import checkpoint, report
+from pipeline import checkpoint, error_shares, report
+from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT
 from pipeline.curriculum import Stage
 from pipeline.distributed import whole_state
+from pipeline.error_shares import ErrorShares
 from pipeline.evaluate import evaluate, floors, success
+from pipeline.manifest import prune, sync, write_text
 from pipeline.session import Run, curriculum
-from pipeline.trajectory import StopReason, Trajectory
+from pipeline.trajectory import RunRecord, StopReason, Trajectory
 
 
 def validate_when_due(run: Run, stage: Stage) -> None:
     """A quick look at validation tasks inside a stage."""
     every, step = run.config.evaluation.eval_steps, run.state.step
-    if not every or step % every:
+    if not every or step % every or run.state.validated == step:
         return
     tasks = [task for tasks in run.parts.validation.values() for task in tasks]
-    records, _ = evaluate(run.rollout, tasks, 1, run.config.run.seed, run.ranks)
+    records, trajectories = evaluate(run.rollout, tasks, 1, run.config.run.seed, run.ranks)
     rates = success(records, records, 1)
     metrics = {f"validation/{domain}/success": rates[domain]["mean"] for domain in rates}
     run.log.metrics({"kind": "validation", "stage": stage.name, "step": step, **metrics})
+    run.state.validated = step
+    stop_on_errors(run, ErrorShares.of(records), trajectories, "in a validation")
+
+
+def stop_on_errors(
+    run: Run,
+    errors: ErrorShares,
+    trajectories: Sequence[Trajectory] = (),
+    when: str = "since the stage began",
+) -> None:
+    """Raise RuntimeError, on every rank, where a domain's environment fails too often."""
+    errors.remember(trajectories)
+    limits = run.config.rollout
+    error_shares.stop_on_errors(
+        run.ranks, errors, limits.max_error_share, 2 * limits.num_generations, when
+    )
 
 
 def evaluate_and_record(run: Run, after: str) -> None:
@@ -43,6 +64,7 @@ def evaluate_and_record(run: Run, after: str) -> None:
     run.log.metrics({**keys, **metrics})
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
     save_trajectories(run, f"evaluation-{after}", trajectories)
+    stop_on_errors(run, ErrorShares.of(sampled), trajectories, f"in the evaluation after {after}")
     if run.ranks.is_main:
         shown = "  ".join(f"{d} {r['mean']:.2f}" for d, r in rates.items())
         print(f"evaluation after {after}: success sampled  {shown}", flush=True)
@@ -57,12 +79,26 @@ def write_results(run: Run) -> None:
         "split": run.config.data.eval_split,
         "temperature": run.config.rollout.temperature,
         "evaluations": run.state.evaluations,
-        "floors": floors(run.parts.environments, run.parts.held_out),
+        "floors": floors(
+            run.parts.environments, run.parts.held_out, run.config.rollout.call_timeout
+        ),
+        "faults": _faults(run),
         "training": run.state.training,
         "curriculum": curriculum(run.config, run.parts),
-        "wall_s": time.perf_counter() - run.started,
+        "wall_s": run.wall_s,
     }
-    checkpoint.write_text(run.folder / "results.json", json.dumps(results, indent=1))
+    write_text(run.folder / "results.json", json.dumps(results, indent=1))
+
+
+def _faults(run: Run) -> dict[str, int]:
+    """What went wrong in training and was dealt with; empty where nothing did."""
+    updater = run.updater
+    if updater is None:
+        return {}
+    found = {"skipped_steps": updater.num_skipped}
+    if updater.max_tokens_per_microbatch != run.config.grpo.max_tokens_per_microbatch:
+        found["max_tokens_per_microbatch"] = updater.max_tokens_per_microbatch
+    return {name: count for name, count in found.items() if count}
 
 
 def save_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:
@@ -78,6 +114,28 @@ def save_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -
                 "messages": trajectory.messages,
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    run.unsynced.append(path)
+
+
+def resume_counts(run: Run, stage: Stage) -> None:
+    """Count the stage's episodes from where it stands: its start, or what a checkpoint holds."""
+    begun = run.state.step > stage.first_step
+    run.errors = ErrorShares.from_dict(run.state.error_counts if begun else {})
+    run.records = _earlier_records(run, stage) if begun else []
+
+
+def _earlier_records(run: Run, stage: Stage) -> list[RunRecord]:
+    """This rank's share of the stage's records from before a resume, read from the transcripts."""
+    paths = sorted((run.folder / "trajectories" / stage.name).glob("step-*.jsonl.gz"))
+    records = []
+    for path in paths:
+        rank = int(path.name.split(".")[1].removeprefix("rank-"))
+        if rank % run.ranks.num_ranks == run.ranks.rank:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file]
+            names = [field.name for field in fields(RunRecord)]
+            records += [RunRecord(**{name: row[name] for name in names}) for row in rows]
+    return records
 
 
 def collect_records(run: Run, stage: Stage) -> None:
@@ -100,23 +158,84 @@ def collect_records(run: Run, stage: Stage) -> None:
 
 
 def save_when_due(run: Run, stage: Stage) -> None:
-    every, step = run.config.run.save_steps, run.state.step
-    if every and step % every == 0 and step != stage.last_step:
+    """Save every `save_steps` steps, and after `save_minutes` by the clock of rank 0."""
+    settings, step = run.config.run, run.state.step
+    due = settings.save_steps > 0 and step % settings.save_steps == 0
+    if settings.save_minutes is not None:
+        late = run.ranks.is_main and time.perf_counter() - run.saved_at > 60 * settings.save_minutes
+        due = run.ranks.max(float(due or late)) > 0
+    if due:
         save_checkpoint(run, f"step-{step:06d}")
-        if run.ranks.is_main:
-            checkpoint.prune(run.folder / "checkpoints", run.config.run.save_total_limit)
 
 
 def save_checkpoint(run: Run, name: str) -> None:
     """Compare parameters over the ranks; rank 0 writes, all wait."""
+    begun = time.perf_counter()
     with run.ranks.phase("checkpoint", run.state.stage, run.state.step):
+        for path in run.unsynced:
+            sync(path)
+        run.unsynced = []
         run.ranks.check_same_parameters(run.model.named_parameters(), f"at checkpoint {name}")
         updater = run.updater
         optimizer = None if updater is None else whole_state(updater.optimizer, run.ranks.rank)
         if run.ranks.is_main:
+            _take_stock(run)
             folder = run.folder / "checkpoints"
-            checkpoint.save(folder, name, run.model, run.parts.tokenizer, run.state, optimizer)
+            path = checkpoint.save(
+                folder, name, run.model, run.parts.tokenizer, run.state, optimizer
+            )
+            prune(folder, run.config.run.save_total_limit, path)
         run.ranks.barrier(f"checkpoint {name}")
+    run.saved, run.saved_at, run.watchdog.can_resume = run.position, time.perf_counter(), True
+    save_s = run.saved_at - begun
+    keys = {"kind": "checkpoint", "stage": run.state.stage, "step": run.state.step}
+    run.log.timings({**keys, "perf/checkpoint_s": save_s})
+    _warn_of_slow_save(run, save_s)
+
+
+def _take_stock(run: Run) -> None:
+    """Bring the state up to date with what counts and writes elsewhere."""
+    state, updater = run.state, run.updater
+    state.sizes, state.tracker_run_id = run.log.sizes(), run.log.tracker_run_id
+    state.wall_s, run.begun = run.wall_s, time.perf_counter()
+    state.error_counts = run.errors.as_dict()
+    if updater is not None:
+        budget, wanted = updater.max_tokens_per_microbatch, run.config.grpo
+        smaller = budget != wanted.max_tokens_per_microbatch
+        state.max_tokens_per_microbatch = budget if smaller else None
+        state.num_skipped_steps = updater.num_skipped
+        state.num_skipped_in_a_row = updater.num_skipped_in_a_row
+
+
+def _warn_of_slow_save(run: Run, save_s: float) -> None:
+    """Once, where the launcher would end the ranks before a save that a signal asks for is done."""
+    given_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
+    under_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+    if run.ranks.is_main and under_launcher and save_s > given_s and not run.warned_of_slow_save:
+        run.warned_of_slow_save = True
+        print(
+            f"warning: a checkpoint took {save_s:.0f} s, but the launcher ends ranks "
+            f"{given_s:.0f} s after SIGTERM; set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f} for it",
+            flush=True,
+        )
+
+
+def stop(run: Run) -> int:
+    """Save where the run stands, unless a checkpoint holds that; returns the exit code."""
+    begun = run.state.stage != "start"
+    if begun and run.saved != run.position:
+        save_checkpoint(run, f"step-{run.state.step:06d}")
+    if not run.watchdog.can_resume:
+        if run.ranks.is_main:
+            print("interrupted before the first checkpoint; start again", flush=True)
+        return 1
+    if run.ranks.is_main:
+        print(
+            f"interrupted after {run.state.step} steps; go on with --output-dir {run.folder} "
+            "--resume-from-checkpoint latest",
+            flush=True,
+        )
+    return INTERRUPTED
 
 
 def finish(run: Run) -> None:

@@ -29,12 +29,17 @@ from pydantic_core import PydanticCustomError
 
 # An environment variable of ranks whose parent, a process of ours, has checked and warned already.
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
+# Of torchrun: seconds from SIGTERM to SIGKILL; 30 where it is not set.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+INTERRUPTED = 75  # exit code: stopped, with a checkpoint to resume from (EX_TEMPFAIL of sysexits.h)
 EMBEDDED_DOMAINS = ("airline", "retail", "telecom")
 MIXED_STAGE = "mixed"
 
 
 class UserError(ValueError):
     """The user's mistake, in one line: what, got, do this."""
+
+    is_first = False  # of several ranks that found it, this one tells it
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -204,6 +209,18 @@ class RolloutSettings(Section):
         64, description="a longer tool result is replaced by an error"
     )
     max_live_episodes: PositiveInt = Field(512, description="episodes a rank plays side by side")
+    call_timeout: PositiveFloat = Field(
+        120.0,
+        description="deadline of each call of an environment, in seconds; past it the episode ends "
+        "as environment_error",
+    )
+    max_error_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="the run stops where a larger share of a domain's episodes ends as "
+        "environment_error; 1: never",
+    )
 
     @model_validator(mode="after")
     def _an_episode_holds_a_turn(self) -> Self:
@@ -238,6 +255,10 @@ class GRPOSettings(Section):
     adam_beta2: float = Field(0.98, ge=0, lt=1, description="AdamW")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW")
     max_grad_norm: PositiveFloat = Field(1.0, description="gradient clipping, global norm")
+    max_skipped_steps: NonNegativeInt = Field(
+        3,
+        description="steps in a row that may be skipped because the loss or gradient is not finite",
+    )
     beta: NonNegativeFloat = Field(
         0.0, description="weight of the KL divergence (k3) to the reference policy; 0 needs none"
     )
@@ -370,13 +391,25 @@ class RunSettings(Section):
     save_steps: NonNegativeInt = Field(
         50, description="checkpoint every so many steps; 0: at stage ends only"
     )
+    save_minutes: PositiveFloat | None = Field(
+        None, description="checkpoint also when the last one is so many minutes old; null: never"
+    )
     save_total_limit: PositiveInt = Field(
-        2, description="checkpoints of save_steps kept; those of stages always are"
+        2, description="checkpoints inside stages kept; those of stages' ends always are"
     )
     resume_from_checkpoint: str | None = Field(
-        None, description="`latest`, or a checkpoint folder of this output folder"
+        None,
+        description="`latest` of this output folder, one of its checkpoints by name or path, or "
+        "`auto`: the latest if there is one, else a fresh start",
     )
-    timeout: PositiveFloat = Field(600.0, description="deadline of every collective, in seconds")
+    override: bool = Field(
+        False, description="resume with settings that are not those of the checkpoint"
+    )
+    timeout: PositiveFloat = Field(
+        600.0,
+        description="deadline of every collective, and of any rank without a sign of progress, in "
+        "seconds",
+    )
     deterministic: bool = Field(
         False,
         description="the same tokens on any number of CPU ranks, bit by bit; several times slower",
@@ -430,6 +463,16 @@ class Config(Section):
         if beyond:
             raise UserError(
                 f"profile: got step {beyond[0]}, but {num_steps} are trained; name steps from 1 on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_call_ends_before_its_rank_is_given_up(self) -> Self:
+        if self.run.timeout <= self.rollout.call_timeout:
+            raise UserError(
+                f"timeout: got {self.run.timeout:g}, with call_timeout "
+                f"{self.rollout.call_timeout:g}, so that one slow call of an environment would end "
+                "the run; give timeout more than call_timeout"
             )
         return self
 

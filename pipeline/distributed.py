@@ -7,11 +7,13 @@ are real and it takes no GPU memory. With one rank every call is local.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 Item = TypeVar("Item")
+
+
+class Interrupted(BaseException):
+    """The run was told to stop; raised on every rank, at the same place."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or its deadline passed, so another rank is gone, late or elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,33 @@ class Phase:
         return f"{self.name} {self.stage}{step}".strip()
 
 
+def meet_again(timeout_s: float, device_type: str) -> None:
+    """Meet the other ranks where a launcher has started all of them anew (`--max_restarts`).
+
+    With static rendezvous, Accelerate's default, the launcher keeps one store over all restarts
+    (torch 2.13), in which the ranks would find the addresses of those that are gone. Accelerate
+    takes the process group that it finds.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), timeout=timeout)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+
+
 class Ranks:
-    """The ranks of a run, and what they say to each other."""
+    """The ranks of a run, and what they say to each other.
+
+    What a watchdog needs to know stands in plain attributes: the phase, the task at hand, when the
+    last sign of progress was, and for which collective this rank waits.
+    """
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -48,10 +83,13 @@ class Ranks:
         )
         # PyTorch has no public name for the store that its ranks met at.
         self._store: Any = dist.distributed_c10d._get_default_store() if num_ranks > 1 else None
-        self._num_barriers = 0
+        self._num_barriers = self.num_agreements = 0
+        self.stop_wanted = False  # set from outside: the next agreement is to stop
+        self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
         self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
         self.bytes: dict[str, int] = defaultdict(int)  # that this rank gave to others, by kind
         self.current = Phase("start")
+        self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     @property
     def is_main(self) -> bool:
@@ -62,15 +100,62 @@ class Ranks:
         if self._group is None:
             return
         self._num_barriers += 1
-        with self._clock():
+        with self._clock(waits_for=name):
             self._store.set(self._arrival(self.rank), "here")
             try:
                 dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
             except RuntimeError as error:
-                raise RuntimeError(
+                raise CollectiveError(
                     f"barrier {name!r} (rank {self.rank} in phase {self.current}): "
                     f"{self._missing()}{error}"
                 ) from error
+
+    def alive(self) -> None:
+        """A sign of progress."""
+        self.progress_at = time.monotonic()
+
+    def progress(self, task: str = "") -> None:
+        """A sign of life, with the task at hand, from work that an `agree` comes after.
+
+        Between tasks it raises Interrupted where the run is to stop; so will that `agree` on the
+        other ranks.
+        """
+        self.task, self.progress_at = task, time.monotonic()
+        if self.stop_wanted and not task:
+            self.agree("stop")
+
+    def agree(self, name: str) -> None:
+        """Wait for all ranks; raises Interrupted on all of them where one was told to stop.
+
+        It goes over the store, where a rank can tell the others to stop before they have come.
+        """
+        self.num_agreements += 1
+        self.progress_at = time.monotonic()
+        if self._group is None:
+            if self.stop_wanted:
+                raise Interrupted
+            return
+        if self._agreed(name) == b"stop":
+            raise Interrupted
+
+    def _agreed(self, name: str) -> bytes:
+        key, old = self.agreement, f"agreement {self.num_agreements - 2}"
+        with self._clock(waits_for=name):
+            if self.stop_wanted:
+                return bytes(self._store.compare_set(key, "", "stop"))
+            if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
+                for used in (old, f"{old}, ranks"):  # every rank has read it
+                    self._store.delete_key(used)
+                return bytes(self._store.compare_set(key, "", "go"))
+            self._store.wait([key], self._timeout)
+            if (answer := bytes(self._store.get(key))) == b"fault":
+                raise RuntimeError("a fault was noted")
+            return answer
+
+    @property
+    def agreement(self) -> str:
+        """Where the ranks' current agreement stands at the store: `go`, `stop` or `fault`."""
+        return f"agreement {self.num_agreements}"
 
     def _arrival(self, rank: int) -> str:
         return f"barrier {self._num_barriers} rank {rank}"
@@ -94,7 +179,7 @@ class Ranks:
             return [item]
         self.barrier(name)
         self.bytes["objects"] += len(pickle.dumps(item))
-        with self._clock():
+        with self._clock(waits_for=name):
             gathered: list[Any] = [None] * self.num_ranks
             dist.all_gather_object(gathered, item, group=self._group)
         return gathered
@@ -168,6 +253,8 @@ class Ranks:
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
         """Around a part of the loop: names it in errors and adds up its seconds, without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
+        self.task, self.progress_at = "", time.monotonic()
+        self.on_phase()
         waited = self.seconds["wait"]
         with self._clock(name):
             yield
@@ -175,10 +262,24 @@ class Ranks:
         self.current = outer  # after an error the inner phase is the one to name
 
     @contextmanager
-    def _clock(self, name: str = "wait") -> Iterator[None]:
-        start = time.perf_counter()
+    def waiting(self, name: str) -> Iterator[None]:
+        """Around what waits for other ranks; its failures are raised as CollectiveError."""
+        self.waits_for, self.progress_at = name, time.monotonic()
         try:
-            with record_function(name):  # a range in the traces of --profile
+            yield
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise CollectiveError(f"{name}: {error}") from error
+        self.waits_for, self.progress_at = "", time.monotonic()
+
+    @contextmanager
+    def _clock(self, name: str = "wait", waits_for: str = "") -> Iterator[None]:
+        start = time.perf_counter()
+        waits = name == "wait"
+        try:
+            # A range in the traces of --profile.
+            with record_function(name), self.waiting(waits_for or name) if waits else nullcontext():
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - start
@@ -258,8 +359,26 @@ class Board:
     def post(self, name: str, item: Any) -> None:
         self._store.set(f"note {name}", pickle.dumps(item))
 
+    def post_first(self, name: str, item: Any) -> Any:
+        """Post an item (of JSON's types) unless there is one; returns what is there then."""
+        return json.loads(self._store.compare_set(f"first {name}", "", json.dumps(item)))
+
+    def has_first(self, name: str) -> bool:
+        return bool(self._store.check([f"first {name}"]))
+
     def has(self, name: str) -> bool:
         return bool(self._store.check([f"note {name}"]))
+
+    def wake(self, agreement: str) -> None:
+        """End the wait of this process's ranks for an agreement that will not come about."""
+        self._store.compare_set(agreement, "", "fault")
+
+    def read_all(self, names: Sequence[str]) -> list[Any]:
+        """The items of these names, None where there is none."""
+        keys = [f"note {name}" for name in names]
+        here = [key for key in keys if self._store.check([key])]
+        found = dict(zip(here, self._store.multi_get(here), strict=True)) if here else {}
+        return [pickle.loads(found[key]) if key in found else None for key in keys]
 
     def read(self, name: str, wait_s: float) -> Any:
         """The item, once it is posted; RuntimeError where it is not within `wait_s`."""

@@ -98,6 +98,7 @@ def _play(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> list[Traj
     ]
     with run.ranks.phase("sample", stage.name, step + 1):
         trajectories = run.rollout(starts)
+        run.ranks.agree("end of rollouts")
     run.records += [trajectory.record() for trajectory in trajectories]
     return trajectories
 
@@ -111,5 +112,4 @@ def _find_dead(
     flags = [0.0] * count
     for place, is_dead in zip(mine, dead_groups(rewards, size)[::size].tolist(), strict=True):
         flags[place] = float(is_dead)
-    run.ranks.barrier("outcomes of the step")  # names a rank that is stuck in its rollouts
     return [flag > 0 for flag in run.ranks.sum(flags)]

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice, product
 from statistics import fmean
 from typing import Any
 
+from pipeline.config import RolloutSettings
 from pipeline.distributed import Ranks
 from pipeline.draws import stream_key
-from pipeline.environments.base import call_tool, settled, tool_schemas
+from pipeline.environments.base import (
+    EnvironmentFault,
+    answer_call,
+    reward_of,
+    started,
+    tool_schemas,
+)
+from pipeline.environments.calls import Calls, Guard
+from pipeline.environments.deadline import alarms
 from pipeline.rollout import Rollout, Start
 from pipeline.tasks import Task, shard_tasks
 from pipeline.trajectory import RunRecord, Trajectory
@@ -34,7 +44,7 @@ def evaluate(
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
     The draws depend on task and trial alone, so two evaluations differ by the policy only. Raises
-    RuntimeError when a trial is missing or double.
+    RuntimeError when a trial is missing or double, and Interrupted where the run is to stop.
     """
     mine = [tasks[index] for index in shard_tasks(len(tasks), ranks.rank, ranks.num_ranks)]
     starts = [
@@ -43,6 +53,7 @@ def evaluate(
         for k in range(num_trials)
     ]
     trajectories = rollout(starts, greedy=greedy)
+    ranks.agree("end of evaluation")
     gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
     found = {(r.domain, r.task_id, r.trial): r for records in gathered for r in records}
     total = sum(map(len, gathered))
@@ -111,25 +122,32 @@ def _by(
 
 
 def floors(
-    environments: Mapping[str, type[Any]], tasks: Mapping[str, Sequence[Task]]
+    environments: Mapping[str, type[Any]],
+    tasks: Mapping[str, Sequence[Task]],
+    call_timeout: float = RolloutSettings().call_timeout,
 ) -> dict[str, dict[str, float]]:
     """What policies earn that never look.
 
-    They do nothing, always transfer (best single reason), or call every tool in turn.
+    They do nothing, always transfer (best single reason), or call every tool in turn. Where an
+    environment fails, or a call of it takes more than so many seconds, they earn nothing.
     """
-    return {domain: _floor(environments[domain], tasks[domain]) for domain in tasks}
+    calls = Calls(call_timeout, lambda _: None)
+    with alarms():
+        return {domain: _floor(calls, environments[domain], tasks[domain]) for domain in tasks}
 
 
-def _floor(environment_class: type[Any], tasks: Sequence[Task]) -> dict[str, float]:
+def _floor(calls: Calls, environment_class: type[Any], tasks: Sequence[Task]) -> dict[str, float]:
+    def earned(schemas: Sequence[dict[str, Any]]) -> float:
+        return fmean(_play(calls, environment_class, task, schemas) for task in tasks)
+
     schemas = [schema["function"] for schema in tool_schemas(environment_class)]
-    nothing = fmean(_play_blind(environment_class, task, []) for task in tasks)
-    every = fmean(_play_blind(environment_class, task, schemas) for task in tasks)
+    nothing, every = earned([]), earned(schemas)
     transfer = next((schema for schema in schemas if schema["name"].startswith("transfer")), None)
     reasons = _first_enum(transfer) if transfer else []
     best = 0.0
     for reason in reasons:
         fixed = [{**transfer, "fixed": reason}] if transfer else []
-        best = max(best, fmean(_play_blind(environment_class, task, fixed) for task in tasks))
+        best = max(best, earned(fixed))
     return {"nothing": nothing, "transfer": best, "every_tool": every}
 
 
@@ -140,16 +158,31 @@ def _first_enum(schema: dict[str, Any]) -> list[str]:
     return []
 
 
-def _play_blind(
-    environment_class: type[Any], task: Task, schemas: Sequence[dict[str, Any]]
+def _play(
+    calls: Calls, environment_class: type[Any], task: Task, schemas: Sequence[dict[str, Any]]
 ) -> float:
+    rewards: list[float] = []
+    play = partial(_play_blind, environment_class, task, schemas, rewards)
+    try:
+        calls.here(task.key, play)
+    except EnvironmentFault:  # as in a rollout
+        return 0.0
+    return rewards[0]
+
+
+def _play_blind(
+    environment_class: type[Any],
+    task: Task,
+    schemas: Sequence[dict[str, Any]],
+    rewards: list[float],
+    guard: Guard,
+) -> None:
     """Call tools in turn, lookups first, then say a closing word.
 
     Text arguments are ids seen in the request or in results, the newest that the tool accepts; a
     choice is its first option.
     """
-    environment = environment_class()
-    settled(environment.reset(**task.row()))
+    environment, *_ = guard("reset", partial(started, environment_class, task.row()))
     ids = re.findall(ID, task.prompt[-1]["content"]) or ["x"]
     for schema in sorted(schemas, key=lambda s: not s["name"].startswith(("find", "get"))):
         properties = schema["parameters"]["properties"]
@@ -157,13 +190,12 @@ def _play_blind(
             choices = zip(properties.items(), known, strict=True)
             arguments = {name: p.get("enum", [an_id])[0] for (name, p), an_id in choices}
             fixed = dict.fromkeys(arguments, schema.get("fixed"))
-            result = call_tool(
-                environment, schema["name"], fixed if "fixed" in schema else arguments
-            )
-            if "error" not in result:
-                ids += [found for found in re.findall(ID, result) if found not in ids]
+            given, name = fixed if "fixed" in schema else arguments, schema["name"]
+            answer = guard(name, partial(answer_call, environment, name, given))
+            if "error" not in answer.content:
+                ids += [found for found in re.findall(ID, answer.content) if found not in ids]
                 break
-        if getattr(environment, "done", False):
+        if answer.is_last:
             break
-    environment.final_message = "Done."
-    return float(settled(environment.get_reward()))
+    guard("final message", partial(setattr, environment, "final_message", "Done."))
+    rewards.append(guard("get_reward", partial(reward_of, environment)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.config import STARTED_BY_US, UserError
+from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -106,8 +106,8 @@ def start_ranks(world: World, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _set_environment(world)
     with TemporaryDirectory(prefix="ranks-") as log_dir:
+        _set_environment(world, log_dir)
         arguments = ["--config_file", str(RANKS_CONFIG), "--num_processes", str(world.num_ranks)]
         arguments += ["--log_dir", log_dir, str(RUN), *argv]
         logging.disable(logging.ERROR)  # the launcher's own account of what the ranks said
@@ -115,11 +115,10 @@ def start_ranks(world: World, argv: list[str]) -> int:
             launch_command(launch_command_parser().parse_args(arguments))
         except ChildFailedError as error:
             return _exit_code(*error.get_first_failure())
-        except SignalException as error:
+        except SignalException:
             for stop in STOPS:  # a second Ctrl-C must not interrupt what ends the ranks
                 signal.signal(stop, signal.SIG_IGN)
-            print(f"stopped by {error.sigval.name}", file=sys.stderr, flush=True)
-            return 128 + error.sigval
+            return _code_of_rank_0(log_dir)
         finally:
             logging.disable(logging.NOTSET)
             _kill_children()
@@ -177,12 +176,12 @@ def _integer(name: str, default: int) -> int:
         raise UserError(f"{name}: got {text!r} in the environment; unset it") from None
 
 
-def _set_environment(world: World) -> None:
+def _set_environment(world: World, notes: str) -> None:
     environ = os.environ
     for name in [name for name in environ if name in PLACE or name.startswith("TORCHELASTIC_")]:
         del environ[name]
-    environ[STARTED_BY_US] = "true"
-    environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    environ[STARTED_BY_US] = notes
+    environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
     # The launcher would undo what `nohup` and `&` did to these.
     heeded = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
     environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(heeded))
@@ -199,9 +198,29 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def end_with_the_launcher() -> None:
+    """Have this rank killed with the launcher that started it, should that be killed (on Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _code_of_rank_0(notes: str) -> int:
+    """What rank 0 left with after a signal; 1 where it was ended before it could say."""
+    note = Path(notes) / "rank-0"
+    text = note.read_text(encoding="utf-8") if note.is_file() else ""
+    if not text:
+        print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
+    return int(text or 1)
+
+
 def _exit_code(rank: int, failure: ProcessFailure) -> int:
-    if failure.exitcode > 0:
+    if failure.exitcode in (1, 2, INTERRUPTED):
         return failure.exitcode
+    if failure.exitcode > 0:
+        print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr, flush=True)
+        return 1
     hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
     name = signal.Signals(-failure.exitcode).name
     print(f"rank {rank} was ended by {name}{hint}", file=sys.stderr, flush=True)

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 
 from pipeline import checkpoint, lora
+from pipeline.checkpoint import TrainState
+from pipeline.config import UserError
 from pipeline.curriculum import Stage
+from pipeline.manifest import problem
 from pipeline.policy import TokenLogprobs, load_folder, load_model, refuse_mixed_up_sequences
-from pipeline.run_folder import find_checkpoint
 from pipeline.session import Run
 from pipeline.updater import Reference, Updater
 
 
 def make_updater(run: Run) -> Updater:
     """The trained module under Accelerate, with optimizer and reference policy."""
-    config, resumed = run.config, None
-    if config.run.resume_from_checkpoint is not None:
-        resumed = find_checkpoint(run.folder, config.run.resume_from_checkpoint)
+    config, resumed = run.config, run.checkpoint
     if config.grpo.gradient_checkpointing:
         run.model.activation_checkpointing_enable({"use_reentrant": False})
         run.model.train()  # transformers recomputes in training mode only
@@ -41,10 +41,19 @@ def make_updater(run: Run) -> Updater:
         _set_weights(run, resumed)
     pad_id = run.parts.tokenizer.pad_token_id or 0
     updater = Updater(run.accelerator, module, run.ranks, config, pad_id, reference)
+    updater.faults_folder = run.folder / "faults"
     if resumed is not None:
         checkpoint.load_optimizer(resumed, updater.optimizer)
+        _restore_counters(updater, run.state)
     run.rollout.sampler.load_weights(run.model)
     return updater
+
+
+def _restore_counters(updater: Updater, state: TrainState) -> None:
+    updater.num_skipped = state.num_skipped_steps
+    updater.num_skipped_in_a_row = state.num_skipped_in_a_row
+    budget = state.max_tokens_per_microbatch or updater.max_tokens_per_microbatch
+    updater.max_tokens_per_microbatch = min(budget, updater.max_tokens_per_microbatch)
 
 
 def start_stage(run: Run, stage: Stage) -> None:
@@ -64,10 +73,11 @@ def _base_of_adapters(run: Run) -> str:
     folder = run.folder / "checkpoints"
     name = run.config.model.model
     if (folder / "warm-start").is_dir():
-        return str((folder / "warm-start").resolve())
+        return str(_whole(folder / "warm-start").resolve())
     if name != "tiny" and not lora.is_adapter(name):
         return str(Path(name).resolve()) if Path(name).is_dir() else name
     if run.ranks.is_main and not (folder / "base").is_dir():
+        run.state.sizes = run.log.sizes()
         checkpoint.save(folder, "base", run.model, run.parts.tokenizer, run.state)
     run.ranks.barrier("base model")
     return str((folder / "base").resolve())
@@ -78,8 +88,18 @@ def _folder_of_reference(run: Run) -> Path | None:
     stages, folder = run.parts.stages, run.folder / "checkpoints"
     under_way = next((s.index for s in stages if not run.state.evaluated(s.name)), len(stages))
     if run.config.grpo.sync_ref_model and under_way > 0:
-        return folder / f"stage-{under_way}-{stages[under_way - 1].name}"
-    return folder / "warm-start" if (folder / "warm-start").is_dir() else None
+        return _whole(folder / f"stage-{under_way}-{stages[under_way - 1].name}")
+    return _whole(folder / "warm-start") if (folder / "warm-start").is_dir() else None
+
+
+def _whole(path: Path) -> Path:
+    """A checkpoint that the one to resume from builds on; UserError where it is damaged."""
+    if why := problem(path):
+        raise UserError(
+            f"resume_from_checkpoint: {path.name}, which the run builds on, is damaged ({why}); "
+            "restore it, or start anew"
+        )
+    return path
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ the folder or hub id of the base model, so PEFT loads and merges them too.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +25,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ModelSettings, UserError
+from pipeline.model_files import ADAPTER_CONFIG, read_json, weights_in
+from pipeline.untrusted import reason_of
 
-CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model"  # the stem of their file
 
 
 def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftModel:
@@ -85,7 +86,7 @@ def merged_parameters(model: Any) -> Iterator[torch.Tensor]:
 
 
 def is_adapter(folder: str | Path) -> bool:
-    return (Path(folder) / CONFIG).is_file()
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
 def base_of(folder: str | Path) -> str:
@@ -93,16 +94,47 @@ def base_of(folder: str | Path) -> str:
 
     A checkpoint of the same run, which moves together with it, comes before a recorded path.
     """
+    base = _base_of(folder)
+    seen = {Path(folder).resolve()}
+    while is_adapter(base):  # it may be a model with adapters, too
+        if Path(base).resolve() in seen:
+            raise UserError(
+                f"model: the adapters in {folder} are their own base model; mend "
+                f"base_model_name_or_path in {ADAPTER_CONFIG}"
+            )
+        seen.add(Path(base).resolve())
+        base = _base_of(base)
+    return _base_of(folder)
+
+
+def _base_of(folder: str | Path) -> str:
     name: str | None = _config(folder)["base_model_name_or_path"]
     if name is None:
-        raise UserError(f"model: the adapters in {folder} name no base model; enter it in {CONFIG}")
+        raise UserError(
+            f"model: the adapters in {folder} name no base model; enter it in {ADAPTER_CONFIG}"
+        )
     sibling = Path(folder).resolve().parent / Path(name).name
     return str(sibling) if sibling.is_dir() else name
 
 
 def _config(folder: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(folder) / CONFIG).read_text("utf-8"))
+    found = read_json(Path(folder) / ADAPTER_CONFIG)
+    if not isinstance(found.setdefault("base_model_name_or_path", None), str | None):
+        raise UserError(f"model: {folder}: {ADAPTER_CONFIG} names no base model; copy it again")
     return found
+
+
+def check_files(folder: str | Path) -> None:
+    """UserError where a folder's adapters are no LoRA, or their weights no whole safetensors file.
+
+    PEFT would read a pickle, and import what other kinds of adapters name.
+    """
+    weights_in(folder, WEIGHTS)
+    config = _config(folder)
+    numbers = [config.get(name) for name in ("r", "lora_alpha")]
+    is_lora = config.get("peft_type") == "LORA" and config.get("megatron_config") is None
+    if not is_lora or not all(isinstance(number, int | float) for number in numbers):
+        raise UserError(f"model: {folder}: {ADAPTER_CONFIG} is not of plain LoRA; give such a one")
 
 
 def save(model: PeftModel, folder: Path) -> None:
@@ -116,6 +148,7 @@ def save(model: PeftModel, folder: Path) -> None:
 
 def load(model: PeftModel, folder: Path) -> None:
     """Take over the adapters of a checkpoint; UserError where they are made in another way."""
+    check_files(folder)
     saved = load_peft_weights(str(folder), device="cpu")
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     same = {n: w.shape for n, w in saved.items()} == {n: w.shape for n, w in own.items()}
@@ -126,6 +159,7 @@ def load(model: PeftModel, folder: Path) -> None:
 
 def check_settings(folder: Path, settings: ModelSettings) -> None:
     """UserError where `lora_r` or `lora_alpha` is not that of a checkpoint's adapters."""
+    check_files(folder)
     saved = _config(folder)
     for name, held in (("lora_r", saved["r"]), ("lora_alpha", saved["lora_alpha"])):
         if getattr(settings, name) != held:
@@ -135,8 +169,15 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
     """The plain model with an adapter folder's products added to its weights."""
-    with _quiet():
-        return PeftModel.from_pretrained(base_model, str(folder)).merge_and_unload()
+    check_files(folder)
+    try:
+        with _quiet():
+            return PeftModel.from_pretrained(base_model, str(folder)).merge_and_unload()
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"model: the adapters in {folder} do not fit their base model ({reason_of(error)}); "
+            "give the model that they were trained on"
+        ) from None
 
 
 @contextmanager

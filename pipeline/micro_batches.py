@@ -139,9 +139,3 @@ def bare_trajectory(
         reward=0.0,
         num_turns=0,
     )
-
-
-def empty_micro_batch(pad_id: int) -> MicroBatch:
-    """One token of weight zero: what a rank computes when others have one micro-batch more."""
-    nothing = bare_trajectory([pad_id], [pad_id], [True], [0.0])
-    return micro_batch([(nothing, 0.0, 0.0)], pad_id)

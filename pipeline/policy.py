@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,15 @@ from huggingface_hub.constants import ENDPOINT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from pipeline import lora
 from pipeline.config import ModelSettings, UserError
+from pipeline.model_files import missing_weights, problem_of_name, weights_in
 from pipeline.prefixes import NO_MASK, follow_prefixes
 from pipeline.tiny import tiny_model, tiny_tokenizer
 from pipeline.trajectory import MicroBatch
+from pipeline.untrusted import reason_of, shown
 
 LOGITS_PER_CHUNK = 1 << 24  # logits held at once when log-probabilities are computed
 
@@ -32,14 +38,15 @@ def load_tokenizer(settings: ModelSettings) -> Any:
     """The tokenizer of a model; UserError where there is none."""
     if settings.model == "tiny":
         return tiny_tokenizer()
-    try:
-        return AutoTokenizer.from_pretrained(
+    return from_files(
+        settings.model,
+        "tokenizer",
+        lambda: AutoTokenizer.from_pretrained(
             settings.model,
             trust_remote_code=settings.trust_remote_code,
             local_files_only=not hub_reachable(),
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(_not_loaded(settings.model, "tokenizer", error)) from None
+        ),
+    )
 
 
 def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
@@ -52,21 +59,35 @@ def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
 def load_folder(folder: str | Path, settings: ModelSettings) -> Any:
     """A causal language model with fp32 parameters from a folder or a hub id.
 
-    The adapters of a LoRA checkpoint come merged into their base model.
+    The adapters of a LoRA checkpoint come merged into their base model. UserError where its files
+    hold no safetensors, or not all weights of the model.
     """
     if lora.is_adapter(folder):
         return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
+    if not problem_of_name(str(folder)) and os.path.isdir(folder):
+        weights_in(folder)
+    model, told = from_files(
+        str(folder),
+        "model",
+        lambda: AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
             local_files_only=not hub_reachable(),
+            output_loading_info=True,
+        ),
+    )
+    if missing := sorted(told["missing_keys"]):  # which transformers would draw at random
+        raise missing_weights(folder, missing)
+    if unused := sorted(told["unexpected_keys"]):
+        warnings.warn(
+            f"{folder} holds {len(unused)} weights that the model does not use, such as "
+            f"{unused[0]}",
+            stacklevel=2,
         )
-    except (OSError, ValueError) as error:
-        raise UserError(_not_loaded(str(folder), "model", error)) from None
+    return model
 
 
 def on_gpu() -> bool:
@@ -98,12 +119,34 @@ def hub_reachable() -> bool:
     return True
 
 
-def _not_loaded(name: str, what: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"model: got {name!r}, but its {what} cannot be loaded ({reason}); give a folder "
-        "made by save_pretrained"
+def from_files(name: str, what: str, load: Callable[[], Any]) -> Any:
+    """What `load` makes of the files of a model; UserError where it cannot."""
+    remedy = "give a folder made by save_pretrained"
+    reason = problem_of_name(name)
+    if not reason:
+        try:
+            with _quiet():
+                return load()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever libraries say of files that are not what they expect
+            reason = reason_of(error)
+            if "custom code" in str(error) or "trust_remote_code" in str(error):
+                remedy = "read its code, then set trust_remote_code, which runs it"
+    raise UserError(
+        f"model: got {shown(name)}, but its {what} cannot be loaded ({reason}); {remedy}"
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers logs beside the reason that it raises."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 @torch.no_grad()
@@ -121,7 +164,7 @@ def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
 
 
 class TokenLogprobs(nn.Module):
-    """The module that DDP wraps: log-probabilities and entropies of selected tokens.
+    """The policy as the update sees it: log-probabilities and entropies of selected tokens.
 
     Only the selected positions meet the vocabulary, each once, in chunks that are recomputed in
     the backward pass, so that logits never cost B x T x V floats. Sequences are padded on the

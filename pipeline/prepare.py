@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,16 @@ from typing import Any
 from pipeline.chat import Chat
 from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
 from pipeline.curriculum import Stage, make_stages
+from pipeline.dataset_files import refuse_files_elsewhere, refuse_sources_elsewhere
 from pipeline.environments import environment_classes
-from pipeline.environments.base import settled, tool_schemas
+from pipeline.environments.base import EnvironmentFault, guarded, started, tool_schemas
+from pipeline.environments.deadline import FAULTS, alarms, describe
+from pipeline.environments.experts import play_expert
 from pipeline.policy import hub_reachable, load_tokenizer
 from pipeline.task_rows import DatasetRows, Row
 from pipeline.tasks import Message, Task, Tasks, Visit, load_tasks, tasks_of
-from pipeline.warm_start import check_demonstrations
+from pipeline.untrusted import one_line, shown
+from pipeline.warm_start import check_demonstrations, try_demonstrations
 
 NUM_TRIED = 1000  # tasks of a source that are tried in their environment before a run
 NUM_LONGEST = 64  # prompts that are tokenized to find the longest
@@ -43,12 +49,12 @@ class Prepared:
     def longest_prompts(self) -> dict[str, int]:
         """Tokens of the longest prompt of each domain."""
         return {
-            domain: max(
-                len(self.chat.prompt_ids(task.prompt, tool_schemas(self.environments[domain])))
-                for task in tasks
-            )
+            domain: max(self.prompt_tokens(domain, task) for task in tasks)
             for domain, tasks in self.longest.items()
         }
+
+    def prompt_tokens(self, domain: str, task: Task) -> int:
+        return len(self.chat.prompt_ids(task.prompt, tool_schemas(self.environments[domain])))
 
 
 def prepare(config: Config, tokenizer: Any = None) -> Prepared:
@@ -57,7 +63,7 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
     Raises UserError for whatever is the user's to mend.
     """
     data = config.data
-    environments = environment_classes(data.domains, data.environments)
+    environments = {d: environment_of(d, data.environments) for d in data.domains}
     for domain in EMBEDDED_DOMAINS:
         if getattr(data, f"{domain}_tasks") is not None and domain not in data.domains:
             raise UserError(
@@ -74,6 +80,7 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
     train = {domain: tasks for domain, (tasks, _) in loaded.items()}
     tokenizer = tokenizer or load_tokenizer(config.model)
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
+    try_demonstrations(config, chat)
     prepared = Prepared(
         environments=environments,
         train=train,
@@ -84,14 +91,40 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
         tokenizer=tokenizer,
         chat=chat,
     )
-    for domain, tokens in prepared.longest_prompts().items():
-        if tokens + config.rollout.max_tokens_per_turn > config.rollout.max_tokens:
-            raise UserError(
-                f"max_tokens: got {config.rollout.max_tokens}, but a prompt of {domain} has "
-                f"{tokens} tokens and a turn may take {config.rollout.max_tokens_per_turn}; "
-                "raise max_tokens"
-            )
+    limits = config.rollout
+    for domain, tasks in prepared.longest.items():
+        for task in tasks:  # the first that is too long ends it: others may be as long
+            tokens = prepared.prompt_tokens(domain, task)
+            if tokens + limits.max_tokens_per_turn > limits.max_tokens:
+                raise UserError(
+                    f"max_tokens: got {limits.max_tokens}, but a prompt of {domain} has {tokens} "
+                    f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
+                )
     return prepared
+
+
+def environment_of(domain: str, own: dict[str, str]) -> type[Any]:
+    """The environment class of a domain; UserError where it cannot be imported, or is none."""
+    where = f"environments: {domain}: got {own.get(domain, '')!r}"
+    try:
+        found = environment_classes([domain], own)[domain]
+    except UserError:
+        raise
+    except FAULTS as error:  # whatever a module does when it is imported
+        raise UserError(f"{where}, which fails on import ({describe(error)}); mend it") from None
+    if not isinstance(found, type):
+        raise UserError(f"{where}, which is {shown(found)}; name a class")
+    for name in ("reset", "get_reward"):
+        if not callable(getattr(found, name, None)):
+            raise UserError(f"{where}, which has no {name}(); add it")
+    try:
+        tool_schemas(found)
+    except FAULTS as error:
+        raise UserError(
+            f"{where}, whose tools cannot be told to a model ({describe(error)}); give each public "
+            "method type hints and a Google docstring, or a name with _"
+        ) from None
+    return found
 
 
 def train_tasks(
@@ -100,7 +133,8 @@ def train_tasks(
     """The training tasks of a domain, and those among them with the most text.
 
     Each row of a source is looked at once: it is validated, compared with the held-out tasks, and
-    its prompt is measured. Up to NUM_TRIED tasks, evenly spread, are tried in the environment.
+    its prompt is measured. Up to NUM_TRIED tasks, evenly spread, are tried in the environment, and
+    where their payload has the goal of an embedded domain's expert, they are played by it.
     """
     source, count = getattr(config.data, f"{domain}_tasks", None), config.data.tasks_per_domain
     if source is None:
@@ -116,21 +150,38 @@ def train_tasks(
             content = (prompt, json.loads(payload) if isinstance(payload, str) else payload)
             if content in alike:
                 raise UserError(
-                    f"{source}: task {row['id']!r} is also a held-out task; take it out"
+                    f"{source}: task {shown(row['id'])} is also a held-out task; take it out"
                 )
         lengths.append(_num_characters(prompt))
 
     tasks = _open(config, domain, visit)[:count]
-    for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
-        try:
-            settled(environment().reset(**task.row()))
-        except Exception as error:  # whatever the environment says of a payload it cannot use
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"{source}: task {task.id!r}: its payload cannot be used ({type(error).__name__}: "
-                f"{reason}); mend it"
-            ) from None
+    with alarms():
+        for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
+            _try(config, environment, task, source)
     return tasks, _longest(tasks, lengths)
+
+
+def _try(config: Config, environment: type[Any], task: Task, source: str) -> None:
+    """UserError where a task cannot be started, or its own expert cannot solve it."""
+    where, seconds = f"{source}: task {shown(task.id)}", config.rollout.call_timeout
+    try:
+        guarded("reset", seconds, partial(started, environment, task.row()))
+    except EnvironmentFault as fault:
+        reason = one_line(str(fault))
+        raise UserError(f"{where}: its payload cannot be used ({reason}); mend it") from None
+    if task.domain not in EMBEDDED_DOMAINS or not json.loads(task.payload).get("goal"):
+        return
+    expert = import_module(f"pipeline.environments.{task.domain}").expert
+    try:
+        _, reward = guarded("expert", seconds, lambda: play_expert(environment(), expert, task))
+        result = f"reward {reward:g}"
+    except EnvironmentFault as fault:
+        reward, result = 0.0, one_line(str(fault))
+    if reward != 1:
+        raise UserError(
+            f"{where}: the actions that serve its goal do not lead to what it expects ({result}); "
+            "mend goal, database or expected"
+        )
 
 
 def _by_request(tasks: Sequence[Task]) -> Mapping[str, list[tuple[list[Message], Any]]]:
@@ -156,10 +207,13 @@ def _open(config: Config, domain: str, visit: Visit) -> Tasks:
     """The tasks of the file or dataset that the settings name for a domain, validated."""
     source = getattr(config.data, f"{domain}_tasks")
     path, split = Path(source), config.data.dataset_train_split
-    if path.is_file():
+    if os.path.isfile(source):
         return load_tasks(path, domain, visit)
-    if path.suffix in (".json", ".jsonl") and not path.is_dir():
-        raise UserError(f"{domain}_tasks: got {source!r}, which is no file; give an existing file")
+    is_named_file = path.suffix in (".json", ".jsonl") or os.path.lexists(source)
+    if is_named_file and not os.path.isdir(source):
+        raise UserError(
+            f"{domain}_tasks: got {shown(source)}, which is no file; give an existing file"
+        )
     return tasks_of(_dataset(f"{domain}_tasks", source, split), domain, visit)
 
 
@@ -175,6 +229,7 @@ def _dataset(setting: str, source: str, split: str) -> DatasetRows:
     if not path.is_dir() and not hub_reachable():
         config.HF_HUB_OFFLINE = True  # or it would be asked for half a minute
     try:
+        refuse_files_elsewhere(path)
         if (path / "state.json").is_file():
             return DatasetRows(load_from_disk(source), source)
         if (path / "dataset_dict.json").is_file():
@@ -188,14 +243,16 @@ def _dataset(setting: str, source: str, split: str) -> DatasetRows:
     except Exception as error:  # whatever `datasets` says of what it cannot load
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"{setting}: got {source!r}, which is no file, nor a dataset that can be loaded with "
-            f"dataset_train_split {split} ({reason.rstrip('.')}); give a file, a folder or a hub id"
+            f"{setting}: got {shown(source)}, which is no file, nor a dataset that can be loaded "
+            f"with dataset_train_split {split} ({one_line(reason).rstrip('.')}); give a file, a "
+            "folder or a hub id"
         ) from None
 
 
 def _load_dataset(source: str, split: str) -> Any:
-    from datasets import Features, Json, config, load_dataset
+    from datasets import Features, Json, config, load_dataset, load_dataset_builder
 
+    refuse_sources_elsewhere(source, load_dataset_builder(source))
     found = load_dataset(source, split=split)
     has_structs = isinstance(found.features.get("payload"), dict)
     at_hand = Path(source).is_dir() or not config.HF_HUB_OFFLINE
@@ -215,10 +272,22 @@ def generated(config: Config, domain: str, count: int, split: str) -> list[Task]
             f"environments: {module.__name__} has no generate_tasks(seed, n, split, "
             "difficulty); add it"
         )
+    arguments = (config.data.task_seed, count, split, config.data.difficulty)
     try:
-        tasks: list[Task] = module.generate_tasks(
-            config.data.task_seed, count, split, config.data.difficulty
-        )
+        tasks = module.generate_tasks(*arguments)
     except ValueError as error:
-        raise UserError(f"tasks of {domain}: {error}") from None
-    return tasks
+        raise UserError(f"tasks of {domain}: {one_line(str(error))}") from None
+    except FAULTS as error:
+        if not own:
+            raise
+        raise UserError(
+            f"tasks of {domain}: {module.__name__}.generate_tasks{arguments} fails "
+            f"({describe(error)}); mend it"
+        ) from None
+    if own and not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
+        raise UserError(
+            f"tasks of {domain}: {module.__name__}.generate_tasks{arguments} gave {shown(tasks)}; "
+            "return a list of Task"
+        )
+    found: list[Task] = tasks
+    return found

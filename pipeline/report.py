@@ -60,6 +60,7 @@ def write_report(folder: Path) -> None:
         _floors(run),
         _curriculum(run),
         _stop_reasons(run),
+        _faults(run),
         _files(run),
     ]
     text = "\n\n".join(section for section in sections if section) + "\n"
@@ -249,6 +250,18 @@ def _stop_reasons(run: Run) -> str:
             rows.append([reason.removeprefix(prefix), *(f"{share:.1%}" for share in shares)])
     table = _markdown(["reason", *(stage["name"] for stage in run.stages)], rows)
     return f"## How training episodes ended\n\nShare of a stage's episodes.\n\n{table}"
+
+
+def _faults(run: Run) -> str:
+    """What went wrong and was dealt with; nothing where nothing did."""
+    faults = run.results.get("faults", {})
+    texts = []
+    if count := faults.get("skipped_steps"):
+        steps = "1 step was" if count == 1 else f"{count} steps were"
+        texts.append(f"{steps} skipped for a loss or gradient that was not finite (`faults/`).")
+    if budget := faults.get("max_tokens_per_microbatch"):
+        texts.append(f"Memory ran out; `max_tokens_per_microbatch` was lowered to {budget}.")
+    return "\n\n".join(["## Faults", *texts]) if texts else ""
 
 
 def _files(run: Run) -> str:

@@ -9,16 +9,26 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.chat import Chat
 from pipeline.config import RolloutSettings
 from pipeline.conversations import Sampled, SamplerEpisode
-from pipeline.environments.base import call_tool, error_result, may_wait, settled, tool_schemas
+from pipeline.environments.base import (
+    EnvironmentFault,
+    answer_call,
+    error_result,
+    may_wait,
+    reply_of,
+    reward_of,
+    started,
+    tool_schemas,
+)
+from pipeline.environments.calls import Calls, Guard, Work
+from pipeline.environments.deadline import alarms
 from pipeline.generate_sampler import GenerateSampler
 from pipeline.sampler import Sampler
 from pipeline.tasks import Message, Task
@@ -26,9 +36,6 @@ from pipeline.tool_calls import Parsed
 from pipeline.trajectory import StopReason, Trajectory
 
 TURN_SHARE = 0.25  # of the messages under way: so many are completed before any is answered
-MAX_CALLS = 64  # environments that wait for something outside, side by side
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +52,10 @@ class _Episode:
     """An episode under way."""
 
     start: Start
+    beside: bool  # its environment works in the background
     messages: list[Message] = field(default_factory=list)
     environment: Any = None
+    addition: str = ""  # to the request, of the environment's
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -55,6 +64,7 @@ class _Episode:
     stop_reason: StopReason | None = None
     num_turns: int = 0
     num_malformed_calls: int = 0
+    num_tool_errors: int = 0
     reward: float = 0.0
     error: str = ""
 
@@ -64,9 +74,8 @@ class _Episode:
         self.loss_mask += [logprobs is not None] * len(ids)
         self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
 
-    def fail(self, error: Exception) -> None:
-        self.stop_reason = StopReason.ENVIRONMENT_ERROR
-        self.error = f"{type(error).__name__}: {error}"
+    def fail(self, fault: EnvironmentFault) -> None:
+        self.stop_reason, self.error = StopReason.ENVIRONMENT_ERROR, str(fault)
 
     def trajectory(self) -> Trajectory:
         assert self.stop_reason is not None
@@ -86,22 +95,33 @@ class _Episode:
             reward=self.reward,
             num_turns=self.num_turns,
             num_malformed_calls=self.num_malformed_calls,
+            num_tool_errors=self.num_tool_errors,
             error=self.error,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """A message that was sampled, and what will give the replies to it."""
+    """A message that was sampled, and the replies to it, which are there after `wait`."""
 
     episode: _Episode
-    replies: Callable[[], list[Message]]
+    replies: list[Message] = field(default_factory=list)
+    wait: Callable[[], None]
     in_background: bool = False
     limited: bool = False  # replies are results of tools, whose length has a limit
 
 
+def _nothing(*_: Any) -> None:
+    """Where there is nobody to tell, or nothing to wait for."""
+
+
 class Rollout:
-    """Plays episodes of any domain with one sampler, one chat format and the recipe's limits."""
+    """Plays episodes of any domain with one sampler, one chat format and the recipe's limits.
+
+    `on_progress` is told what comes next: domain/task_id before each call of an environment or wait
+    for one, nothing ("") before each pass of the sampler. What it raises at a pass ends the
+    rollout, which leaves no conversation open and can be used again.
+    """
 
     def __init__(
         self,
@@ -110,11 +130,13 @@ class Rollout:
         environments: dict[str, type[Any]],
         limits: RolloutSettings,
         deterministic: bool = False,
+        *,
+        on_progress: Callable[[str], None] = _nothing,
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
-        self.limits, self.deterministic = limits, deterministic
+        self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
         self.environment_s = 0.0  # spent in environments, or waiting for them
-        self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="environment")
+        self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
     def __call__(self, starts: Sequence[Start], greedy: bool = False) -> list[Trajectory]:
         """One trajectory per start, in order.
@@ -122,9 +144,11 @@ class Rollout:
         Where runs must be deterministic, only episodes of one task are played side by side, so that
         the shapes of a forward pass do not depend on other tasks.
         """
+        self._calls.forget()
         key = (lambda start: start.task.key) if self.deterministic else (lambda start: None)
         together = [list(group) for _, group in groupby(starts, key)]
-        return [trajectory for group in together for trajectory in self._play(group, greedy)]
+        with alarms():
+            return [trajectory for group in together for trajectory in self._play(group, greedy)]
 
     def _play(self, starts: Sequence[Start], greedy: bool) -> list[Trajectory]:
         """Play at most `max_live_episodes` side by side; waiting ones take the places of others.
@@ -133,7 +157,18 @@ class Rollout:
         computed together. Episodes whose environment works in the background are waited for once
         they are more than the others: the order of work depends on counts, never on time.
         """
-        episodes = [_Episode(start=start) for start in starts]
+        beside = {domain: may_wait(known) for domain, known in self.environments.items()}
+        episodes = [_Episode(start=start, beside=beside[start.task.domain]) for start in starts]
+        try:
+            self._play_out(episodes, greedy)
+            return self._score(episodes)
+        except BaseException:
+            self._calls.forget()
+            for episode in episodes:
+                self._close(episode)
+            raise
+
+    def _play_out(self, episodes: Sequence[_Episode], greedy: bool) -> None:
         waiting, live, away = deque(episodes), list[_Episode](), list[_Turn]()
         while waiting or live or away:
             live += self._admit(waiting, self.limits.max_live_episodes - len(live) - len(away))
@@ -145,7 +180,6 @@ class Rollout:
             if len(away) > len(live) + len(ready):
                 ready, away = [*ready, *away], []
             live += [turn.episode for turn in ready if self._go_on(turn)]
-        return self._score(episodes)
 
     def _admit(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
         """Start episodes in free places, many at a time; returns those that are under way."""
@@ -153,9 +187,10 @@ class Rollout:
         if count < min(len(waiting), max(1, self.limits.max_live_episodes // 4)):
             return []
         episodes = [waiting.popleft() for _ in range(count)]
-        resets = [self._begin(e, partial(self._reset, e)) for e in episodes]
-        for episode, reset in zip(episodes, resets, strict=True):
-            self._prompt(episode, reset())
+        for wait in [self._begin(e, partial(self._reset, e)) for e in episodes]:
+            wait()
+        for episode in episodes:
+            self._prompt(episode)
         begun = [episode for episode in episodes if episode.stop_reason is None]
         if begun:
             keys = [episode.start.key for episode in begun]
@@ -164,46 +199,38 @@ class Rollout:
                 episode.handle = handle
         return begun
 
-    def _begin(self, episode: _Episode, work: Callable[[], Value]) -> Callable[[], Value]:
-        """Do an environment's work, now or in the background; what is returned gives its result."""
-        if self._in_background(episode):
-            return self._timed(self._pool.submit(work).result)
-        result = self._timed(work)()
-        return lambda: result
+    def _begin(self, episode: _Episode, work: Work) -> Callable[[], None]:
+        """Do an environment's work, now or in the background; what is returned waits for it.
 
-    def _timed(self, work: Callable[[], Value]) -> Callable[[], Value]:
-        def timed() -> Value:
-            begun = time.perf_counter()
-            result = work()
-            self.environment_s += time.perf_counter() - begun
-            return result
+        What goes wrong in it ends the episode.
+        """
+        key = episode.start.task.key
+        if episode.beside:
+            return partial(self._attempt, episode, self._calls.beside(key, work))
+        self._attempt(episode, partial(self._calls.here, key, work))
+        return _nothing
 
-        return timed
-
-    def _in_background(self, episode: _Episode) -> bool:
-        return may_wait(self.environments[episode.start.task.domain], episode.environment)
-
-    def _reset(self, episode: _Episode) -> str | None:
-        """Make the environment; returns what it adds to the request."""
-        task = episode.start.task
+    def _attempt(self, episode: _Episode, work: Callable[[], None]) -> None:
+        begun = time.perf_counter()
         try:
-            episode.environment = self.environments[task.domain]()
-            addition = settled(episode.environment.reset(**task.row()))
-            if addition is not None and not isinstance(addition, str):
-                raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
-            return addition
-        except Exception as error:  # code that is not ours: the episode fails, the run goes on
-            episode.fail(error)
-            return None
+            work()
+        except EnvironmentFault as fault:  # of code that is not ours: the run goes on
+            episode.fail(fault)
+        self.environment_s += time.perf_counter() - begun
 
-    def _prompt(self, episode: _Episode, addition: str | None) -> None:
+    def _reset(self, episode: _Episode, guard: Guard) -> None:
+        task = episode.start.task
+        start = partial(started, self.environments[task.domain], task.row())
+        episode.environment, episode.addition, episode.beside = guard("reset", start)
+
+    def _prompt(self, episode: _Episode) -> None:
         task = episode.start.task
         episode.messages = [dict(message) for message in task.prompt]
         if episode.stop_reason is not None:
             return
-        if addition:
+        if episode.addition:
             request = episode.messages[-1]
-            episode.messages[-1] = {**request, "content": request["content"] + addition}
+            episode.messages[-1] = {**request, "content": request["content"] + episode.addition}
         tools = tool_schemas(self.environments[task.domain])
         episode.prompt_ids = self.chat.prompt_ids(episode.messages, tools)
         if self._size(episode) >= self.limits.max_tokens:
@@ -215,6 +242,7 @@ class Rollout:
 
     def _sample(self, live: Sequence[_Episode], greedy: bool) -> list[_Turn]:
         """Sample until a share of the messages is complete; returns their turns."""
+        self.on_progress("")
         limits = self.limits
         room = [min(limits.max_tokens_per_turn, limits.max_tokens - self._size(e)) for e in live]
         until = math.ceil(len(live) * TURN_SHARE)
@@ -231,19 +259,24 @@ class Rollout:
         episode.num_turns += 1
         parsed = self.chat.parse(sampled.ids)
         episode.messages.append(parsed.message())
+        turn = partial(_Turn, episode=episode)
         if not sampled.finished:
             episode.stop_reason = StopReason.MAX_TOKENS
-            return _Turn(episode=episode, replies=list)
-        calls = parsed.calls and not parsed.malformed
-        background = not parsed.malformed and self._in_background(episode)
-        replies = self._begin(episode, partial(self._replies, episode, parsed))
-        return _Turn(
-            episode=episode, replies=replies, in_background=background, limited=bool(calls)
+            return turn(wait=_nothing)
+        if parsed.malformed:
+            return turn(wait=_nothing, replies=self._refuse(episode, parsed.malformed))
+        replies: list[Message] = []
+        return turn(
+            wait=self._begin(episode, partial(self._answer, episode, parsed, replies)),
+            replies=replies,
+            in_background=episode.beside,
+            limited=bool(parsed.calls),
         )
 
     def _go_on(self, turn: _Turn) -> bool:
         """Feed the replies to the sampler; False where the episode has ended."""
-        episode, replies = turn.episode, turn.replies()
+        turn.wait()
+        episode, replies = turn.episode, turn.replies
         if turn.limited:
             replies = [self._limited(reply) for reply in replies]
         episode.messages += replies
@@ -256,69 +289,53 @@ class Rollout:
                 self.sampler.extend(_handle(episode), ids)
                 return True
             episode.stop_reason = StopReason.MAX_TOKENS
-        self.sampler.close(_handle(episode))
+        self._close(episode)
         return False
+
+    def _close(self, episode: _Episode) -> None:
+        handle, episode.handle = episode.handle, None
+        if handle is not None:
+            self.sampler.close(handle)
 
     def _limited(self, reply: Message) -> Message:
         if self.chat.num_content_tokens(reply["content"]) <= self.limits.max_tool_result_tokens:
             return reply
         return {**reply, "content": error_result("result too long")}
 
-    def _replies(self, episode: _Episode, parsed: Parsed) -> list[Message]:
-        """What the environment or the user answers.
+    def _refuse(self, episode: _Episode, malformed: str) -> list[Message]:
+        episode.num_malformed_calls += 1
+        if episode.num_malformed_calls > self.limits.max_malformed_calls:
+            episode.stop_reason = StopReason.MALFORMED_CALL
+        content = error_result(f"malformed call: {malformed}")
+        return [{"role": "tool", "name": "error", "content": content}]
 
-        Sets the stop reason when the episode ends here.
-        """
+    @staticmethod
+    def _answer(episode: _Episode, parsed: Parsed, replies: list[Message], guard: Guard) -> None:
+        """Let the environment answer calls, or the user a message; sets how the episode ends."""
         environment = episode.environment
-        if parsed.malformed:
-            episode.num_malformed_calls += 1
-            if episode.num_malformed_calls > self.limits.max_malformed_calls:
-                episode.stop_reason = StopReason.MALFORMED_CALL
-            content = error_result(f"malformed call: {parsed.malformed}")
-            return [{"role": "tool", "name": "error", "content": content}]
-        if not parsed.calls:
-            return self._talk(episode, parsed.content)
-        replies: list[Message] = []
         for name, arguments in parsed.calls:
-            result = call_tool(environment, name, arguments)
-            replies.append({"role": "tool", "name": name, "content": result})
-            if getattr(environment, "done", False):
+            answer = guard(name, partial(answer_call, environment, name, arguments))
+            episode.num_tool_errors += answer.raised
+            replies.append({"role": "tool", "name": name, "content": answer.content})
+            if answer.is_last:
                 episode.stop_reason = StopReason.COMPLETED
-                break
-        return replies
-
-    def _talk(self, episode: _Episode, content: str) -> list[Message]:
-        """A message without a call: the user answers, or it is the final one."""
-        environment = episode.environment
-        try:
-            user = getattr(environment, "user", None)
-            answer = settled(user.reply(content)) if user is not None else None
-            if answer is not None and not isinstance(answer, str):
-                raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
-        except Exception as error:
-            episode.fail(error)
-            return []
-        if answer is not None:
-            return [{"role": "user", "content": answer}]
-        environment.final_message = content
-        episode.stop_reason = StopReason.COMPLETED
-        return []
+                return
+        if not parsed.calls:
+            reply = guard("reply", partial(reply_of, environment, parsed.content))
+            if reply is None:
+                episode.stop_reason = StopReason.COMPLETED
+            else:
+                replies.append({"role": "user", "content": reply})
 
     def _score(self, episodes: Sequence[_Episode]) -> list[Trajectory]:
-        begun = [self._begin(e, partial(self._reward, e)) for e in episodes]
-        for episode, reward in zip(episodes, begun, strict=True):
-            episode.reward = reward()
+        played = [e for e in episodes if e.stop_reason is not StopReason.ENVIRONMENT_ERROR]
+        for wait in [self._begin(e, partial(self._reward, e)) for e in played]:
+            wait()
         return [episode.trajectory() for episode in episodes]
 
     @staticmethod
-    def _reward(episode: _Episode) -> float:
-        if episode.stop_reason is StopReason.ENVIRONMENT_ERROR:
-            return 0.0
-        try:
-            return float(settled(episode.environment.get_reward()))
-        except Exception as error:
-            episode.fail(error)
-            return 0.0
+    def _reward(episode: _Episode, guard: Guard) -> None:
+        episode.reward = guard("get_reward", partial(reward_of, episode.environment))
 
 
 def _handle(episode: _Episode) -> SamplerEpisode:

@@ -1,6 +1,7 @@
 """The command line: settings, then the ranks, then the run.
 
-Exit codes: 0 done, 1 fault (with its traceback), 2 the user's mistake (one line), 130 interrupted.
+Exit codes: 0 done, 1 fault (with its traceback), 2 the user's mistake (one line), 75 interrupted
+with a checkpoint to resume from.
 """
 
 import os
@@ -14,11 +15,12 @@ import time
 import traceback
 from typing import NoReturn
 
-from pipeline.config import Config, UserError
+from pipeline.config import STARTED_BY_US, Config, UserError
 
 # A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
 # another rank failed already and said why.
 SILENT_S = 5.0
+LAUNCHER = os.getppid()
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
 
 
@@ -27,16 +29,21 @@ def main(argv: list[str]) -> int:
     try:
         return _run(argv)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # most mistakes are every rank's
-            time.sleep(SILENT_S)
+        if os.environ.get("LOCAL_RANK", "0") != "0" and not error.is_first:
+            time.sleep(SILENT_S)  # most mistakes are every rank's
         print(f"error: {error}", file=sys.stderr, flush=True)
+        _end_restarts()
         return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if "LOCAL_RANK" not in os.environ:  # the parent of the ranks speaks for them
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
-        return 130
-    except Exception as error:
+        return 1
+    except BaseException as error:
+        if (code := getattr(error, "exit_code", None)) is not None:
+            return int(code)
+        if not isinstance(error, Exception):
+            raise
         if any(text in str(error) for text in LOST_RANK):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
@@ -50,9 +57,9 @@ def _run(argv: list[str]) -> int:
     # Imported where they are needed: a mistake is told before anything heavy is loaded.
     from pipeline import launch
     from pipeline.cli import parse
-    from pipeline.run_folder import check_folder
+    from pipeline.run_folder import check_folder, restarted
 
-    config = parse(argv)
+    config = restarted(parse(argv))
     if config.run.check:
         return _check(config)
     world = launch.resolve(config.run.num_gpus)
@@ -85,8 +92,19 @@ def _check(config: Config) -> int:
     return check(config)
 
 
+def _end_restarts() -> None:
+    """Tell a launcher that would start the ranks anew (`--max_restarts`) that it is no use."""
+    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    left -= int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if left > 0 and os.getppid() == LAUNCHER:
+        os.kill(LAUNCHER, signal.SIGTERM)
+
+
 def leave(code: int) -> NoReturn:
     """End this process with `code`, which a rank must take some care to do."""
+    if (folder := os.environ.get(STARTED_BY_US)) and "RANK" in os.environ:
+        with open(os.path.join(folder, f"rank-{os.environ['RANK']}"), "w") as note:
+            note.write(str(code))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         # Exiting with a live gloo group aborts about every third time (torch 2.13), which would
@@ -101,4 +119,8 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        from pipeline.launch import end_with_the_launcher
+
+        end_with_the_launcher()
     leave(main(sys.argv[1:]))

@@ -22,16 +22,19 @@ from pipeline.check import refuse_changed_logits, validate, why_generate
 from pipeline.checkpoint import TrainState
 from pipeline.config import Config, RolloutSettings, UserError
 from pipeline.curriculum import describe
-from pipeline.distributed import Ranks
+from pipeline.distributed import Ranks, meet_again
+from pipeline.error_shares import ErrorShares
 from pipeline.generate_sampler import GenerateSampler
+from pipeline.manifest import write_text
 from pipeline.policy import load_folder, load_model, on_gpu, uses_bf16
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
-from pipeline.run_folder import find_checkpoint, open_folder
+from pipeline.run_folder import Opened, begin, open_folder
 from pipeline.sampler import Sampler
 from pipeline.tracking import RunLog
 from pipeline.trajectory import RunRecord
 from pipeline.updater import Updater
+from pipeline.watchdog import GRACE_S, Watchdog
 
 
 @dataclass(kw_only=True)
@@ -40,8 +43,11 @@ class Run:
 
     config: Config
     folder: Path
+    lock: Any  # the open file that keeps other runs out of the folder; on rank 0
+    checkpoint: Path | None  # that the run goes on from
     accelerator: Accelerator
     ranks: Ranks
+    watchdog: Watchdog
     parts: Prepared
     model: Any
     rollout: Rollout
@@ -49,9 +55,24 @@ class Run:
     state: TrainState
     updater: Updater | None = None  # made when training starts
     warned_of_gap: bool = False
+    warned_of_slow_save: bool = False
     # Of this rank's training episodes in the stage.
     records: list[RunRecord] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
+    errors: ErrorShares = field(default_factory=ErrorShares)  # of environments, in the stage
+    unsynced: list[Path] = field(default_factory=list)  # written since the last checkpoint
+    saved: tuple[int, int] | None = None  # the position that the last checkpoint holds
+    saved_at: float = field(default_factory=time.perf_counter)
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds so far, those of the processes before a resume included."""
+        return self.state.wall_s + time.perf_counter() - self.begun
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Steps and evaluations done."""
+        return self.state.step, len(self.state.evaluations)
 
 
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
@@ -59,10 +80,12 @@ def connect(config: Config) -> tuple[Accelerator, Ranks]:
     transformers_logging.disable_progress_bar()
     # Accelerate knows the old name of this setting only, torch 2.13 warns of it.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+    meet_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
     accelerator = Accelerator(
         mixed_precision="bf16" if uses_bf16(config.model) else "no",
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout)),
+            # The watchdog speaks first: it knows more.
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
@@ -82,45 +105,68 @@ def connect(config: Config) -> tuple[Accelerator, Ranks]:
     return accelerator, ranks
 
 
-def start(config: Config) -> Run:
-    """Connect the ranks, open the run folder, load tasks and model."""
-    accelerator, ranks = connect(config)
+def start(config: Config, accelerator: Accelerator, ranks: Ranks, watchdog: Watchdog) -> Run:
+    """Open the run folder, load tasks and model: afresh, or where a checkpoint stands."""
     parts = validate(config)
-    opened = ranks.all_gather_objects(open_folder(config) if ranks.is_main else None, "run folder")
-    folder = opened[0]
-    assert folder is not None
+    opened = open_folder(config) if ranks.is_main else None
+    told = None if opened is None else (opened.folder, opened.checkpoint)
+    found = ranks.all_gather_objects(told, "run folder")[0]
+    assert found is not None
+    folder, resumed = found
+    watchdog.can_resume = resumed is not None
     config = config.model_copy(update={"run": config.run.model_copy(update={"output_dir": folder})})
-    state, model = load_start(config, parts, ranks)
+    state, model = load_start(config, parts, resumed)
+    state.config = config.model_dump(mode="json")
     model.to(accelerator.device)
     dtype = torch.bfloat16 if uses_bf16(config.model) else torch.float32
     sampler = make_sampler(model, parts.chat, config.rollout, dtype, ranks.is_main)
+    if opened is not None:
+        begin(opened, config, state.step, {entry["after"] for entry in state.evaluations})
     log = RunLog(
         folder,
         config,
         is_main=ranks.is_main,
-        resumed_at=state.step if config.run.resume_from_checkpoint else None,
-        evaluated=[evaluation["after"] for evaluation in state.evaluations],
+        sizes=state.sizes if resumed else None,
+        tracker_run_id=state.tracker_run_id,
     )
     log.timings({"kind": "machine", "stage": state.stage, "step": state.step, **machine(ranks)})
-    if ranks.is_main:
-        stages = json.dumps(curriculum(config, parts), indent=1)
-        checkpoint.write_text(folder / "curriculum.json", stages)
-        print(f"run folder: {folder}", flush=True)
+    if opened is not None:
+        write_text(folder / "curriculum.json", json.dumps(curriculum(config, parts), indent=1))
+        _say_where_it_starts(opened, state)
         _say_short_steps(config, parts)
         _say_learning_rate(config)
     deterministic = config.run.deterministic
-    rollout = Rollout(sampler, parts.chat, parts.environments, config.rollout, deterministic)
+    rollout = Rollout(
+        sampler,
+        parts.chat,
+        parts.environments,
+        config.rollout,
+        deterministic,
+        on_progress=ranks.progress,
+    )
     return Run(
         config=config,
         folder=folder,
+        lock=None if opened is None else opened.lock,
+        checkpoint=resumed,
         accelerator=accelerator,
         ranks=ranks,
+        watchdog=watchdog,
         parts=parts,
         model=model,
         rollout=rollout,
         log=log,
         state=state,
+        saved=None if resumed is None else (state.step, len(state.evaluations)),
     )
+
+
+def _say_where_it_starts(opened: Opened, state: TrainState) -> None:
+    print(f"run folder: {opened.folder}", flush=True)
+    for note in opened.notes:
+        print(note, flush=True)
+    if opened.checkpoint is not None:
+        print(f"resuming from {opened.checkpoint.name}: {state.step} steps done", flush=True)
 
 
 def make_sampler(
@@ -179,15 +225,11 @@ def curriculum(config: Config, parts: Prepared) -> dict[str, Any]:
     return describe(parts.stages, config.curriculum.replay)
 
 
-def load_start(config: Config, parts: Prepared, ranks: Ranks) -> tuple[TrainState, Any]:
+def load_start(config: Config, parts: Prepared, path: Path | None) -> tuple[TrainState, Any]:
     """A fresh model and state, or those of the checkpoint to resume from."""
-    if config.run.resume_from_checkpoint is None:
+    if path is None:
         return TrainState(), load_model(config.model, parts.tokenizer, config.run.seed)
-    assert config.run.output_dir is not None
-    path = find_checkpoint(config.run.output_dir, config.run.resume_from_checkpoint)
     state = checkpoint.load_state(path)
-    if ranks.is_main:
-        print(f"resuming from {path.name}: {state.step} steps done")
     if state.step and lora.is_adapter(path) != config.model.use_peft:
         held = "LoRA adapters" if lora.is_adapter(path) else "a whole model"
         got = str(config.model.use_peft).lower()

@@ -8,6 +8,7 @@ import torch
 
 from pipeline.advantages import dead_groups
 from pipeline.dynamic_sampling import PlayedStep
+from pipeline.error_shares import ErrorShares
 from pipeline.policy import uses_bf16
 from pipeline.session import Run
 from pipeline.trajectory import StopReason, Trajectory
@@ -16,23 +17,32 @@ from pipeline.trajectory import StopReason, Trajectory
 DEAD = {"dead_groups": ("failed", "solved"), "all_failed": ("failed",), "all_solved": ("solved",)}
 
 
-def rollout_metrics(run: Run, played: PlayedStep) -> dict[str, float]:
+def rollout_metrics(
+    run: Run, played: PlayedStep, shares: ErrorShares | None = None
+) -> dict[str, float]:
     """Means over the episodes of the stage's own groups on all ranks.
 
     They are reward, dead groups, stop reasons and tokens, by domain as well. What dynamic sampling
-    plays beyond is only counted, so that runs with and without it can be compared.
+    plays beyond is only counted, so that runs with and without it can be compared. Errors are
+    counted in all that was played, and those of environments added to `shares`.
     """
     size, domains = run.config.rollout.num_generations, run.config.data.domains
-    counts = _counts(played.first, size, domains)
+    counts = _counts(played.first, size, domains) | _errors(played.trajectories, domains)
     total = dict(zip(counts, run.ranks.sum(list(counts.values())), strict=True))
     here = [domain for domain in domains if total[f"groups {domain}"]]
     episodes = total["episodes"]
+    if shares is not None:
+        shares.remember(played.trajectories)
+        for domain in domains:
+            shares.add(domain, int(total[f"played {domain}"]), int(total[f"errors {domain}"]))
     metrics = {
         "reward/mean": sum(total[f"reward {d}"] for d in here) / episodes,
         **{f"reward/{d}": total[f"reward {d}"] / (total[f"groups {d}"] * size) for d in here},
         "rollout/episodes": episodes,
         "rollout/sampled_tokens": total["tokens"],
         "rollout/turns": total["turns"] / episodes,
+        "rollout/tool_errors": total["tool errors"],
+        "rollout/environment_errors": sum(total[f"errors {domain}"] for domain in domains),
     }
     for kind, names in DEAD.items():
         dead = {d: sum(total[f"{name} {d}"] for name in names) for d in here}
@@ -71,9 +81,24 @@ def _counts(
     return counts
 
 
+def _errors(trajectories: Sequence[Trajectory], domains: Sequence[str]) -> dict[str, float]:
+    """Of one rank: exceptions of tools, episodes that their environment ended, and all episodes."""
+    counts: dict[str, float] = {"tool errors": sum(t.num_tool_errors for t in trajectories)}
+    for domain in domains:
+        reasons = [t.stop_reason for t in trajectories if t.domain == domain]
+        counts[f"played {domain}"] = len(reasons)
+        counts[f"errors {domain}"] = reasons.count(StopReason.ENVIRONMENT_ERROR)
+    return counts
+
+
 def over_iterations(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Statistics of the updates of one step: their means; the gap to the sampler of the first."""
-    means = {name: sum(row[name] for row in found) / len(found) for name in found[0]}
+    """Statistics of the updates of one step: their means; the gap to the sampler of the first.
+
+    Of updates that were skipped only that is said, unless all were.
+    """
+    done = [row for row in found if not row["train/skipped"]] or found
+    means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}
+    means["train/skipped"] = sum(row["train/skipped"] for row in found) / len(found)
     return means | {name: found[0][name] for name in means if "logprob_gap" in name}
 
 
@@ -82,7 +107,7 @@ def warn_of_gap(run: Run, statistics: dict[str, float]) -> None:
     limit = run.config.grpo.logprob_gap_limit
     limit = limit or (0.5 if uses_bf16(run.config.model) else 1e-3)
     gap = statistics.get("train/logprob_gap", 0.0)
-    if gap <= limit or run.warned_of_gap:
+    if not gap > limit or run.warned_of_gap:
         return
     run.warned_of_gap = True
     if run.ranks.is_main:

@@ -7,6 +7,7 @@ meanwhile is never taken for the one that was checked.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.config import UserError
+from pipeline.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_json, read_file
 
 Row = dict[str, Any]
+
+MAX_ARRAY_BYTES = 256 << 20  # of a file that is read into memory as a whole
 
 
 class Rows(Protocol):
@@ -36,10 +40,11 @@ def rows_of_file(path: Path) -> Rows:
 
 def _first_character(path: Path) -> str:
     """The first that is no white space; empty if there is none."""
-    with path.open(encoding="utf-8") as file:
-        while (character := file.read(1)).isspace():
-            pass
-    return character
+    with open_file(path) as file:
+        while piece := file.read(1 << 16):
+            if piece := piece.lstrip():
+                return chr(piece[0])
+    return ""
 
 
 class _Array:
@@ -48,19 +53,35 @@ class _Array:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
+            data = read_file(path, MAX_ARRAY_BYTES)
+        except ValueError:
+            raise UserError(
+                f"{path}: an array of more than {MAX_ARRAY_BYTES >> 20} MiB; write one JSON object "
+                "per line (.jsonl), which is not held in memory"
+            ) from None
+        try:
+            rows = parse_json(data.decode())
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{path}, line {error.lineno}: not JSON ({error.msg}); mend the file"
             ) from None
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON ({error}); mend the file") from None
         if not isinstance(rows, list):
             raise UserError(
                 f"{path}: got a {type(rows).__name__}; a .json task file is one array of tasks"
             )
         self._rows = rows
+        self._may_be_large = len(data) > MAX_LINE_BYTES
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return ((f"{self.name}, task {i}", row) for i, row in enumerate(self._rows, 1))
+        for number, row in enumerate(self._rows, 1):
+            where = f"{self.name}, task {number}"
+            if self._may_be_large and len(json.dumps(row)) > MAX_LINE_BYTES:
+                raise UserError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; shorten it")
+            yield where, row
 
     def __getitem__(self, index: int) -> Row:
         row: Row = self._rows[index]
@@ -76,8 +97,8 @@ class _Lines:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         start = 0
-        with open(self.name, "rb") as file:  # whose lines end with \n only: JSON may hold others
-            for number, line in enumerate(file, 1):
+        with open_file(self.name) as file:
+            for number, line in lines_of(file, self.name):
                 where = f"{self.name}, line {number}"
                 text = line.decode()
                 if text.strip():
@@ -85,14 +106,16 @@ class _Lines:
                     self._sizes.append(len(line))
                     self._sums.append(zlib.crc32(line))
                     try:
-                        yield where, json.loads(text)
-                    except json.JSONDecodeError as error:
-                        raise UserError(f"{where}: not JSON ({error.msg}); mend the line") from None
+                        row = parse_json(text)
+                    except ValueError as error:
+                        reason = getattr(error, "msg", error)
+                        raise UserError(f"{where}: not JSON ({reason}); mend the line") from None
+                    yield where, row
                 start += len(line)
 
     def __getitem__(self, index: int) -> Row:
         try:
-            with open(self.name, "rb") as file:
+            with open_file(self.name) as file:
                 file.seek(self._starts[index])
                 line = file.read(self._sizes[index])
         except OSError:
@@ -114,6 +137,8 @@ class DatasetRows:
     def __init__(self, dataset: Any, name: str) -> None:
         if not len(dataset):
             raise UserError(f"{name}: holds no tasks; give a dataset that has rows")
+        if kind := _kind_that_opens_files(dataset.features):
+            raise UserError(f"{name}: a column holds {kind}, which no task has; take it out")
         self.name = name
         self._dataset = dataset.with_format(None)
         self._in_struct = isinstance(dataset.features.get("payload"), dict)
@@ -145,6 +170,16 @@ class DatasetRows:
         return [(stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
+def _kind_that_opens_files(feature: Any) -> str:
+    """The first kind of column that reads files which rows name, such as Image; empty if none."""
+    if isinstance(feature, dict):
+        return next(filter(None, map(_kind_that_opens_files, feature.values())), "")
+    if hasattr(feature, "feature"):  # a list
+        return _kind_that_opens_files(feature.feature)
+    kind = type(feature).__name__
+    return "" if kind in ("Value", "ClassLabel", "Json") else kind
+
+
 def _without_nulls(row: Row) -> Row:
     kept: Row = _pruned({**row, "payload": None})
     return kept if row.get("payload") is None else {**kept, "payload": row["payload"]}
@@ -156,7 +191,9 @@ def _is_exact(value: Any) -> bool:
         return all(inner is not None and _is_exact(inner) for inner in value.values())
     if isinstance(value, list):
         return all(map(_is_exact, value))
-    return value is None or isinstance(value, str | bool | int | float)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bool | int)
 
 
 def _pruned(value: Any) -> Any:

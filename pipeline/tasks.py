@@ -21,12 +21,14 @@ from typing import Any, Protocol, overload
 from pipeline.config import UserError
 from pipeline.draws import permutation
 from pipeline.task_rows import Row, Rows, rows_of_file
+from pipeline.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
 
 Message = dict[str, Any]
 Visit = Callable[[Row], None] | None  # is shown each row of a source once it is checked
 SPLITS = ("train", "validation", "test")
 DIFFICULTIES = ("easy", "medium", "hard")
 ROLES = ("system", "user", "assistant", "tool")
+MAX_CHARACTERS = 1_000_000  # of a conversation in a file; more would take long to tokenize
 KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
 
 
@@ -100,7 +102,7 @@ def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
         return tasks_of(rows_of_file(path), domain, visit)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: cannot be read as a UTF-8 task file ({error}); check the path"
+            f"{path}: cannot be read as a UTF-8 task file ({one_line(str(error))}); check the path"
         ) from None
 
 
@@ -115,8 +117,8 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
         identity = row["id"]
         if identity in seen:
             raise UserError(
-                f"{where}: task id {identity!r} was already used at {seen[identity]}; give every "
-                "task its own id"
+                f"{where}: task id {shown(identity)} was already used at {seen[identity]}; give "
+                "every task its own id"
             )
         seen[identity] = where
         if visit is not None:
@@ -132,11 +134,11 @@ def _check(row: Any, domain: str, where: str) -> None:
     if not isinstance(row, dict):
         problem = f"got {type(row).__name__}; a task is one JSON object"
     elif unknown := sorted(row.keys() - KEYS):
-        problem = f"unknown key {unknown[:1]}; a task has {', '.join(sorted(KEYS))}"
+        problem = f"unknown key [{shown(unknown[0])}]; a task has {', '.join(sorted(KEYS))}"
     elif not isinstance(row.get("id"), str) or not row["id"]:
-        problem = f"id: got {row.get('id')!r}; give a non-empty string"
+        problem = f"id: got {shown(row.get('id'))}; give a non-empty string"
     elif problem := _problem(row, domain):
-        where = f"{where} (task {row['id']!r})"
+        where = f"{where} (task {shown(row['id'])})"
     else:
         return
     raise UserError(f"{where}: {problem}")
@@ -145,27 +147,50 @@ def _check(row: Any, domain: str, where: str) -> None:
 def _problem(row: Row, domain: str) -> str:
     """What is wrong with a row beside its id and its keys; empty if nothing is."""
     if (stated := row.get("domain", domain)) != domain:
-        return f"domain: got {stated!r} in a file of {domain} tasks; move it or mend it"
+        return f"domain: got {shown(stated)} in a file of {domain} tasks; move it or mend it"
     prompt = row.get("prompt")
     if not isinstance(prompt, list) or not prompt:
         return "prompt: give a non-empty list of messages"
     for message in prompt:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not fine or message.get("role") not in ROLES:
-            return f"prompt: bad message {message!r}; give role and content"
+            return f"prompt: bad message {shown(message)}; give role and content"
+        if problem := call_problem(message):
+            return f"prompt: {problem}"
+    if sum(len(message["content"]) for message in prompt) > MAX_CHARACTERS:
+        return f"prompt: more than {MAX_CHARACTERS} characters; shorten it"
     if prompt[-1]["role"] != "user":
         return "prompt: the last message must be the user's request"
     payload = row.get("payload", {})
     if not isinstance(payload, dict | str):
         return f"payload: got {type(payload).__name__}; give an object"
+    if isinstance(payload, str) and len(payload) > MAX_LINE_BYTES:
+        return f"payload: more than {MAX_LINE_BYTES >> 20} MiB; shorten it"
     if isinstance(payload, str):
         try:
-            json.loads(payload)
-        except json.JSONDecodeError as error:
-            return f"payload: not JSON ({error.msg}); give an object"
+            payload = parse_json(payload)
+        except ValueError as error:
+            return f"payload: not JSON ({getattr(error, 'msg', error)}); give an object"
+        if not isinstance(payload, dict):
+            return f"payload: got {shown(payload)}; give an object"
     for name in ("family", "branch"):
         if not isinstance(row.get(name, ""), str):
-            return f"{name}: got {row.get(name)!r}; give a string"
+            return f"{name}: got {shown(row.get(name))}; give a string"
+    return ""
+
+
+def call_problem(message: Message) -> str:
+    """What is wrong with the tool calls of a message from a file; empty if nothing is."""
+    calls = message.get("tool_calls") or []
+    for call in calls if isinstance(calls, list) else [calls]:
+        held = call.get("function") if isinstance(call, dict) else None
+        function = held if isinstance(held, dict) else {}
+        named = isinstance(function.get("name"), str)
+        if not named or not isinstance(function.get("arguments", {}), dict):
+            return (
+                f"bad tool calls {shown(calls)}; give a list of "
+                '{"function": {"name": ..., "arguments": {...}}}'
+            )
     return ""
 
 

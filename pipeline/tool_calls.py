@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from pipeline.tasks import Message
+from pipeline.untrusted import is_nested_deeply, is_plain, parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,13 @@ class Parsed:
 
 
 def is_call(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a model's JSON is {"name": text, "arguments": object} in valid Unicode.
+    """Whether a model's JSON is {"name": text, "arguments": object}, not deep and without NaN.
 
     Missing arguments count as none.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # "\ud800" is JSON, and half a character
+    if is_nested_deeply(value) or not is_plain(value):
         return False
     return isinstance(value.get("arguments") or {}, dict)
 
@@ -51,7 +49,7 @@ def parse_hermes(text: str) -> Parsed:
     for block in blocks:
         body, closed, after = block.partition("</tool_call>")
         try:
-            call = json.loads(body)
+            call = parse_json(body)
         except ValueError as error:
             return Parsed(content=text, malformed=f"not JSON: {getattr(error, 'msg', error)}")
         if not closed or after.strip():

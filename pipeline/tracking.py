@@ -2,7 +2,7 @@
 
 `metrics.jsonl` holds only what the seed determines and `timings.jsonl` the rest. They are the
 truth: trackers get the numbers of every line under the same names. This module imports no torch;
-Accelerate's trackers are loaded only when one is asked for.
+trackers are loaded only when one is asked for.
 """
 
 from __future__ import annotations
@@ -10,33 +10,45 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import netrc
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-from urllib.parse import urlsplit
+from typing import Any, Protocol, Self
 
 from pipeline.config import Config, UserError
+from pipeline.manifest import sync
+from pipeline.untrusted import reason_of
+from pipeline.wandb_feed import Record, WandbFeed, numbers, remember_id, say
 
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
 
-Record = Mapping[str, Any]
+
+class Tracker(Protocol):
+    """What is fed with the lines."""
+
+    name: str
+    advice: str  # what to do where it failed
+
+    def metrics(self, record: Record) -> None: ...
+    def timings(self, record: Record) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 class RunLog:
     """The metrics files of a run folder and the trackers fed with them; on other ranks a no-op.
 
-    Every record carries `kind`, `stage` and `step`, the number of GRPO optimizer steps done. Make
-    it on every rank and after the Accelerator, which Accelerate's trackers need. `resumed_at` is
-    the step of the checkpoint that the run goes on from and `evaluated` the evaluations done by
-    then: what was written later is dropped first. Raises UserError on every rank when a tracker's
-    package is missing, and on rank 0 when W&B cannot start.
+    Every record carries `kind`, `stage` and `step`, the number of GRPO optimizer steps done; a line
+    of timings gets the `time` it is written at. Make it on every rank and after the Accelerator,
+    which Accelerate's trackers need. `sizes` are those of the checkpoint that the run goes on from:
+    the files are cut back to them, and `tracker_run_id` is the one it knows; without, they start
+    empty. A file that cannot be written raises OSError; a tracker that fails is given up with one
+    warning. Raises UserError on every rank when a tracker's package is missing, and on rank 0 when
+    W&B cannot start a fresh run.
     """
 
     def __init__(
@@ -45,44 +57,55 @@ class RunLog:
         config: Config,
         *,
         is_main: bool,
-        resumed_at: int | None = None,
-        evaluated: Collection[str] = (),
+        sizes: Mapping[str, int] | None = None,
+        tracker_run_id: str | None = None,
     ) -> None:
-        self._folder, self._is_main = folder, is_main
-        self._wandb: Any = None
-        self._tensorboard: Any = None
-        report_to = config.tracking.report_to
-        require_packages(report_to)
+        self._files: dict[str, LinesFile] = {}
+        self._trackers: list[Tracker] = []
+        self._wandb: WandbFeed | None = None
+        self._known_id = tracker_run_id
+        require_packages(config.tracking.report_to)
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        if resumed_at is not None:
-            cut_back(folder, resumed_at, evaluated)
-        if "wandb" in report_to:
-            self._wandb = _start_wandb(folder, config)
-            if resumed_at is not None and self._wandb.tracker.offline:
-                self._send_again()
-        if "tensorboard" in report_to:
-            self._tensorboard = _start_tensorboard(folder, resumed_at)
+        for name in (METRICS, TIMINGS):
+            self._files[name] = LinesFile(folder / name, 0 if sizes is None else sizes[name])
+        sync(folder)
+        if sizes is not None and tracker_run_id is not None:
+            remember_id(folder, tracker_run_id)
+        for name in config.tracking.report_to:
+            self._start(name, folder, config, is_resumed=sizes is not None)
+
+    @property
+    def tracker_run_id(self) -> str | None:
+        """W&B's id of the run, which a resumed run keeps."""
+        return self._known_id if self._wandb is None else self._wandb.run_id
 
     def metrics(self, record: Record) -> None:
         """Append a line that the seed determines."""
-        self._write(METRICS, record)
+        self._write(METRICS, record, lambda tracker, line: tracker.metrics(line))
 
     def timings(self, record: Record) -> None:
         """Append a line of times, memory or hosts."""
-        self._write(TIMINGS, record)
+        stamped = {**record, "time": time.time()}
+        self._write(TIMINGS, stamped, lambda tracker, line: tracker.timings(line))
+
+    def sync(self) -> None:
+        """Bring what was written to the disk itself."""
+        for file in self._files.values():
+            file.sync()
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file, all of them on disk: what a checkpoint remembers."""
+        self.sync()
+        return {name: file.size for name, file in self._files.items()}
 
     def close(self, failed: bool = False) -> None:
-        """Finish the trackers; harmless when repeated."""
-        if self._wandb is not None:
-            import wandb
-
-            self._wandb.tracker.finish(exit_code=int(failed))
-            wandb.teardown()  # finish() may return before W&B's service has written its file
-        if self._tensorboard is not None:
-            self._tensorboard.finish()
-        self._wandb = self._tensorboard = None
+        """Finish trackers and files; harmless when repeated."""
+        self._tell(lambda tracker: tracker.close(failed))
+        self._trackers = []
+        for file in self._files.values():
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -95,23 +118,105 @@ class RunLog:
     ) -> None:
         self.close(failed=kind is not None)
 
-    def _write(self, name: str, record: Record) -> None:
-        if not self._is_main:
+    def _write(self, name: str, record: Record, feed: Callable[[Tracker, Record], None]) -> None:
+        if name not in self._files:
             return
         assert "step" in record, f"{name}: a record without a step: {dict(record)}"
         clean = finite(record)
-        with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(clean, allow_nan=False) + "\n")
-        if self._wandb is not None:
-            self._wandb.log(_row(clean))
-        if self._tensorboard is not None:
-            self._tensorboard.log(numbers(clean), step=clean["step"])
+        self._files[name].append(json.dumps(clean, allow_nan=False))
+        self._tell(lambda tracker: feed(tracker, clean))
 
-    def _send_again(self) -> None:
-        """W&B writes a resumed offline run to a new file: make it whole with the lines kept."""
-        for name in (METRICS, TIMINGS):
-            for record in read_records(self._folder / name):
-                self._wandb.log(_row(record))
+    def _start(self, name: str, folder: Path, config: Config, *, is_resumed: bool) -> None:
+        """Start a tracker; one that fails stops a fresh run, but not one that has got somewhere."""
+        kept = [read_records(folder / name) for name in (METRICS, TIMINGS)] if is_resumed else None
+        try:
+            if name == "wandb":
+                self._wandb = WandbFeed(folder, config, *(kept or ()))
+                self._trackers.append(self._wandb)
+            else:
+                self._trackers.append(TensorBoard(folder, kept))
+        except Exception as error:
+            if not is_resumed:
+                raise
+            feed = WandbFeed if name == "wandb" else TensorBoard
+            give_up(feed.name, feed.advice, error)
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                give_up(tracker.name, tracker.advice, error)
+
+
+def give_up(name: str, advice: str, error: Exception) -> None:
+    """No tracker stops a run: it is left alone until the next start."""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    say(f"warning: {name}: {kind}{reason_of(error)}; the run goes on, the files are whole{advice}")
+
+
+class LinesFile:
+    """A file of lines that is cut to `size` bytes and then appended to, whole lines only."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        there = self._file.read(size)
+        self.size = there.rfind(b"\n") + 1
+        if self.size != size:
+            say(
+                f"warning: {path}: the checkpoint was written when it had {size} bytes, and only "
+                f"{self.size} of these are there in whole lines; what is missing stays missing"
+            )
+        self._file.truncate(self.size)
+        self.sync()
+
+    def append(self, line: str) -> None:
+        """Write a line at once; where that fails (a full disk) nothing of it, and raise OSError."""
+        line_bytes = f"{line}\n".encode()
+        left = memoryview(line_bytes)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(self.size)
+            error.filename = str(self._path)
+            raise
+        self.size += len(line_bytes)
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard through Accelerate; `kept` are the lines of both files on a resume."""
+
+    name = "TensorBoard"
+    advice = ""
+
+    def __init__(self, folder: Path, kept: Sequence[Sequence[Record]] | None) -> None:
+        from accelerate.tracking import TensorBoardTracker
+
+        # TensorBoard hides, from a step on, what was there. Of that step some lines are kept.
+        last = max((record["step"] for record in kept[0]), default=0) if kept else 0
+        self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
+        self._tracker.start()
+        for record in (record for lines in kept or () for record in lines):
+            if record["step"] == last:
+                self.metrics(record)
+
+    def metrics(self, record: Record) -> None:
+        self._tracker.log(numbers(record), step=record["step"])
+
+    timings = metrics
+
+    def close(self, failed: bool) -> None:
+        self._tracker.finish()
 
 
 def finite(value: Any) -> Any:
@@ -121,11 +226,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def numbers(record: Record) -> dict[str, float]:
-    """What trackers get of a record: the numbers whose names have a group, as in `train/loss`."""
-    return {key: v for key, v in record.items() if "/" in key and isinstance(v, int | float)}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -139,27 +239,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_back(folder: Path, step: int, evaluated: Collection[str]) -> None:
-    """Drop what a resumed run writes again: lines past `step`, evaluations not in `evaluated`.
-
-    The files are replaced in one move each; a line cut short by a crash goes too.
-    """
-    for name in (METRICS, TIMINGS):
-        path = folder / name
-        kept = [
-            record
-            for record in read_records(path)
-            if record["step"] <= step and ("after" not in record or record["after"] in evaluated)
-        ]
-        if path.is_file():
-            aside = folder / f".{name}.writing"
-            with aside.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-
-
 def require_packages(report_to: Collection[str]) -> None:
     """Raises UserError when the package of a tracker is not installed."""
     for name in report_to:
@@ -168,78 +247,6 @@ def require_packages(report_to: Collection[str]) -> None:
                 f"report_to: got {name}, which is not installed; "
                 f"pip install {name}, or report to none"
             )
-
-
-def _row(record: Record) -> dict[str, float]:
-    """A line as a row of W&B: its numbers and its step.
-
-    W&B's own steps must rise, one row each, or rows are lost. Evaluations, validations and training
-    share steps here, so W&B counts the rows by itself and `step` is the axis of every plot.
-    """
-    return {**numbers(record), "step": record["step"]}
-
-
-def _start_wandb(folder: Path, config: Config) -> Any:
-    import wandb
-    from accelerate.tracking import WandBTracker
-
-    settings = config.tracking
-    no_key = "WANDB_MODE" not in os.environ and not has_wandb_key()
-    run_id = folder / "wandb" / "run-id"  # a resumed run goes on under the same id
-    tracker = WandBTracker(
-        settings.project,
-        name=settings.run_name or folder.resolve().name,
-        tags=settings.tags,
-        config=config.model_dump(mode="json"),
-        dir=str(folder),
-        mode="offline" if no_key else None,
-        id=run_id.read_text(encoding="utf-8").strip() if run_id.is_file() else None,
-        resume="allow" if run_id.is_file() else None,
-        settings=wandb.Settings(silent=True, console="off"),
-    )
-    try:
-        tracker.start()
-    except wandb.errors.Error as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"report_to: W&B did not start ({reason}); set WANDB_MODE=offline or report_to none"
-        ) from None
-    run_id.parent.mkdir(exist_ok=True)
-    run_id.write_text(tracker.run.id + "\n", encoding="utf-8")
-    tracker.run.define_metric("*", step_metric="step")
-    if no_key:
-        _say(
-            "W&B: no API key, so this run is kept offline; to upload it: "
-            f"wandb sync {Path(tracker.run.dir).parent}"
-        )
-    elif tracker.run.url:
-        _say(f"W&B: {tracker.run.url}")
-    return tracker
-
-
-def _start_tensorboard(folder: Path, resumed_at: int | None) -> Any:
-    from accelerate.tracking import TensorBoardTracker
-
-    # Hides what the cut-off lines have left there.
-    purge = None if resumed_at is None else resumed_at + 1
-    tracker = TensorBoardTracker("tensorboard", folder, purge_step=purge)
-    tracker.start()
-    return tracker
-
-
-def has_wandb_key() -> bool:
-    """Whether W&B can log in without asking: by its environment variables or a netrc entry."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    asked = os.environ.get("NETRC")
-    for path in [Path(asked)] if asked else [Path("~/.netrc"), Path("~/_netrc")]:
-        try:
-            if netrc.netrc(path.expanduser()).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue  # W&B cannot log in with such a file either
-    return False
 
 
 class StageProgress:
@@ -270,7 +277,7 @@ class StageProgress:
             self._last_line = time.monotonic()
             elapsed = f"{self._last_line - self._start:.1f} s"
             parts = [f"{self._stage} {self._done}/{self._num_steps}", text, elapsed]
-            _say("  ".join(part for part in parts if part))
+            say("  ".join(part for part in parts if part))
 
     def _is_line_due(self) -> bool:
         """Some ten lines a stage, and one a minute at least."""
@@ -291,7 +298,3 @@ def rewards(record: Record) -> str:
     names = [key for key in record if key.startswith("reward/") and key != "reward/mean"]
     text = "".join(f" {name.removeprefix('reward/')} {record[name]:.2f}" for name in names)
     return f"reward{text}" if text else ""
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

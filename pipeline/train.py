@@ -16,34 +16,44 @@ from pipeline.collect import (
     collect_records,
     evaluate_and_record,
     finish,
+    resume_counts,
     save_checkpoint,
     save_trajectories,
     save_when_due,
+    stop,
+    stop_on_errors,
     validate_when_due,
 )
 from pipeline.config import Config
 from pipeline.curriculum import Stage
+from pipeline.distributed import Interrupted
 from pipeline.draws import permutation
 from pipeline.dynamic_sampling import PlayedStep, play_step
 from pipeline.learner import make_updater, start_stage
 from pipeline.policy import load_folder
 from pipeline.profiling import Timer, profiled
-from pipeline.session import Run, start
+from pipeline.session import Run, connect, start
 from pipeline.step_metrics import over_iterations, rollout_metrics, warn_of_gap
 from pipeline.tracking import StageProgress
 from pipeline.updater import learning_rate_at
 from pipeline.warm_start import warm_start
+from pipeline.watchdog import Watchdog
 
 
 def main(config: Config) -> int:
     """Run on this rank, which was launched together with the others; returns the exit code."""
-    run = start(config)
-    with run.log:
-        before_training(run)
-        if config.grpo.use_grpo:
-            train(run)
-        finish(run)
-    run.accelerator.end_training()
+    accelerator, ranks = connect(config)
+    with Watchdog(ranks, config.run.timeout) as watchdog:
+        run = start(config, accelerator, ranks, watchdog)
+        with run.log:
+            try:
+                before_training(run)
+                if config.grpo.use_grpo:
+                    train(run)
+                finish(run)
+            except Interrupted:
+                return stop(run)
+        accelerator.end_training()
     return 0
 
 
@@ -57,6 +67,8 @@ def train(run: Run) -> None:
         first = max(stage.first_step, run.state.step)
         done, is_main = first - stage.first_step, run.ranks.is_main
         start_stage(run, stage)
+        resume_counts(run, stage)
+        validate_when_due(run, stage)  # it may be what was interrupted
         with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
             for step in range(first, stage.last_step):
                 with profiled(run, step + 1), Timer(run) as timer:
@@ -64,12 +76,13 @@ def train(run: Run) -> None:
                     rewards = rewards_of(run, played, step)
                     statistics = update(run, stage, played, rewards)
                 run.state.step, run.state.stage = step + 1, stage.name
-                metrics = {**statistics, **rollout_metrics(run, played)}
+                metrics = {**statistics, **rollout_metrics(run, played, run.errors)}
                 keys = {"kind": "train", "stage": stage.name, "step": step + 1}
                 run.log.metrics({**keys, **metrics})
                 run.log.timings({**keys, **timer.timings(played)})
                 progress.step(metrics)
                 save_trajectories(run, stage.name, played.trajectories)
+                stop_on_errors(run, run.errors)
                 validate_when_due(run, stage)
                 save_when_due(run, stage)
         collect_records(run, stage)
@@ -102,7 +115,7 @@ def give_warm_start(run: Run) -> None:
             parts.chat,
             parts.environments,
             run.ranks.num_ranks,
-            lambda: progress.step({}),
+            lambda: _warm_start_step(run, progress),
         )
     keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
@@ -115,6 +128,13 @@ def give_warm_start(run: Run) -> None:
     gc.collect()  # the trainer's optimizer hangs in reference cycles
     if run.accelerator.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _warm_start_step(run: Run, progress: StageProgress) -> None:
+    progress.step({})
+    run.ranks.alive()
+    if run.ranks.stop_wanted:  # there is nothing to save before its end
+        raise Interrupted
 
 
 def rewards_of(run: Run, played: PlayedStep, step: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # of a turn, or of the episode
     MALFORMED_CALL = "malformed_call"  # more than max_malformed_calls
-    ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or the user raised
+    ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or the user raised; or a deadline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Trajectory:
     reward: float
     num_turns: int
     num_malformed_calls: int = 0
+    num_tool_errors: int = 0  # exceptions of tools' own code that were shown to the model
     error: str = ""  # of the environment, when it failed
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class Trajectory:
             num_turns=self.num_turns,
             num_sampled_tokens=self.num_sampled_tokens,
             num_malformed_calls=self.num_malformed_calls,
+            num_tool_errors=self.num_tool_errors,
         )
 
 
@@ -93,6 +95,7 @@ class RunRecord:
     num_turns: int
     num_sampled_tokens: int
     num_malformed_calls: int
+    num_tool_errors: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,11 +1,15 @@
-"""The update: even shares, micro-batches, one exchange of gradients, clip, optimizer step."""
+"""The update: even shares, micro-batches, one exchange of gradients, clip, optimizer step.
+
+Too little memory for a micro-batch, and a loss or gradient that is not finite, are data here: the
+one makes micro-batches smaller, the other skips the optimizer step.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +18,19 @@ from torch.func import functional_call
 from pipeline.balance import costs_of, make_plan, rearranged
 from pipeline.config import Config, GRPOSettings
 from pipeline.distributed import Ranks, sharded_adamw, summed_over_ranks
+from pipeline.exchange import Exchange
 from pipeline.grpo import TokenStats, grpo_loss, token_weights
-from pipeline.micro_batches import Item, empty_micro_batch, make_micro_batches
+from pipeline.micro_batches import Item, make_micro_batches
 from pipeline.policy import TokenLogprobs
 from pipeline.trajectory import MicroBatch, Trajectory
+from pipeline.update_faults import (
+    find_suspects,
+    give_memory_back,
+    is_out_of_memory,
+    smaller_budget,
+)
+
+Computed = tuple[MicroBatch, TokenStats]
 
 
 class Reference:
@@ -52,7 +65,9 @@ class Updater:
     """Optimizer updates on trajectories.
 
     `module` is the policy's TokenLogprobs, which `accelerator` has not seen yet; `reference`,
-    made of the same module, is needed where `grpo.beta` is above 0.
+    made of the same module, is needed where `grpo.beta` is above 0. A checkpoint needs
+    `max_tokens_per_microbatch`, `num_skipped` and `num_skipped_in_a_row`, which are equal on all
+    ranks after each update.
     """
 
     def __init__(
@@ -65,7 +80,8 @@ class Updater:
         reference: Reference | None = None,
     ) -> None:
         self.accelerator, self.ranks, self.reference = accelerator, ranks, reference
-        self.module, self.wrapped = module, summed_over_ranks(accelerator.prepare(module))
+        self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
+        self.exchange = summed_over_ranks(accelerator.prepare(Exchange(module)))
         self.settings, self.limits, self.pad_id = config.grpo, config.rollout, pad_id
         self.deterministic = config.run.deterministic
         self.balances = (
@@ -86,6 +102,15 @@ class Updater:
         )
         self.num_tokens = self.num_padded_tokens = 0  # computed so far; the latter with padding
         self.num_sampled_tokens = 0  # of this rank's episodes, trained on so far
+        # The setting, until memory does not suffice for it.
+        self.max_tokens_per_microbatch = self.settings.max_tokens_per_microbatch
+        self.num_skipped = self.num_skipped_in_a_row = 0  # steps
+        self.faults_folder: Path | None = None  # where micro-batches of skipped steps are kept
+        self._skipped_step: int | None = None
+        # DDP arranges its buckets anew after the first exchange, and with them the order in which
+        # it adds the terms of three ranks or more: a resumed run must not begin with the other one.
+        self._exchange()
+        self.optimizer.zero_grad()
 
     def update_policy(
         self,
@@ -96,8 +121,10 @@ class Updater:
     ) -> dict[str, float]:
         """One optimizer step on this rank's groups; returns statistics over all ranks.
 
-        Episodes that are not `kept` (all are, if missing) take no part. Raises RuntimeError where
-        the gradient is not finite, before any weight changes.
+        Episodes that are not `kept` (all are, if missing) take no part. Where the loss or the
+        gradient is not finite, the optimizer step is skipped on all ranks. Raises RuntimeError on
+        all of them when this happens in more than `max_skipped_steps` steps in a row, and on one
+        whose memory does not suffice for a single episode.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
@@ -110,7 +137,7 @@ class Updater:
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # every group was dead, on every rank
-            return statistics
+            return statistics | {"train/skipped": 0}
         loss_type, max_tokens = self.settings.loss_type, self.limits.max_tokens
         weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)
         items = list(zip(trajectories, advantages, weights, strict=True))
@@ -118,19 +145,13 @@ class Updater:
         if self.balances:
             parts = rearranged(parts, make_plan([row[2:] for row in everyone]), self.ranks)
         if self.deterministic:
-            sums = self._backward_in_order([self._cut(part) for part in parts], num_tokens)
+            done = self._backward_in_order(parts, num_tokens)
         else:
-            sums = self._backward(self._cut([item for part in parts for item in part]), num_tokens)
-        statistics |= self._step(learning_rate)
-        loss, policy_loss, kl, entropy, clipped, gap, max_gap = self._over_ranks(sums)
-        statistics |= {"train/loss": loss, "train/policy_loss": policy_loss}
-        if self.reference is not None:
-            statistics["train/kl"] = kl / num_tokens
-        statistics["train/entropy"] = entropy / num_tokens
-        statistics["train/clip_ratio"] = clipped / num_tokens
-        statistics["train/logprob_gap"] = max_gap
-        statistics["train/logprob_gap_mean"] = gap / num_tokens
-        return statistics
+            done = self._backward([item for part in parts for item in part], num_tokens)
+        found, is_finite = self._finish(done, learning_rate)
+        if not is_finite:
+            self._count_skipped(trajectories, done)
+        return statistics | {"train/skipped": int(not is_finite), **self._means(found, num_tokens)}
 
     def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The episodes of each group that have a term in the loss; siblings stand together."""
@@ -145,68 +166,136 @@ class Updater:
         """Sequences and sampled tokens of all ranks: per-rank counts would make means of means."""
         return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
-    def _over_ranks(self, sums: Sequence[float]) -> list[float]:
-        """Sums over the ranks; of the last, the largest gap, the maximum."""
-        rows = self.ranks.all_gather_tensors(torch.tensor(sums, dtype=torch.float64))
-        stacked = torch.stack(rows)
-        return [*stacked[:, :-1].sum(0).tolist(), float(stacked[:, -1].max())]
-
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
-        budget, padding_free = self.settings.max_tokens_per_microbatch, self.settings.padding_free
+        budget, padding_free = self.max_tokens_per_microbatch, self.settings.padding_free
         return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
 
-    def _step(self, learning_rate: float) -> dict[str, float]:
-        """Clip the gradient, the same on every rank, by its global norm, and step."""
-        max_norm = self.settings.max_grad_norm
-        grad_norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(f"the gradient norm is {grad_norm}; the weights are kept")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {"train/grad_norm": grad_norm}
+    def _finish(
+        self, done: Sequence[Computed], learning_rate: float
+    ) -> tuple[dict[str, float], bool]:
+        """Clip the gradient, the same on every rank, by its global norm, and step.
 
-    def _backward(self, batches: list[MicroBatch], num_tokens: float) -> list[float]:
-        """Accumulate the gradient and exchange it once, inside the last backward pass.
-
-        All ranks run the same number of micro-batches. Returns the sums of what is logged.
+        No step where the norm, or the loss of any rank, is not finite. Returns sums over the ranks
+        by the names of TokenStats, with the norm, and whether all was finite.
         """
-        count = int(self.ranks.max(len(batches)))
-        batches += [empty_micro_batch(self.pad_id)] * (count - len(batches))
-        found = []
-        for number, batch in enumerate(batches, 1):
-            last = number == count
-            with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                found.append(self._backward_one(self.wrapped, batch, num_tokens))
+        max_norm = self.settings.max_grad_norm
+        with self.ranks.waiting("gradients"):  # on a GPU, they are waited for here
+            norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
+        sums = [*_sums([stats for _, stats in done]), norm, self.max_tokens_per_microbatch]
+        rows = torch.stack(self.ranks.all_gather_tensors(torch.tensor(sums, dtype=torch.float64)))
+        *_, max_gaps, norms, budgets = rows.T
+        self.max_tokens_per_microbatch = int(budgets.min())
+        names = [field.name for field in fields(TokenStats)]
+        totals = [*rows[:, : len(names) - 1].sum(0).tolist(), float(max_gaps.max())]
+        is_finite = bool(rows[:, 0].isfinite().all() and norms.isfinite().all())
+        if is_finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            self.num_skipped_in_a_row = 0
+        self.optimizer.zero_grad()
+        return dict(zip(names, totals, strict=True)) | {"grad_norm": norm}, is_finite
+
+    def _means(self, found: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+        """What is logged of an update, from sums over all ranks."""
+        means = {f"train/{name}": found[name] for name in ("grad_norm", "loss", "policy_loss")}
+        if self.reference is not None:
+            means["train/kl"] = found["kl"] / num_tokens
+        means["train/entropy"] = found["entropy"] / num_tokens
+        means["train/clip_ratio"] = found["clipped"] / num_tokens
+        means["train/logprob_gap"] = found["max_logprob_gap"]
+        means["train/logprob_gap_mean"] = found["logprob_gap"] / num_tokens
+        if self.max_tokens_per_microbatch != self.settings.max_tokens_per_microbatch:
+            means["train/max_tokens_per_microbatch"] = self.max_tokens_per_microbatch
+        return means
+
+    def _count_skipped(self, trajectories: Sequence[Trajectory], done: Sequence[Computed]) -> None:
+        """Keep the micro-batches at fault and say so; RuntimeError where it happens too often.
+
+        Several updates on the episodes of one step count once.
+        """
+        step = self.ranks.current.step
+        if step is None or step != self._skipped_step:
+            self.num_skipped += 1
+            self.num_skipped_in_a_row += 1
+        self._skipped_step = step
+        batches, losses = [batch for batch, _ in done], [float(stats.loss) for _, stats in done]
+        suspects = find_suspects(self.ranks, trajectories, batches, losses, self.faults_folder)
+        if self.num_skipped_in_a_row > self.settings.max_skipped_steps:
+            raise RuntimeError(
+                f"the loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a "
+                f"row ({suspects}){suspects.where}; lower the learning rate or look at them"
+            )
+        if self.ranks.is_main:
+            at = "" if step is None else f"step {step}: "
+            print(
+                f"warning: {at}the loss or gradient was not finite, so the update was skipped "
+                f"({suspects}){suspects.where}",
+                flush=True,
+            )
+
+    def _backward(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
+        """Accumulate this rank's gradient, then add it to those of the others, once."""
+        done = self._accumulate(items, num_tokens)
+        self._exchange()
         if self.ranks.num_ranks > 1:
             self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
-        return _sums(found)
+        return done
 
-    def _backward_in_order(self, groups: list[list[MicroBatch]], num_tokens: float) -> list[float]:
+    def _exchange(self) -> None:
+        if self.ranks.num_ranks > 1:
+            with self.ranks.waiting("gradients"):
+                self.accelerator.backward(self.exchange())
+
+    def _backward_in_order(
+        self, groups: Sequence[Sequence[Item]], num_tokens: float
+    ) -> list[Computed]:
         """Add the gradients of single groups in the step's own order, group after group.
 
         Each sum then has the same terms in the same order, and each forward pass the same shapes,
         whatever the number of ranks. One group's gradient per rank is exchanged at a time.
         """
         sizes = [parameter.numel() for parameter in self.parameters]
-        total, found = self.parameters[0].new_zeros(sum(sizes)), []
+        total, done = self.parameters[0].new_zeros(sum(sizes)), []
         for turn in range(int(self.ranks.max(len(groups)))):
-            batches = groups[turn] if turn < len(groups) else []
-            found += [self._backward_one(self.module, batch, num_tokens) for batch in batches]
+            done += self._accumulate(groups[turn] if turn < len(groups) else [], num_tokens)
             mine = torch.cat([_gradient(p).flatten() for p in self.parameters])
             self.optimizer.zero_grad()
             for share in self.ranks.all_gather_tensors(mine):
                 total += share
         for parameter, share in zip(self.parameters, total.split(sizes), strict=True):
             parameter.grad = share.view_as(parameter)
-        return _sums(found)
+        return done
 
-    def _backward_one(self, module: Any, batch: MicroBatch, num_tokens: float) -> TokenStats:
-        self.num_tokens += batch.num_tokens
-        self.num_padded_tokens += batch.input_ids.numel()
+    def _accumulate(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
+        """Add the gradients of these items up in micro-batches, where there are none before.
+
+        Where one does not fit into memory, all start again with smaller ones: what its backward
+        pass had added already cannot be taken off.
+        """
+        while True:
+            batches, found = self._cut(items), []
+            try:
+                for batch in batches:
+                    found.append(self._backward_one(batch, num_tokens))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.max_tokens_per_microbatch = smaller_budget(
+                    self.max_tokens_per_microbatch, batches, len(found), self.ranks.rank
+                )
+            else:
+                self.num_tokens += sum(batch.num_tokens for batch in batches)
+                self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
+                return list(zip(batches, found, strict=True))
+            # Here, and no sooner, the exception is gone, whose frames held the activations.
+            self.optimizer.zero_grad()
+            give_memory_back(self.accelerator.device)
+
+    def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
+        self.ranks.alive()
         batch = batch.to(self.accelerator.device)
-        logprobs, entropy = module(batch)
+        logprobs, entropy = self.module(batch)
         ref_logprobs = None if self.reference is None else self._ref_logprobs(batch)
         loss, stats = grpo_loss(logprobs, entropy, batch, self.settings, num_tokens, ref_logprobs)
         self.accelerator.backward(loss)

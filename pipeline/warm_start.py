@@ -9,7 +9,6 @@ and GRPO has something to sharpen.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,10 +22,13 @@ from pipeline.distributed import kept_apart
 from pipeline.draws import permutation
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
+from pipeline.environments.generation import MAX_TASKS
 from pipeline.policy import on_gpu, uses_bf16
-from pipeline.tasks import Message
+from pipeline.tasks import MAX_CHARACTERS, ROLES, Message, call_problem
+from pipeline.untrusted import lines_of, one_line, open_file, parse_json, shown
 
 Row = dict[str, list[int]]
+NUM_TRIED = 100  # demonstrations that are tried before a run
 IGNORED = -100  # the label of tokens that are not trained, as in transformers
 
 
@@ -150,11 +152,33 @@ def check_demonstrations(config: Config) -> None:
         return
     if config.warm_start.data is not None:
         read_demonstrations(config.warm_start.data)
+    elif (
+        config.warm_start.steps * config.warm_start.batch_size
+        > len(set(config.data.domains) & set(EMBEDDED_DOMAINS)) * MAX_TASKS
+        > 0
+    ):
+        raise UserError(
+            f"warm_start: got {config.warm_start.steps} steps of {config.warm_start.batch_size} "
+            f"demonstrations, but the experts give at most {MAX_TASKS} a domain; give fewer"
+        )
     elif not set(config.data.domains) & set(EMBEDDED_DOMAINS):
         raise UserError(
             "warm_start.data: missing, and only embedded domains have experts; give demonstrations "
             "or warm_start.steps 0"
         )
+
+
+def try_demonstrations(config: Config, chat: Chat) -> None:
+    """UserError where one of NUM_TRIED demonstrations, evenly spread, cannot become tokens."""
+    path = config.warm_start.data
+    if not config.grpo.use_grpo or config.warm_start.steps == 0 or path is None:
+        return
+    found = read_demonstrations(path)
+    for messages, tools in found[:: -(-len(found) // NUM_TRIED)]:
+        try:
+            encode(chat, messages, tools)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
 
 
 def demonstration_rows(config: Config, chat: Chat, environments: dict[str, type[Any]]) -> list[Row]:
@@ -222,37 +246,48 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
 
     UserError names the faulty line.
     """
+    found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with open_file(path) as file:
+            for number, line in lines_of(file, str(path)):
+                if text := line.decode().strip():
+                    found.append(_demonstration(text, f"{path}, line {number}"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"warm_start.data: {path} cannot be read ({error}); check the path"
+            f"warm_start.data: {path} cannot be read ({one_line(str(error))}); check the path"
         ) from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not JSON ({error.msg}); mend the line"
-            ) from None
-        messages = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-            raise UserError(
-                f"{path}, line {number}: messages: give a list of objects with role and content"
-            )
-        roles = [message["role"] for message in messages]
-        if "assistant" not in roles or roles[0] == "assistant":
-            raise UserError(
-                f"{path}, line {number}: a demonstration starts with a request and holds an "
-                "assistant message"
-            )
-        found.append((messages, row.get("tools") or []))
     if not found:
         raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
     return found
+
+
+def _demonstration(text: str, where: str) -> tuple[list[Message], list[dict[str, Any]]]:
+    try:
+        row = parse_json(text)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: not JSON ({getattr(error, 'msg', error)}); mend the line"
+        ) from None
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise UserError(f"{where}: messages: give a list of objects with role and content")
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles or roles[0] == "assistant":
+        raise UserError(
+            f"{where}: a demonstration starts with a request and holds an assistant message"
+        )
+    if unknown := [role for role in roles if role not in ROLES]:
+        raise UserError(
+            f"{where}: got the role {shown(unknown[0])}; give one of {', '.join(ROLES)}"
+        )
+    if problem := next(filter(None, map(call_problem, messages)), ""):
+        raise UserError(f"{where}: {problem}")
+    if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
+        raise UserError(f"{where}: more than {MAX_CHARACTERS} characters; shorten it")
+    tools = row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
+    return messages, tools
 
 
 def _is_message(message: Any) -> bool:

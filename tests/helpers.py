@@ -269,6 +269,16 @@ class ForcedSampler(Sampler):
 
 # Real ranks
 
+
+def start_unwatched(config: Any) -> Any:
+    """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
+    from pipeline import session
+    from pipeline.watchdog import Watchdog
+
+    accelerator, ranks = session.connect(config)
+    return session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
+
+
 _context = get_context("forkserver")  # a clean server process imports once, and ranks fork from it
 _context.set_forkserver_preload(["pipeline.session"])
 

@@ -15,7 +15,7 @@ from pipeline.environments.airline import generate_tasks
 from pipeline.environments.base import tool_schemas
 from pipeline.prepare import prepare
 from pipeline.recipe import load_recipe
-from pipeline.run_folder import check_folder, folder_of, open_folder
+from pipeline.run_folder import begin, check_folder, folder_of, open_folder
 from pipeline.tasks import save_tasks
 from pipeline.tiny import tiny_model
 
@@ -342,14 +342,16 @@ def test_what_a_generator_refuses_is_told(tmp_path, monkeypatch):
 
 def test_an_opened_folder_holds_the_resolved_settings(tmp_path):
     settings = config(run={"output_dir": str(tmp_path / "a" / "b"), "seed": 7})
-    folder = open_folder(settings)
-    assert folder == tmp_path / "a" / "b"
-    assert load_recipe(folder / "config.yaml") == settings
+    opened = open_folder(settings)
+    assert (opened.folder, opened.checkpoint) == (tmp_path / "a" / "b", None)
+    assert [path.name for path in opened.folder.iterdir()] == [".lock"]
+    begin(opened, settings, 0, set())
+    assert load_recipe(opened.folder / "config.yaml") == settings
 
 
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     settings = config(run={"output_dir": str(tmp_path)})
-    open_folder(settings)
+    begin(open_folder(settings), settings, 0, set())
     for refuse in (check_folder, open_folder, check.main):
         assert refusal(refuse, settings) == (
             f"output_dir: {tmp_path} holds a run; resume it with --resume-from-checkpoint latest, "
@@ -357,17 +359,11 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
         )
     resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
     assert "holds no checkpoint" in refusal(check_folder, config(run=resumed))
-    (tmp_path / "checkpoints" / "warm-start").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "warm-start" / "state.json").write_text("{}")
-    (tmp_path / "checkpoints" / "latest").write_text("warm-start\n")
-    before = (tmp_path / "config.yaml").read_text()
-    assert open_folder(config(run=resumed)) == tmp_path
-    assert (tmp_path / "config.yaml").read_text() == before
 
 
 def test_a_folder_with_other_files_is_fine(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    assert open_folder(config(run={"output_dir": str(tmp_path)})) == tmp_path
+    assert open_folder(config(run={"output_dir": str(tmp_path)})).folder == tmp_path
 
 
 def test_without_output_dir_the_folder_is_named_after_recipe_and_time():

@@ -1,7 +1,10 @@
 """Checkpoints: whole or not there, loadable by others, restored exactly."""
 
+import hashlib
 import json
 import os
+import re
+import shutil
 
 import pytest
 import torch
@@ -10,16 +13,10 @@ from helpers import make_episodes, play_ranks, small_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import checkpoint
-from pipeline.checkpoint import (
-    TrainState,
-    load_optimizer,
-    load_state,
-    prune,
-    save,
-    write_text,
-)
+from pipeline.checkpoint import TrainState, load_optimizer, load_state, save
 from pipeline.config import Config, UserError
 from pipeline.distributed import Ranks, parameter_hash, whole_state
+from pipeline.manifest import newest_first, number_of, problem, prune, put_aside, write_text
 from pipeline.policy import TokenLogprobs
 from pipeline.run_folder import find_checkpoint
 from pipeline.updater import Updater
@@ -128,7 +125,7 @@ def update(folder, shard_optimizer, resume):
     )
     model = small_model()
     if resume:
-        path = find_checkpoint(folder, "latest")
+        path, _ = find_checkpoint(folder, "latest")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ranks = Ranks(rank, num_ranks, 60)
     updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
@@ -180,15 +177,21 @@ def break_sync(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: fail() if next(calls) == 3 else fsync(handle))
 
 
-def break_pointer(monkeypatch):
-    monkeypatch.setattr(checkpoint, "write_text", fail)
+def break_manifest(monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+
+
+def latest(output_dir):
+    return find_checkpoint(output_dir, "latest")[0]
 
 
 def fail(*arguments, **options):
     raise OSError("no space left on device")
 
 
-@pytest.mark.parametrize("interrupt", [break_tokenizer, break_optimizer, break_sync, break_pointer])
+@pytest.mark.parametrize(
+    "interrupt", [break_tokenizer, break_optimizer, break_sync, break_manifest]
+)
 def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_latest(
     tmp_path, monkeypatch, interrupt
 ):
@@ -199,13 +202,14 @@ def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_latest(
         interrupt(broken)
         with pytest.raises(OSError, match="no space left"):
             save(folder, "step-000020", second, tokenizer(), TrainState(step=20), state_of(second))
-    found = find_checkpoint(tmp_path, "latest")
-    assert found.name == "step-000010"
+    found = latest(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000010"]
+    assert found.name == (folder / "latest").read_text().strip() == "step-000010"
     assert load_state(found).step == 10
     assert same(AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32), first)
 
     save(folder, "step-000020", second, tokenizer(), TrainState(step=20), state_of(second))
-    assert load_state(find_checkpoint(tmp_path, "latest")).step == 20
+    assert load_state(latest(tmp_path)).step == 20
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["latest", "step-000010", "step-000020"]
 
@@ -217,10 +221,26 @@ def test_a_checkpoint_is_replaced_only_when_the_new_one_is_whole(tmp_path, monke
         break_sync(broken)
         with pytest.raises(OSError, match="no space left"):
             save_plain(folder, "warm-start", step=2, seed=1)
-    assert load_state(find_checkpoint(tmp_path, "latest")).step == 1
+    assert load_state(latest(tmp_path)).step == 1
     save_plain(folder, "warm-start", step=2, seed=1)
-    assert load_state(find_checkpoint(tmp_path, "latest")).step == 2
+    assert load_state(latest(tmp_path)).step == 2
+    prune(folder, 2, folder / "warm-start")
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "warm-start"]
+
+
+@pytest.mark.parametrize("moment", ["between the renames", "before the pointer moves"])
+def test_at_no_moment_of_a_replacement_is_there_no_whole_checkpoint(tmp_path, monkeypatch, moment):
+    folder = tmp_path / "checkpoints"
+    save_plain(folder, "base", step=1)
+    with monkeypatch.context() as broken:
+        if moment == "between the renames":
+            broken.setattr(type(folder), "rename", after(1, fail, type(folder).rename))
+        else:
+            broken.setattr(checkpoint, "write_text", fail)
+        with pytest.raises(OSError, match="no space left"):
+            save_plain(folder, "base", step=2, seed=1)
+    found = load_state(latest(tmp_path)).step
+    assert found == (1 if moment == "between the renames" else 2)
 
 
 def test_a_small_file_is_replaced_in_one_step(tmp_path, monkeypatch):
@@ -238,39 +258,191 @@ def test_a_small_file_is_replaced_in_one_step(tmp_path, monkeypatch):
 # Found and pruned
 
 
-def names_after_prune(folder, limit):
-    prune(folder, limit)
+def after(count, then, before=lambda *arguments: None):
+    """A function that is `before` so many times, and `then` from there on."""
+    calls = iter(range(1000))
+    return lambda *arguments: (before if next(calls) < count else then)(*arguments)
+
+
+def plain(folder, *names):
+    """Checkpoints in the order that they were written."""
+    return [save_plain(folder, name, step=step) for step, name in enumerate(names)]
+
+
+def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def pretend(folder, *names, latest):
-    for name in names:
-        (folder / name).mkdir(parents=True)
-        (folder / name / "state.json").write_text(json.dumps({"stage": "airline", "step": 1}))
-    (folder / "latest").write_text(f"{latest}\n")
-
-
-def test_the_newest_of_save_steps_are_kept_and_all_of_stages(tmp_path):
+def test_the_newest_inside_stages_are_kept_and_all_of_stages(tmp_path):
     steps = ["step-000050", "step-000100", "step-000150"]
-    pretend(tmp_path, "stage-1-airline", "warm-start", *steps, latest="step-000150")
+    newest = plain(tmp_path, "warm-start", "stage-1-airline", *steps)[-1]
     kept = ["stage-1-airline", "step-000100", "step-000150", "warm-start"]
-    assert names_after_prune(tmp_path, 2) == kept
-    assert names_after_prune(tmp_path, 2) == kept
-    assert names_after_prune(tmp_path, 1) == ["stage-1-airline", "step-000150", "warm-start"]
+    for _ in range(2):
+        prune(tmp_path, 2, newest)
+        assert names_in(tmp_path) == kept
+    prune(tmp_path, 1, newest)
+    assert names_in(tmp_path) == ["stage-1-airline", "step-000150", "warm-start"]
 
 
-def test_what_latest_names_is_never_removed(tmp_path):
-    steps = ["step-000050", "step-000060", "step-000100", "step-000150"]  # resumed from 50
-    pretend(tmp_path, *steps, latest="step-000060")
-    assert names_after_prune(tmp_path, 1) == ["step-000060", "step-000150"]
+def test_what_unfinished_saves_left_goes_with_the_next_one(tmp_path):
+    (newest,) = plain(tmp_path, "warm-start")
+    for name in (".writing-step-000050", ".aside-step-000100", "base.previous"):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, 2, newest)
+    assert names_in(tmp_path) == ["warm-start"]
 
 
 def test_a_checkpoint_is_found_by_name_path_or_as_the_latest(tmp_path):
     folder = tmp_path / "checkpoints"
-    pretend(folder, "stage-1-airline", "step-000050", latest="step-000050")
-    assert find_checkpoint(tmp_path, "latest") == folder / "step-000050"
-    assert find_checkpoint(tmp_path, "stage-1-airline") == folder / "stage-1-airline"
-    assert find_checkpoint(tmp_path, str(folder / "stage-1-airline")) == folder / "stage-1-airline"
+    stage, step = plain(folder, "stage-1-airline", "step-000050")
+    assert find_checkpoint(tmp_path, "latest") == (step, [])
+    assert find_checkpoint(tmp_path, "auto") == (step, [])
+    assert find_checkpoint(tmp_path, "stage-1-airline") == (stage, [])
+    assert find_checkpoint(tmp_path, str(stage)) == (stage, [])
+    assert [path.name for path in newest_first(folder)] == ["step-000050", "stage-1-airline"]
+    assert (number_of(stage), number_of(step)) == (1, 2)
+
+
+def test_automatically_there_may_be_none(tmp_path):
+    assert find_checkpoint(tmp_path, "auto") == (None, [])
+
+
+# Damaged
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two checkpoints with everything in them."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    for step in (10, 20):
+        model = small_model(seed=step)
+        state = TrainState(step=step)
+        save(folder, f"step-0000{step}", model, tokenizer(), state, state_of(model))
+    return folder.parent
+
+
+FILES = [
+    *("config.json", "generation_config.json", "manifest.json", "model.safetensors"),
+    *("optimizer.pt", "state.json", "tokenizer.json", "tokenizer_config.json"),
+]
+
+
+def test_every_file_of_a_checkpoint_is_tried_below(whole):
+    names = {path.name for path in (whole / "checkpoints" / "step-000020").iterdir()}
+    assert names - {"chat_template.jinja"} == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [cut_short, flip, empty, remove])
+def test_whatever_is_damaged_the_newest_whole_checkpoint_is_taken(tmp_path, whole, harm, name):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-000020"
+    harm(newest / name)
+    path, notes = find_checkpoint(tmp_path / "run", "latest")
+    assert path == newest.with_name("step-000010")
+    (note,) = notes
+    assert note.startswith("warning: checkpoint step-000020 is passed over: ")
+    assert name in note
+    with pytest.raises(UserError, match=r"step-000020 is damaged .*; give latest, which"):
+        find_checkpoint(tmp_path / "run", "step-000020")
+
+
+def test_what_is_wrong_is_said(tmp_path, whole):
+    for harm, why in (
+        (cut_short, r"model.safetensors has \d+ bytes of \d+"),
+        (flip, r"model.safetensors is not what was written \(its SHA-256 differs\)"),
+        (remove, "model.safetensors is missing"),
+    ):
+        copy = tmp_path / harm.__name__
+        shutil.copytree(whole / "checkpoints" / "step-000020", copy)
+        assert problem(copy) is None
+        harm(copy / "model.safetensors")
+        assert re.fullmatch(why, problem(copy))
+
+
+FILE = {"size": 1, "sha256": ""}
+SOUND = {"number": 1, "files": {"state.json": FILE}}
+
+
+def as_if_written(manifest) -> str:
+    return json.dumps(
+        {**manifest, "sha256": hashlib.sha256(json.dumps(manifest).encode()).hexdigest()}
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "null", "{}", "[" * 100_000, json.dumps(SOUND)),
+        json.dumps({**SOUND, "sha256": "0" * 64}),
+        as_if_written({"number": "1", "files": SOUND["files"]}),
+        as_if_written({"number": 1, "files": {}}),
+        as_if_written({"number": 1, "files": {"state.json": {}}}),
+        as_if_written({"number": 1, "files": {"state.json": FILE, "../x": FILE}}),
+        as_if_written({"number": 1, "files": {"state.json": FILE, "/etc/passwd": FILE}}),
+    ],
+)
+def test_a_manifest_that_is_none_or_leads_outside_is_damaged(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    assert problem(tmp_path) == "manifest.json is damaged"
+
+
+def test_a_manifest_that_is_sound_is_believed(tmp_path):
+    (tmp_path / "manifest.json").write_text(as_if_written(SOUND))
+    assert problem(tmp_path) == "state.json is missing"
+
+
+def test_where_all_are_damaged_the_run_is_refused_or_starts_afresh(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        flip(path / "optimizer.pt")
+    with pytest.raises(UserError) as refused:
+        find_checkpoint(tmp_path / "run", "latest")
+    assert str(refused.value) == (
+        f"resume_from_checkpoint: {tmp_path}/run holds no whole checkpoint (step-000020 is passed "
+        "over: optimizer.pt is not what was written (its SHA-256 differs)); check --output-dir, or "
+        "remove the folder and start anew"
+    )
+    path, notes = find_checkpoint(tmp_path / "run", "auto")
+    assert path is None
+    assert len(notes) == 2
+
+
+def test_later_and_damaged_checkpoints_are_put_aside_and_stay_until_the_next_save(tmp_path):
+    _, second, _ = plain(tmp_path, "warm-start", "step-000050", "step-000100")
+    (tmp_path / "torn").mkdir()
+    put_aside(tmp_path, second)
+    assert names_in(tmp_path) == [
+        *(".aside-step-000100", ".aside-torn", "step-000050", "warm-start"),
+    ]
+    newest = save_plain(tmp_path, "step-000100", step=100)
+    assert number_of(newest) == 3
+    prune(tmp_path, 2, newest)
+    assert names_in(tmp_path) == ["step-000050", "step-000100", "warm-start"]
+
+
+def test_a_fresh_start_puts_everything_aside(tmp_path):
+    plain(tmp_path, "warm-start", "step-000050")
+    put_aside(tmp_path, None)
+    assert newest_first(tmp_path) == []
 
 
 def refusal(output_dir, name) -> str:
@@ -281,16 +453,20 @@ def refusal(output_dir, name) -> str:
 
 def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path):
     assert refusal(tmp_path, "latest") == (
-        f"resume_from_checkpoint: {tmp_path} holds no checkpoint; check --output-dir, or "
+        f"resume_from_checkpoint: {tmp_path} holds no whole checkpoint; check --output-dir, or "
         "remove the folder and start anew"
     )
     assert refusal(tmp_path, "step-000050") == (
         "resume_from_checkpoint: got 'step-000050'; checkpoints here: none"
     )
     folder = tmp_path / "checkpoints"
-    pretend(folder, "stage-1-airline", "warm-start", latest="gone")
-    (folder / ".step-000010.writing").mkdir()
-    for name, shown in (("step-000050", "step-000050"), ("latest", "gone")):
-        assert refusal(tmp_path, name) == (
-            f"resume_from_checkpoint: got '{shown}'; checkpoints here: stage-1-airline, warm-start"
-        )
+    plain(folder, "stage-1-airline", "warm-start")
+    (folder / ".writing-step-000010").mkdir()
+    assert refusal(tmp_path, "step-000050") == (
+        "resume_from_checkpoint: got 'step-000050'; checkpoints here: stage-1-airline, warm-start"
+    )
+    elsewhere = save_plain(tmp_path / "other" / "checkpoints", "step-000050")
+    assert refusal(tmp_path, str(elsewhere)) == (
+        f"resume_from_checkpoint: got '{elsewhere}', which is no checkpoint of {tmp_path}; to "
+        "train it further in a new run, give it as --model"
+    )

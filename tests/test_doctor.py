@@ -268,7 +268,7 @@ def test_a_rank_that_is_missing_at_the_barrier_is_named():
     code, rows = examined(2, no_barrier, ("barrier", "DDP"))
     status, text = rows["barrier"]
     assert (code, status) == (1, "broken")
-    assert text.startswith("rank 0: RuntimeError: barrier 'doctor' (rank 0 in phase start): ")
+    assert text.startswith("rank 0: CollectiveError: barrier 'doctor' (rank 0 in phase start): ")
     assert "missing: rank 1; " in text
     assert INTERFACE in text
     assert rows["DDP"] == ("note", "not checked, because the ranks cannot talk (see above)")

@@ -266,13 +266,12 @@ def test_a_run_is_the_same_bit_by_bit_on_one_two_and_four_ranks_and_after_a_resu
     for line in metrics(tmp_path / "1"):
         assert (1 - line["rollout/dead_groups"]) * 12 < line["train/trained_episodes"] <= 12
 
-    cut = tmp_path / "cut"
-    shutil.copytree(tmp_path / "1", cut)
-    shutil.rmtree(cut / "checkpoints" / "stage-1-coin")
-    (cut / "checkpoints" / "latest").write_text("step-000002\n")
-    again = play_run(2, [*flags, "--resume-from-checkpoint", "latest"], cut)
-    assert np.array_equal(again.parameters, one.parameters)
-    assert metrics(cut) == metrics(tmp_path / "1")
+    for before, after in ((2, 1), (2, 4), (4, 2)):
+        cut = tmp_path / f"{before}-{after}"
+        shutil.copytree(tmp_path / str(before), cut)
+        again = play_run(after, [*flags, "--resume-from-checkpoint", "step-000002"], cut)
+        assert np.array_equal(again.parameters, one.parameters)
+        assert metrics(cut) == metrics(tmp_path / "1")
 
 
 def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(

@@ -4,6 +4,7 @@ records.
 
 from dataclasses import replace
 from importlib import import_module
+from threading import Event
 
 import pytest
 from accelerate import Accelerator
@@ -249,6 +250,28 @@ def test_the_floor_of_transferring_takes_the_best_single_reason():
 def test_a_domain_without_a_transfer_has_none():
     found = floors({"desk": Desk}, {"desk": [make_task()]})
     assert found == {"desk": {"nothing": 1.0, "transfer": 0.0, "every_tool": 1.0}}
+
+
+def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
+    calls = []
+
+    class Broken(Desk):
+        def reset(self, **row):
+            calls.append(row["id"])
+            if row["id"] == "hangs":
+                Event().wait()
+            return super().reset(**row)
+
+    failing = [make_task(f"t{n}", payload=f'{{"fails": "{f}"}}') for n, f in enumerate(FAILURES)]
+    found = floors({"desk": Broken}, {"desk": failing}, 5)
+    assert found["desk"]["nothing"] == found["desk"]["every_tool"] == 0.25
+    calls.clear()
+    found = floors({"desk": Broken}, {"desk": [make_task("fine"), *[make_task("hangs")] * 9]}, 0.2)
+    assert found["desk"]["nothing"] == 0.1
+    assert calls == ["fine", "hangs", "hangs", "hangs"]  # then it is not called again
+
+
+FAILURES = ("reset", "get_reward", "nothing", "reset")
 
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)

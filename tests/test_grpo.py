@@ -10,7 +10,7 @@ from helpers import make_episodes, small_model
 
 from pipeline.config import GRPOSettings
 from pipeline.grpo import grpo_loss, importance_ratios, k3, token_weights
-from pipeline.micro_batches import empty_micro_batch, make_micro_batches
+from pipeline.micro_batches import make_micro_batches
 from pipeline.policy import TokenLogprobs
 from pipeline.trajectory import MicroBatch
 
@@ -426,16 +426,6 @@ def test_accumulated_micro_batches_have_the_gradient_of_one_batch(loss_type, lev
     expected = gradient_of(whole, settings, num_tokens)
     found = gradient_of(cut, settings, num_tokens)
     assert float((found - expected).norm() / expected.norm()) < 1e-10
-
-
-@EACH_LEVEL
-def test_a_micro_batch_of_nothing_adds_nothing(level):
-    items, num_tokens = items_of(4)
-    batches = make_micro_batches(items, 100_000, 0)
-    settings = changed(importance_sampling_level=level, entropy_coef=0.01)
-    alone = gradient_of(batches, settings, num_tokens)
-    joined = gradient_of([*batches, empty_micro_batch(0)], settings, num_tokens)
-    assert torch.equal(alone, joined)
 
 
 def test_different_advantages_give_a_gradient_and_equal_rewards_none():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import make_episodes, play_ranks, small_model, tokenizer
+from helpers import make_episodes, play_ranks, small_model, start_unwatched, tokenizer
 from safetensors.torch import load_file
 
 from pipeline import lora
@@ -24,7 +24,6 @@ from pipeline.learner import make_updater, start_stage
 from pipeline.micro_batches import make_micro_batches, micro_batch
 from pipeline.policy import TokenLogprobs, load_folder
 from pipeline.run import main as command
-from pipeline.session import start
 from pipeline.tiny import tiny_model
 from pipeline.train import before_training, train
 from pipeline.updater import Reference, Updater
@@ -147,7 +146,7 @@ RESUME = ["--resume-from-checkpoint"]
 
 def start_run(folder, *flags):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return start(parse(["--output-dir", str(folder), *flags]))
+        return start_unwatched(parse(["--output-dir", str(folder), *flags]))
 
 
 def play_run(folder, *flags):
@@ -179,7 +178,9 @@ def begin(where):
     flags = ["--use-peft", "--sync-ref-model", "--warm-start-steps", "2"]
     found = {"adapters": play_run(where / "adapters", *SMALL, *flags)}
     whole = copied(where / "adapters", "whole", "warm-start")
-    found["whole"] = play_run(whole, *RESUME, "warm-start", "--no-peft", "--shard-optimizer")
+    found["whole"] = play_run(
+        whole, *RESUME, "warm-start", "--no-peft", "--shard-optimizer", "--override"
+    )
     return found
 
 
@@ -190,7 +191,7 @@ def resume(where):
     for folder, name, kept, flags in (
         ("adapters", "step-000001", ["step-000001"], []),
         ("adapters", "step-000003", second, []),
-        ("whole", "step-000003", second, ["--no-peft"]),  # and not sharded
+        ("whole", "step-000003", second, ["--no-shard-optimizer"]),
     ):
         there = copied(where / folder, f"{folder}-{name}", "warm-start", *kept)
         found[there.name] = play_run(there, *RESUME, name, *flags)
@@ -239,7 +240,7 @@ def one_rank(where, adapters):
         resume = [*RESUME, "stage-1-airline", "--output-dir", str(where / folder)]
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            code = command([*resume, flag])
+            code = command([*resume, flag, "--override"])
         found[folder, flag] = code, said.getvalue().removeprefix("running on CPU: 1 rank\n")
     return found
 

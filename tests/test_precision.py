@@ -8,7 +8,14 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import make_episodes, make_trajectory, play_ranks, small_model, tokenizer
+from helpers import (
+    make_episodes,
+    make_trajectory,
+    play_ranks,
+    small_model,
+    start_unwatched,
+    tokenizer,
+)
 
 from pipeline import grpo, lora, updater
 from pipeline.cli import parse
@@ -17,7 +24,6 @@ from pipeline.distributed import Ranks
 from pipeline.micro_batches import make_micro_batches
 from pipeline.policy import TokenLogprobs
 from pipeline.sampler import Sampler
-from pipeline.session import start
 from pipeline.tiny import tiny_model
 from pipeline.train import train
 from pipeline.updater import Reference, Updater
@@ -196,7 +202,7 @@ def play(where, flags):
     for name, own in flags.items():
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-            run = start(parse(["--output-dir", str(where / name), *SMALL, *own]))
+            run = start_unwatched(parse(["--output-dir", str(where / name), *SMALL, *own]))
             run.model.model.layers[0].mlp.act_fn.register_forward_hook(
                 lambda _, inputs, output, name=name: types.note(name, *inputs, output)
             )

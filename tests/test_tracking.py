@@ -1,9 +1,7 @@
 """The files hold what was measured, and the trackers the same numbers under the same names."""
 
-import json
 import math
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config, UserError
-from pipeline.tracking import RunLog, StageProgress, cut_back, has_wandb_key, read_records
+from pipeline.tracking import RunLog, StageProgress, read_records
 
+ROOT = Path(__file__).parent.parent
 TRAIN = {
     "kind": "train",
     "stage": "airline",
@@ -53,60 +52,14 @@ def config(*report_to: str, **tracking: object) -> Config:
     return Config.model_validate({"tracking": {"report_to": list(report_to), **tracking}})
 
 
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """A home without keys, where wandb and others may leave what they like; no service is left."""
-    from accelerate import PartialState
-
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("NETRC", raising=False)
-    (tmp_path / "home").mkdir()
-    PartialState(cpu=True)
-    yield monkeypatch
-    if "wandb" in sys.modules:  # where a run could not start, its service is still there
-        sys.modules["wandb"].teardown()
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in read_records(path)]
 
 
-def wandb_records(folder: Path) -> list:
-    """The records of the folder's one file of W&B's; the newest where a run was resumed.
-
-    The format is LevelDB's log (block 32 KiB; checksum, length, type) behind a header of 7 bytes.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    path = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    data, position, part, records = path.read_bytes(), 7, b"", []
-    while position + 7 <= len(data):
-        if (left := 32768 - position % 32768) < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        part += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            records.append(Record.FromString(part))
-            part = b""
-    return records
-
-
-def wandb_rows(folder: Path) -> list[dict[str, float]]:
-    """The rows logged, without what W&B adds."""
-    rows = []
-    for record in wandb_records(folder):
-        if record.WhichOneof("record_type") == "history":
-            names = [item.key or "/".join(item.nested_key) for item in record.history.item]
-            values = [json.loads(item.value_json) for item in record.history.item]
-            row = dict(zip(names, values, strict=True))
-            rows.append({name: row[name] for name in row if not name.startswith("_")})
-    return rows
-
-
-def numbers_of(record: dict) -> dict[str, float]:
-    return {name: record[name] for name in record if "/" in name or name == "step"}
+def without_time(path: Path) -> list[dict]:
+    return [
+        {name: record[name] for name in record if name != "time"} for record in read_records(path)
+    ]
 
 
 def test_each_record_is_one_line_of_valid_json(tmp_path):
@@ -116,7 +69,15 @@ def test_each_record_is_one_line_of_valid_json(tmp_path):
         assert read_records(tmp_path / "run/metrics.jsonl") == [TRAIN], "flushed at once"
         log.metrics({**TRAIN, "step": 2})
     assert read_records(tmp_path / "run/metrics.jsonl") == [TRAIN, {**TRAIN, "step": 2}]
-    assert read_records(tmp_path / "run/timings.jsonl") == [TIMES]
+    assert without_time(tmp_path / "run/timings.jsonl") == [TIMES]
+
+
+def test_lines_of_timings_that_say_the_same_can_be_told_apart(tmp_path):
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        log.timings(TIMES)
+        log.timings(TIMES)
+    first, second = read_records(tmp_path / "timings.jsonl")
+    assert 0 < first["time"] < second["time"]
 
 
 def test_what_json_does_not_know_becomes_null(tmp_path):
@@ -130,6 +91,9 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     with RunLog(tmp_path / "run", config("wandb", "tensorboard"), is_main=False) as log:
         log.metrics(TRAIN)
         log.timings(TIMES)
+        log.sync()
+        assert log.sizes() == {}
+        assert log.tracker_run_id is None
     with StageProgress("airline", 10, is_main=False) as progress:
         for _ in range(10):
             progress.step(TRAIN)
@@ -145,113 +109,169 @@ def test_a_missing_tracker_is_the_users_mistake_on_every_rank(tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
-    lines = [*ALL, {**TRAIN, "step": 2}, {**TRAIN, "step": 3}]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"kind": "train", "st')
-    cut_back(tmp_path, step=2, evaluated=["start", "warm_start"])
-    assert read_records(tmp_path / "metrics.jsonl") == [
-        START,
-        WARM,
-        TRAIN,
-        VALIDATION,
-        {**TRAIN, "step": 2},
-    ]
-    with RunLog(
-        tmp_path, config(), is_main=True, resumed_at=1, evaluated=["start", "warm_start", "airline"]
-    ) as log:
-        log.metrics({**TRAIN, "step": 2})
-    steps = [record["step"] for record in read_records(tmp_path / "metrics.jsonl")]
-    assert steps == [0, 0, 1, 1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_wandb_gets_the_numbers_of_the_files(tmp_path, machine, capfd):
-    folder = tmp_path / "my-run"
-    with RunLog(folder, config("wandb", project="shop", tags=["tiny", "cpu"]), is_main=True) as log:
-        for record in [*ALL, {**TRAIN, "step": 2, "train/kl": math.nan}]:
-            log.metrics(record)
-        log.timings(TIMES)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("W&B: no API key, so this run is kept offline; to upload it: wandb sync ")
-    (synced,) = folder.glob("wandb/offline-run-*")
-    assert Path(err.split()[-1]).resolve() == synced.resolve()
-
-    written = read_records(folder / "metrics.jsonl")
-    assert len(written) == 6
-    last = written.pop()
-    assert last.pop("train/kl") is None
-    assert wandb_rows(folder) == [numbers_of(row) for row in [*written, last, TIMES]]
-
-    (run,) = [r.run for r in wandb_records(folder) if r.WhichOneof("record_type") == "run"]
-    assert (run.project, run.display_name, list(run.tags)) == ("shop", "my-run", ["tiny", "cpu"])
-    settings = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert settings["grpo"]["learning_rate"] == 3e-4
-    axes = {
-        r.metric.glob_name: r.metric.step_metric
-        for r in wandb_records(folder)
-        if r.WhichOneof("record_type") == "metric"
-    }
-    assert axes["*"] == "step"
-
-
-def test_a_resumed_offline_run_is_whole_again_under_the_same_id(tmp_path, machine):
-    folder = tmp_path / "run"
-    settings = config("wandb", run_name="again")
-    with RunLog(folder, settings, is_main=True) as log:
+def test_a_resumed_run_drops_what_it_will_write_again(tmp_path, capsys):
+    metrics, timings = tmp_path / "metrics.jsonl", tmp_path / "timings.jsonl"
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        log.metrics(START)
         log.metrics(TRAIN)
-        log.metrics({**TRAIN, "step": 2, "train/loss": 9.0})
         log.timings(TIMES)
-    (first,) = folder.glob("wandb/offline-run-*")  # its name holds the second it was made in
-    first.rename(first.with_name("offline-run-20260101_000000-" + first.name.rsplit("-", 1)[1]))
-    with RunLog(folder, settings, is_main=True, resumed_at=1) as log:
+        sizes = log.sizes()
+        assert sizes == {name.name: len(name.read_bytes()) for name in (metrics, timings)}
         log.metrics({**TRAIN, "step": 2})
-    expected = [TRAIN, TIMES, {**TRAIN, "step": 2}]
-    assert wandb_rows(folder) == [numbers_of(row) for row in expected]
-    files = list(folder.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 2
-    assert len({path.name for path in files}) == 1, "one id"
+        log.timings({**TIMES, "step": 2})
+    undisturbed = metrics.read_bytes()
+    with metrics.open("a") as file:
+        file.write('{"kind": "train", "st')
+    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+        assert read_records(metrics) == [START, TRAIN], "cut at once"
+        assert steps(timings) == [1]
+        log.metrics({**TRAIN, "step": 2})
+        log.timings({**TIMES, "step": 2})
+    assert metrics.read_bytes() == undisturbed
+    assert steps(timings) == [1, 2]
+    assert capsys.readouterr().err == ""
 
 
-def test_tensorboard_gets_the_numbers_of_the_files(tmp_path, machine):
+def test_sizes_are_those_of_lines_that_reach_the_disk(tmp_path, monkeypatch):
+    synced = []
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        log.metrics(TRAIN)
+        monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+        assert log.sizes()["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+    assert synced == [
+        (tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "timings.jsonl")
+    ]
+
+
+def test_a_fresh_run_starts_with_empty_files(tmp_path):
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        (tmp_path / name).write_text('{"step": 1}\n{"st')
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        assert log.sizes() == {"metrics.jsonl": 0, "timings.jsonl": 0}
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert (tmp_path / "timings.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "kept"),
+    [
+        ('{"step": 1}\n{"st', 40, '{"step": 1}\n'),  # the disk lost its end
+        ('{"step": 1}\n{"step": 2}\n', 15, '{"step": 1}\n'),  # not what the checkpoint saw
+        ("", 12, ""),
+    ],
+)
+def test_a_file_that_lost_lines_is_named_and_its_whole_lines_are_kept(
+    tmp_path, capsys, text, size, kept
+):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    sizes = {"metrics.jsonl": size, "timings.jsonl": 0}
+    with RunLog(tmp_path, config(), is_main=True, sizes=sizes):
+        pass
+    assert (tmp_path / "metrics.jsonl").read_text() == kept
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path / 'metrics.jsonl'}: the checkpoint was written when it had {size} "
+        f"bytes, and only {len(kept)} of these are there in whole lines; what is missing stays "
+        "missing\n"
+    )
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from pipeline.config import Config
+from pipeline.tracking import RunLog
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+nothing = Config.model_validate({"tracking": {"report_to": []}})
+with RunLog(Path(sys.argv[1]), nothing, is_main=True) as log:
+    log.metrics({"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+    try:
+        log.metrics({"step": 2})
+    except OSError as error:
+        print(error.filename)
+    print(log.sizes()["metrics.jsonl"])
+"""
+
+
+def test_a_disk_without_room_for_a_line_raises_and_leaves_no_part_of_it(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path / 'metrics.jsonl'}\n12\n"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.fixture
+def points():
+    """The points that TensorBoard shows of a run folder, by name."""
+    from accelerate import PartialState
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    PartialState(cpu=True)
+
+    def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        events = EventAccumulator(str(folder / "tensorboard"))
+        events.Reload()
+        return {
+            name: [(event.step, event.value) for event in events.Scalars(name)]
+            for name in events.Tags()["scalars"]
+        }
+
+    return points
+
+
+def test_tensorboard_gets_the_numbers_of_the_files(tmp_path, points):
     with RunLog(tmp_path / "run", config("tensorboard"), is_main=True) as log:
         for record in [*ALL, {**TRAIN, "step": 2}]:
             log.metrics(record)
         log.timings(TIMES)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-
-    def points(name: str) -> list[tuple[int, float]]:
-        return [(event.step, event.value) for event in events.Scalars(name)]
-
-    assert points("reward/airline") == [(1, 0.5), (2, 0.5)]
-    assert points("eval/retail/success") == [(0, 0.0), (0, 0.375), (1, 0.4375)]
-    assert points("perf/step_s") == [(1, 1.5)]
-    assert set(events.Tags()["scalars"]) == {
-        name for record in [*ALL, TIMES] for name in record if "/" in name
-    }
+    found = points(tmp_path / "run")
+    assert found["reward/airline"] == [(1, 0.5), (2, 0.5)]
+    assert found["eval/retail/success"] == [(0, 0.0), (0, 0.375), (1, 0.4375)]
+    assert found["perf/step_s"] == [(1, 1.5)]
+    assert set(found) == {name for record in [*ALL, TIMES] for name in record if "/" in name}
 
 
-def test_a_key_is_found_where_wandb_finds_it(tmp_path, machine):
-    assert not has_wandb_key()
-    netrc = tmp_path / "home" / ".netrc"
-    netrc.write_text("machine api.wandb.ai login user password " + "0" * 40 + "\n")
-    netrc.chmod(0o600)
-    assert has_wandb_key()
-    machine.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not has_wandb_key()
-    machine.setenv("WANDB_API_KEY", "0" * 40)
-    assert has_wandb_key()
+def test_tensorboard_shows_each_line_once_after_a_resume(tmp_path, points):
+    with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
+        log.metrics(START)
+        log.metrics(TRAIN)
+        log.timings(TIMES)
+        sizes = log.sizes()
+        log.metrics(AFTER)  # of the step that the checkpoint is of
+        log.metrics({**TRAIN, "step": 2, "train/loss": 9.0})
+    with RunLog(tmp_path, config("tensorboard"), is_main=True, sizes=sizes) as log:
+        log.metrics(AFTER)
+        log.metrics({**TRAIN, "step": 2})
+    found = points(tmp_path)
+    assert found["train/loss"] == [(1, 0.125), (2, 0.125)]
+    assert found["eval/retail/success"] == [(0, 0.0), (1, 0.4375)]
+    assert found["perf/step_s"] == [(1, 1.5)]
 
 
-def test_wandb_that_cannot_start_is_the_users_mistake(tmp_path, machine):
-    machine.setenv("WANDB_API_KEY", "not a key")
-    with pytest.raises(UserError, match=r"W&B did not start .*; set WANDB_MODE=offline"):
-        RunLog(tmp_path / "run", config("wandb"), is_main=True)
+def test_tensorboard_forgets_an_attempt_that_left_no_checkpoint(tmp_path, points):
+    for loss in (9.0, 0.125):
+        with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
+            log.metrics({**TRAIN, "train/loss": loss})
+    assert points(tmp_path)["train/loss"] == [(1, 0.125)]
+
+
+def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, points, capsys, monkeypatch):
+    from accelerate.tracking import TensorBoardTracker
+
+    def full(*values: object, **settings: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
+        log.metrics(TRAIN)
+        monkeypatch.setattr(TensorBoardTracker, "log", full)
+        for step in (2, 3):
+            log.metrics({**TRAIN, "step": step})
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert capsys.readouterr().err == (
+        "warning: TensorBoard: OSError: [Errno 28] No space left on device; the run goes on, the "
+        "files are whole\n"
+    )
 
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
@@ -288,11 +308,10 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
 
 def test_importing_it_needs_no_torch_and_no_tracker():
     code = (
-        "import sys, pipeline.tracking, pipeline.report; "
+        "import sys, pipeline.tracking, pipeline.report, pipeline.wandb_sync; "
         "print([m for m in ('torch', 'wandb', 'accelerate', 'matplotlib') if m in sys.modules])"
     )
-    root = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"

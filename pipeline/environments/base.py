@@ -9,15 +9,19 @@ model.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import cache
-from threading import Lock, Thread
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+
+from pipeline.environments.deadline import FAULTS, text_of, writable
+from pipeline.environments.deadline import EnvironmentFault as EnvironmentFault
+from pipeline.environments.deadline import guarded as guarded
+from pipeline.environments.deadline import settled as settled
 
 Value = TypeVar("Value")
 
@@ -72,20 +76,41 @@ def _validators(
     }
 
 
+class ToolAnswer(NamedTuple):
+    content: str  # what the model sees, JSON or text
+    raised: bool  # by the tool's own code
+    is_last: bool  # the tool has ended the episode
+
+
 def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
     """Call a tool with arguments that a model wrote; returns what the model sees, JSON or text.
 
     An unknown tool, a wrong argument or a tool that raises is answered with {"error": ...}.
     """
+    return answer_call(environment, name, arguments).content
+
+
+def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+    """The same, with what else it came to; a ToolError is no fault of the tool."""
+    raised = False
+    try:
+        content = _call(environment, name, arguments)
+    except FAULTS as error:  # code that is not ours: the model sees what went wrong
+        raised = not isinstance(error, ToolError)
+        content = error_result(text_of(error) or type(error).__name__)
+    return ToolAnswer(content, raised, bool(getattr(environment, "done", False)))
+
+
+def _call(environment: Any, name: str, arguments: dict[str, Any]) -> str:
     tools = tool_methods(type(environment))
     if name not in tools:
-        return error_result(f"unknown tool {name}")
+        raise ToolError(f"unknown tool {name}")
     signature, validators = _validators(tools[name])
     try:
         signature.bind(environment, **arguments)
     except TypeError:
         wanted = ", ".join(parameter for parameter in signature.parameters if parameter != "self")
-        return error_result(f"wrong arguments: {name} takes {wanted}")
+        raise ToolError(f"wrong arguments: {name} takes {wanted}") from None
     try:
         checked = {
             key: validators[key].validate_python(value) if key in validators else value
@@ -97,14 +122,50 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
             for key in arguments
             if key in validators and not _valid(validators[key], arguments[key])
         )
-        return error_result(f"wrong arguments: {wrong}: {error.errors()[0]['msg']}")
-    try:
-        result = settled(tools[name](environment, **checked))
-        if not isinstance(result, str):
-            result = json.dumps(result, ensure_ascii=False, default=str)
-        return result.encode(errors="replace").decode()  # half a character breaks tokenizers
-    except Exception as error:  # code that is not ours: the model sees what went wrong
-        return error_result(str(error) or type(error).__name__)
+        raise ToolError(f"wrong arguments: {wrong}: {error.errors()[0]['msg']}") from None
+    result = settled(tools[name](environment, **checked))
+    if not isinstance(result, str):
+        result = json.dumps(result, ensure_ascii=False, default=str)
+    return writable(result)
+
+
+class Started(NamedTuple):
+    environment: Any
+    addition: str  # to the request
+    beside: bool  # it works in the background
+
+
+def started(environment_class: type[Any], row: Mapping[str, Any]) -> Started:
+    """A new environment after its `reset`."""
+    environment = environment_class()
+    addition = settled(environment.reset(**row))
+    if addition is not None and not isinstance(addition, str):
+        raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
+    beside = may_wait(environment_class, environment)
+    return Started(environment, writable(addition or ""), beside)
+
+
+def reply_of(environment: Any, message: str) -> str | None:
+    """What the user answers; None ends the conversation, with this as the final message."""
+    user = getattr(environment, "user", None)
+    answer = settled(user.reply(message)) if user is not None else None
+    if answer is None:
+        environment.final_message = message
+        return None
+    if not isinstance(answer, str):
+        raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
+    return writable(answer)
+
+
+def reward_of(environment: Any) -> float:
+    """The reward as a number; ValueError where it is not finite."""
+    found = settled(environment.get_reward())
+    if isinstance(found, (str, bytes)):
+        raise TypeError(f"get_reward returned {type(found).__name__}, not a number")
+    reward = float(found)
+    if not math.isfinite(reward):
+        raise ValueError(f"get_reward returned {reward}, not a finite number")
+    return reward
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
@@ -126,33 +187,6 @@ def _has_async_calls(environment_class: type[Any]) -> bool:
     return getattr(environment_class, "concurrent", False) is True or any(
         inspect.iscoroutinefunction(method) for method in methods
     )
-
-
-def settled(value: Any) -> Any:
-    """`value`, awaited if it is awaitable: tools, users and rewards may be sync or async.
-
-    All are awaited in one event loop of a thread of its own, so that a client that an environment
-    opens in one call serves in the next.
-    """
-    if not inspect.isawaitable(value):
-        return value
-
-    async def wait() -> Any:
-        return await value
-
-    with _one_loop:  # threads may ask at once
-        loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(wait(), loop).result()
-
-
-_one_loop = Lock()
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, name="event loop", daemon=True).start()
-    return loop
 
 
 def _valid(validator: TypeAdapter[Any], value: Any) -> bool:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from pipeline.environments.base import ToolError
 
@@ -23,6 +23,16 @@ class Database(BaseModel):
     """A domain's records; each domain adds its tables."""
 
     case: Case = Case()
+
+
+class Answer(BaseModel):
+    """What a task lets its customer answer, and to questions about what."""
+
+    topic: str
+    words: str
+
+
+_FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 
 
 @dataclass
@@ -61,11 +71,9 @@ class CaseEnvironment:
         payload = json.loads(row["payload"])
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
-        self._facts: list[str] = payload["facts"]
-        answer = payload["answer"]
-        self.user = (
-            ScriptedUser(answer["topic"], answer["words"], self._db.case) if answer else None
-        )
+        self._facts = _FACTS.validate_python(payload["facts"])
+        answer = _ANSWER.validate_python(payload["answer"])
+        self.user = ScriptedUser(answer.topic, answer.words, self._db.case) if answer else None
         self.done = False
         self.final_message = ""
         return None

@@ -12,6 +12,8 @@ from pipeline.draws import generator, stream_key
 from pipeline.environments.cases import Database
 from pipeline.tasks import DIFFICULTIES, SPLITS, Message, Task
 
+MAX_TASKS = 100_000  # of one call; a domain with more has a task file
+
 # One pool for every kind of entity, drawn anew for each task.
 IDS = tuple(f"K{number:02d}" for number in range(60))
 
@@ -81,6 +83,8 @@ def generate(
     The same arguments give the same tasks everywhere. Splits share no visible content whatever the
     seeds. Raises ValueError when so many different tasks do not exist.
     """
+    if n > MAX_TASKS:
+        raise ValueError(f"got {n}, but at most {MAX_TASKS} are generated; give a task file")
     if split not in SPLITS or difficulty not in DIFFICULTIES:
         raise ValueError(
             f"split {split!r}, difficulty {difficulty!r}; use one of {SPLITS}, {DIFFICULTIES}"

@@ -23,6 +23,7 @@ from pipeline.dynamic_sampling import play_step
 from pipeline.environments.base import tool_schemas
 from pipeline.learner import make_updater
 from pipeline.trajectory import RunRecord, Trajectory
+from pipeline.watchdog import Watchdog
 
 
 class Scripted:
@@ -56,7 +57,9 @@ class Scripted:
 
 
 def main(work: Work, gate: Gate) -> None:
-    run = session.start(parse(work.flags))
+    config = parse(work.flags)
+    accelerator, ranks = session.connect(config)
+    run = session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     run.parts = without_users(run.parts)
     if work.forced:
         Scripted(run.rollout.sampler, scripts_of(run, work.num_units))
@@ -109,8 +112,7 @@ def updates(run: session.Run, work: Work, gate: Gate) -> None:
     rewards = train.rewards_of(run, played, 0)
     run.updater = make_updater(run)
     budget = work.microbatch_tokens or work.batch * longest(played.trajectories)
-    changed = {"max_tokens_per_microbatch": budget}
-    run.updater.settings = run.updater.settings.model_copy(update=changed)
+    run.updater.max_tokens_per_microbatch = budget
     for _ in range(work.num_units):
         train.update(run, stage, played, rewards)
         gate(counts(run.records))

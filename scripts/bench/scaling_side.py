@@ -26,6 +26,7 @@ from pipeline.balance import packed
 from pipeline.cli import parse
 from pipeline.collect import save_trajectories
 from pipeline.tasks import shard_tasks
+from pipeline.watchdog import Watchdog
 
 LARGE = ("gradients", "messages")  # kinds of what ranks give each other
 
@@ -82,7 +83,9 @@ class Exchange:
 
 def main(work: Share, gate: Gate) -> None:
     take_place(work)
-    run = session.start(parse(work.flags))
+    config = parse(work.flags)
+    accelerator, ranks = session.connect(config)
+    run = session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     if work.forced:
         run.parts = without_users(run.parts)
         Scripted(run.rollout.sampler, scripts_of(run, run.config.grpo.max_steps))

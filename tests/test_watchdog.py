@@ -1,0 +1,175 @@
+"""Faults and signals on real ranks: who is named, who ends how, and that all end."""
+
+import ctypes
+import os
+import re
+import signal
+import time
+
+import pytest
+from accelerate import Accelerator
+from helpers import play_ranks
+
+from pipeline.config import UserError
+from pipeline.distributed import CollectiveError, Interrupted, Ranks
+from pipeline.watchdog import ToldElsewhere, Watchdog
+
+TIMEOUT_S = 4
+
+
+def work(kind: str, num_ranks: int, stderr: str):
+    """Three rounds of rollouts and an update; what befalls the last rank in the second."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    ranks = Ranks(rank, accelerator.num_processes, TIMEOUT_S)
+    begun = time.monotonic()
+    try:
+        with Watchdog(ranks, TIMEOUT_S):
+            ranks.barrier("start")
+            for step in range(1, 4):
+                with ranks.phase("sample", "airline", step):
+                    if rank == num_ranks - 1 and step == 2:
+                        ranks.progress("airline/t7")
+                        befall(kind, ranks)
+                    ranks.progress()
+                    ranks.agree("end of rollouts")
+                with ranks.phase("update", "airline", step):
+                    ranks.sum([1.0])
+    except (ToldElsewhere, CollectiveError, ValueError, Interrupted) as error:
+        notes = getattr(error, "__notes__", [])
+        code = getattr(error, "exit_code", None)
+        return type(error).__name__, code, notes, step, time.monotonic() - begun
+    return "done", 0, [], 3, time.monotonic() - begun
+
+
+def befall(kind: str, ranks: Ranks) -> None:
+    time.sleep(1.2)  # the task at hand is told twice a second
+    if kind == "raise":
+        raise ValueError("no such seat")
+    if kind == "mistake":
+        raise UserError("seat: got 9, give 1 to 6")
+    if kind == "exit":
+        os._exit(3)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        time.sleep(1000)
+    if kind == "hang outside Python":
+        ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock: none of its threads runs
+    if kind == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not ranks.stop_wanted:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def played(tmp_path):
+    """Plays a fault; what each rank says of its end, and what all wrote to standard error."""
+
+    def play(kind: str, num_ranks: int = 2) -> tuple[list, str]:
+        stderr = tmp_path / "stderr"
+        results = play_ranks(work, num_ranks, kind, num_ranks, str(stderr))
+        return results, stderr.read_text()
+
+    return play
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_of_a_rank_that_raises_only_its_own_exception_is_told(played, num_ranks):
+    (*others, last), said = played("raise", num_ranks)
+    assert last[:2] == ("ValueError", None)
+    place = f"rank {num_ranks - 1} on {os.uname().nodename}, in sample airline step 2, "
+    assert last[2] == [f"{place}task airline/t7"]
+    assert [other[:2] for other in others] == [("ToldElsewhere", 1)] * len(others)
+    assert "Traceback" not in said
+
+
+def test_a_users_mistake_on_one_rank_ends_the_others_as_a_mistake(played):
+    (first, last), _ = played("mistake")
+    assert last[0] == "UserError"
+    assert first[:2] == ("ToldElsewhere", 2)
+
+
+@pytest.mark.parametrize("kind", ["exit", "kill"])
+def test_a_rank_that_is_gone_is_named_with_where_it_was(played, kind):
+    (first, last), said = played(kind)
+    assert first[:2] == ("ToldElsewhere", 1)
+    assert last == "rank 1 said nothing"
+    named = r"rank 1 on \S+ \(pid \d+\) exited or was killed; it was in sample airline step 2, task"
+    assert len(re.findall(rf"{named} airline/t7\n", said)) == 1
+
+
+@pytest.mark.parametrize("kind", ["hang", "hang outside Python"])
+def test_a_rank_that_hangs_is_named_and_ended(played, kind):
+    (first, last), said = played(kind)
+    assert first[:2] == ("ToldElsewhere", 1)
+    assert last == "rank 1 said nothing"
+    if kind == "hang":
+        assert "rank 1 is at\n" in said and "time.sleep(1000)" in said
+    named = r"^rank 1 on \S+ \(pid \d+\) (hangs in|did not come to 'end of rollouts': it is in) "
+    found = re.findall(rf"{named}sample airline step 2, task airline/t7\b", said, re.MULTILINE)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_signal_to_one_rank_interrupts_all_of_them_at_the_same_place(played, num_ranks):
+    results, said = played("SIGTERM", num_ranks)
+    assert [result[0] for result in results] == ["Interrupted"] * num_ranks
+    assert {result[3] for result in results} == {2}
+    assert said.count("SIGTERM: the run stops in good order; a second signal ends it at once") == 1
+
+
+def twice(pause_s: float, can_resume: bool):
+    """Two signals, `pause_s` apart, while the main thread is busy."""
+    Accelerator()
+    with Watchdog(Ranks(0, 1, TIMEOUT_S), 60) as watchdog:
+        watchdog.can_resume = can_resume
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(pause_s)
+    return "lived"
+
+
+@pytest.mark.parametrize(("pause_s", "lives"), [(0.2, True), (2.5, False)])
+def test_a_signal_that_comes_twice_is_one_and_a_later_one_ends_the_rank_at_once(pause_s, lives):
+    (result,) = play_ranks(twice, 1, pause_s, True)
+    assert result == ("lived" if lives else "rank 0 said nothing")
+
+
+def exit_code_of_second_signal(can_resume: bool) -> int:
+    if (child := os.fork()) == 0:
+        twice(2.5, can_resume)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_its_exit_code_says_whether_there_is_a_checkpoint():
+    assert play_ranks(exit_code_of_second_signal, 1, True) == [75]
+    assert play_ranks(exit_code_of_second_signal, 1, False) == [1]
+
+
+def late(busy_s: float):
+    """One rank takes longer than the deadline, but shows progress all the time."""
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, 2, 60)
+    with Watchdog(ranks, TIMEOUT_S / 2):
+        ranks.barrier("start")
+        until = time.monotonic() + busy_s
+        while ranks.rank == 1 and time.monotonic() < until:
+            ranks.progress("t1")
+            time.sleep(0.1)
+        if ranks.rank == 0:
+            time.sleep(0.1)
+    return "done"
+
+
+def test_a_rank_at_work_is_left_alone_however_long_it_takes():
+    assert play_ranks(late, 2, TIMEOUT_S) == ["done", "done"]
+
+
+def test_handlers_of_signals_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with Watchdog(Ranks(0, 1, 60), 60):
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
