@@ -468,7 +468,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_call_ends_before_its_rank_is_given_up(self) -> Self:
-        if self.run.timeout <= self.rollout.call_timeout:
+        if not self.run.doctor and self.run.timeout <= self.rollout.call_timeout:
             raise UserError(
                 f"timeout: got {self.run.timeout:g}, with call_timeout "
                 f"{self.rollout.call_timeout:g}, so that one slow call of an environment would end "

@@ -46,15 +46,17 @@ def _plain_names(names: Any, path: Path) -> list[str]:
 
 
 def refuse_sources_elsewhere(source: str, builder: Any) -> None:
-    """ValueError where what `load_dataset` would read is not in the folder, or on the hub, of
+    """ValueError where `load_dataset` would read files outside the folder, or off the hub.
 
-    `source`, or is of a kind whose rows name further files (images, sound).
+    So it is for kinds of files whose rows name further ones (images, sound).
     """
     if builder.info.builder_name not in KINDS:
         raise ValueError(f"its files are {builder.info.builder_name}, not {' or '.join(KINDS)}")
-    root = os.path.abspath(source) if os.path.isdir(source) else f"hf://datasets/{source}@"
     for files in (builder.config.data_files or {}).values():
-        for file in files:
-            inside = os.path.normpath(file).startswith(root + os.sep)
-            if not (inside if os.path.isdir(source) else str(file).startswith(root)):
-                raise ValueError(f"it names the file {shown(str(file))} outside of it")
+        for file in map(str, files):
+            if os.path.isdir(source):
+                inside = os.path.normpath(file).startswith(os.path.abspath(source) + os.sep)
+            else:
+                inside = file.startswith("hf://datasets/")
+            if not inside:
+                raise ValueError(f"it names the file {shown(file)} outside of it")

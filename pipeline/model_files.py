@@ -68,6 +68,12 @@ def weights_in(folder: str | Path, stem: str = "model") -> dict[str, Shape]:
 
 
 def _files_of_weights(folder: Path, stem: str) -> list[Path]:
+    config = folder / "config.json"
+    if config.is_file() and (other := read_json(config).get("transformers_weights")) is not None:
+        raise UserError(
+            f"model: {config} names {shown(other)} as its weights; call them model.safetensors, "
+            "and take transformers_weights out"
+        )
     whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -97,11 +103,11 @@ def refuse_misfits(folder: str, found: Mapping[str, Shape], model: Any) -> None:
     Weights under other names than the model's are left to what converts them as they are loaded.
     """
     wanted = dict(model.named_parameters(remove_duplicate=False))
-    for name in wanted.keys() & found.keys():
-        if tuple(wanted[name].shape) != found[name]:
+    for name, parameter in wanted.items():
+        if name in found and found[name] != tuple(parameter.shape):
             raise UserError(
                 f"model: {folder} holds {name} as {list(found[name])}, but its config.json asks "
-                f"for {list(wanted[name].shape)}; take both from one model"
+                f"for {list(parameter.shape)}; take both from one model"
             )
     held = {id(parameter) for name, parameter in wanted.items() if name in found}
     missing = [name for name, parameter in wanted.items() if id(parameter) not in held]

@@ -108,7 +108,7 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[Key, str] | None
     expected = accepted(field.annotation, field.metadata)
     if first["type"] == "string_type":
         expected += " (text in quotes)"
-    raise UserError(f"{where}: got {_as_yaml(first['input'])}; give {expected}")
+    raise UserError(one_line(f"{where}: got {_as_yaml(first['input'])}; give {expected}"))
 
 
 def _refuse_odd_values(path: Path, config: Config, flags: Mapping[Key, str]) -> None:

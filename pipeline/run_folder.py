@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.config import Config, UserError
-from pipeline.manifest import MANIFEST, newest_first, problem, put_aside, write_text
+from pipeline.manifest import newest_first, problem, put_aside, write_text
 from pipeline.recipe import SETTINGS, Key, dump
 
 # Settings that decide nothing that is computed: a resume may change them.
@@ -92,7 +92,7 @@ def restarted(config: Config) -> Config:
 
 
 def check_folder(config: Config) -> None:
-    """Refuse, before anything is loaded, a folder that cannot be written to or holds another run.
+    """Refuse, before anything is loaded, a folder that holds another run, or none to resume.
 
     Whether checkpoints are whole is looked at later, once.
     """
@@ -109,11 +109,6 @@ def check_folder(config: Config) -> None:
         )
     if name not in (None, "latest", "auto"):
         _named(folder, str(name))
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(f"output_dir: {existing} is no folder; name another one")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir: {existing} cannot be written to; name another folder")
 
 
 def _named(folder: Path, name: str) -> Path:
@@ -258,8 +253,3 @@ def remove_trajectories(folder: Path, step: int, evaluated: set[str]) -> None:
             found = re.match(r"step-(\d+)\.", path.name)
             if found is None or int(found[1]) > step:
                 path.unlink()
-
-
-def resumable(folder: Path) -> bool:
-    """Whether there is anything to resume from, without reading whole checkpoints."""
-    return any((path / MANIFEST).is_file() for path in newest_first(folder / "checkpoints"))

@@ -151,13 +151,15 @@ def _problem(row: Row, domain: str) -> str:
     prompt = row.get("prompt")
     if not isinstance(prompt, list) or not prompt:
         return "prompt: give a non-empty list of messages"
+    size = 0
     for message in prompt:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not fine or message.get("role") not in ROLES:
             return f"prompt: bad message {shown(message)}; give role and content"
-        if problem := call_problem(message):
+        if "tool_calls" in message and (problem := call_problem(message)):
             return f"prompt: {problem}"
-    if sum(len(message["content"]) for message in prompt) > MAX_CHARACTERS:
+        size += len(message["content"])
+    if size > MAX_CHARACTERS:
         return f"prompt: more than {MAX_CHARACTERS} characters; shorten it"
     if prompt[-1]["role"] != "user":
         return "prompt: the last message must be the user's request"

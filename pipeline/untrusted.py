@@ -24,7 +24,7 @@ MAX_SHOWN = 200  # characters of a refused value
 MAX_MESSAGE = 1000  # characters of a message
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, or a whole pair
-_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
+_USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|(?<=[?&])(?:[a-z_]*token|[a-z_]*key|password|sig|signature)=[^&\s'\"]+",
     re.IGNORECASE,

@@ -5,7 +5,7 @@
 #
 # The variables below can be edited here or set in the environment; those left empty keep the
 # recipe's value. The first run makes .venv. The exit code is that of pipeline/run.py: 0 done,
-# 1 fault, 2 a mistake in the settings.
+# 1 fault, 2 a mistake in the settings, 75 interrupted with a checkpoint to resume from.
 set -euo pipefail
 
 RECIPE=${RECIPE:-}                      # recipes/three_domain_tiny.yaml where empty

@@ -252,7 +252,7 @@ FLAGS = [
     ("a token", ["--tags", "hf_" + "a" * 34], "--tags: holds a password or a token, which the "),
     (
         "a password in a wrong place",
-        ["--config", "https://me:secret@hub.example/x"],
+        ["--config", "https://me:my@secret@hub.example/x"],
         "--config: got 'https://***@hub.example/x', which is no file; give ",
     ),
 ]
@@ -715,7 +715,14 @@ MODELS = [
     (
         "settings of another size",
         setting("config.json", head_dim=64),
-        "model: {at}/own holds model.layers.",
+        "model: {at}/own holds model.layers.0.self_attn.q_proj.weight as [128, 128], but its "
+        "config.json asks for [256, 128]; take both from one model",
+    ),
+    (
+        "weights of its own choice",
+        setting("config.json", transformers_weights="adapter_model.bin"),
+        "model: {at}/own/config.json names 'adapter_model.bin' as its weights; call them "
+        "model.safetensors, and take transformers_weights out",
     ),
     (
         "a setting of a wrong type",

@@ -379,7 +379,7 @@ def test_the_deadline_of_a_check_is_the_run_s_where_that_is_shorter(alone, monke
     monkeypatch.setattr(doctor, "connect", lambda config, deadline_s: deadlines.append(deadline_s))
     for timeout in (600, 7):
         with pytest.raises(AttributeError):  # what should be a connection is None
-            doctor.main(Config.model_validate({"run": {"timeout": timeout}}))
+            doctor.main(Config.model_validate({"run": {"timeout": timeout, "doctor": True}}))
     assert deadlines == [30, 7]
 
 

@@ -16,38 +16,23 @@ from test_train import ROOT, jsonl, metrics, results, run
 
 pytestmark = pytest.mark.usefixtures("no_stray_processes")
 CONFIGS = ROOT / "accelerate_configs"
-STEPS = [
-    *("--max-steps", "6", "--save-steps", "1", "--num-iterations", "2", "--dynamic-sampling"),
-    *("--eval-steps", "2", "--eval-steps-tasks", "2", "--report-to", "none"),
-]
-SHORT = [
+FLAGS = [
     *("--domains", "airline,retail", "--tasks-per-step", "4", "--num-generations", "4"),
-    *("--eval-tasks-per-domain", "4", "--eval-trials", "1", "--warm-start-steps", "4"),
+    *("--max-turns", "2", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "4"),
+    *("--eval-trials", "1", "--eval-steps", "2", "--eval-steps-tasks", "2", "--report-to", "none"),
+    *("--warm-start-steps", "4", "--max-steps", "4", "--save-steps", "1", "--num-gpus", "2"),
+    # Untrained, it earns nothing: entropy and divergence are what there is to learn from.
+    *("--num-iterations", "2", "--no-drop-dead-groups", "--entropy-coef", "0.05", "--beta", "0.1"),
 ]
 LAST = "checkpoints/stage-2-retail/model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that solves a few tasks, so that steps have something to learn from."""
-    cwd = tmp_path_factory.mktemp("model")
-    flags = "--warm-start-steps 60 --max-steps 0 --eval-tasks-per-domain 1 --eval-trials 1"
-    run(*flags.split(), "--report-to", "none", "--output-dir", "out", cwd=cwd)
-    return cwd / "out" / "checkpoints" / "warm-start"
-
-
-@pytest.fixture(scope="module")
-def flags(model: Path) -> list[str]:
-    return [*SHORT, *STEPS, "--model", str(model), "--num-gpus", "2"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "out"
-    run(*flags, "--save-total-limit", "9", "--output-dir", str(folder), cwd=folder.parent)
-    lines = metrics(folder)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert sum(line["train/grad_norm"] > 0 for line in lines if "train/grad_norm" in line) >= 4
+    run(*FLAGS, "--save-total-limit", "9", "--output-dir", str(folder), cwd=folder.parent)
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
+    assert all(line["train/grad_norm"] > 0 for line in metrics(folder))
     return folder
 
 
@@ -58,7 +43,7 @@ def assert_same(folder: Path, other: Path) -> None:
     assert transcripts(folder) == transcripts(other)
     assert results(folder)["training"] == results(other)["training"]
     steps = [line["step"] for line in jsonl(folder / "timings.jsonl") if line["kind"] == "train"]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert steps == [1, 2, 3, 4]
 
 
 def transcripts(folder: Path) -> dict[str, list[str]]:
@@ -74,7 +59,7 @@ def copy_of(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("name", ["warm-start", "step-000001", "step-000003", "step-000004"])
+@pytest.mark.parametrize("name", ["warm-start", "step-000001", "step-000002"])
 def test_from_every_kind_of_checkpoint_a_resume_ends_bit_by_bit_as_the_undisturbed_run(
     undisturbed: Path, tmp_path: Path, name: str
 ) -> None:
@@ -107,11 +92,11 @@ def wait_for(folder: Path, text: str, process: subprocess.Popen[bytes]) -> None:
     "moment", ['"kind": "train", "stage": "airline", "step": 2', '"after": "airline"']
 )
 def test_after_sigterm_a_run_ends_with_75_and_goes_on_as_if_nothing_had_been(
-    flags: list[str], undisturbed: Path, tmp_path: Path, moment: str
+    undisturbed: Path, tmp_path: Path, moment: str
 ) -> None:
     """In a step or an evaluation, with checkpoints at stage ends only."""
     folder, log = tmp_path / "out", tmp_path / "log"
-    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
+    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *FLAGS]
     command += ["--save-steps", "0", "--output-dir", str(folder)]
     process = begin(*command, cwd=tmp_path, log=log)
     wait_for(folder, moment, process)
@@ -125,10 +110,10 @@ def test_after_sigterm_a_run_ends_with_75_and_goes_on_as_if_nothing_had_been(
 
 
 def test_before_the_first_checkpoint_sigterm_ends_a_run_with_1_and_auto_starts_it_anew(
-    flags: list[str], undisturbed: Path, tmp_path: Path
+    undisturbed: Path, tmp_path: Path
 ) -> None:
     folder, log = tmp_path / "out", tmp_path / "log"
-    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
+    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *FLAGS]
     command += ["--resume-from-checkpoint", "auto", "--output-dir", str(folder)]
     process = begin(*command, cwd=tmp_path, log=log)
     wait_for(folder, '"after": "start"', process)  # in the warm start
@@ -140,14 +125,12 @@ def test_before_the_first_checkpoint_sigterm_ends_a_run_with_1_and_auto_starts_i
     assert_same(folder, undisturbed)
 
 
-def test_a_launcher_restarts_a_run_whose_rank_was_killed(
-    flags: list[str], undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_launcher_restarts_a_run_whose_rank_was_killed(undisturbed: Path, tmp_path: Path) -> None:
     """By `accelerate launch --max_restarts 3`, without a person and without an output folder."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(CONFIGS / "multi_gpu.yaml"), "--max_restarts", "3"]
     log = tmp_path / "log"
-    process = begin(*command, str(ROOT / "pipeline" / "run.py"), *flags, cwd=tmp_path, log=log)
+    process = begin(*command, str(ROOT / "pipeline" / "run.py"), *FLAGS, cwd=tmp_path, log=log)
     while not (found := list(tmp_path.glob("runs/*"))):
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
@@ -174,19 +157,19 @@ def test_changed_settings_are_refused_by_name_and_taken_with_override(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = copy_of(undisturbed, tmp_path / "out")
-    resume = ["--output-dir", "out", "--resume-from-checkpoint", "step-000005"]
+    resume = ["--output-dir", "out", "--resume-from-checkpoint", "step-000003"]
     before = (folder / "metrics.jsonl").read_bytes()
     changed = ["--learning-rate", "1e-3", "--temperature", "0.9"]
     done = run(*resume, *changed, cwd=tmp_path, code=2)
     assert done.stderr == (
-        "error: temperature: got 0.9, but step-000005 was made with 1.0 (and learning_rate 0.0003 "
+        "error: temperature: got 0.9, but step-000003 was made with 1.0 (and learning_rate 0.0003 "
         "-> 0.001); resume with its settings, or add --override\n"
     )
     assert (folder / "metrics.jsonl").read_bytes() == before
     done = run(*resume, *changed, "--override", "--timeout", "300", cwd=tmp_path)
-    said = "overridden since step-000005: temperature 1.0 -> 0.9, learning_rate 0.0003 -> 0.001"
+    said = "overridden since step-000003: temperature 1.0 -> 0.9, learning_rate 0.0003 -> 0.001"
     assert said in done.stdout
-    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
     config = json.loads((folder / LAST).with_name("state.json").read_text())["config"]
     assert (config["rollout"]["temperature"], config["run"]["timeout"]) == (0.9, 300)
 
