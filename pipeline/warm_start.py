@@ -150,21 +150,19 @@ def check_demonstrations(config: Config) -> None:
     """Raises UserError where the warm start would find faulty demonstrations, or none."""
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
         return
-    if config.warm_start.data is not None:
-        read_demonstrations(config.warm_start.data)
-    elif (
-        config.warm_start.steps * config.warm_start.batch_size
-        > len(set(config.data.domains) & set(EMBEDDED_DOMAINS)) * MAX_TASKS
-        > 0
-    ):
-        raise UserError(
-            f"warm_start: got {config.warm_start.steps} steps of {config.warm_start.batch_size} "
-            f"demonstrations, but the experts give at most {MAX_TASKS} a domain; give fewer"
-        )
-    elif not set(config.data.domains) & set(EMBEDDED_DOMAINS):
+    settings = config.warm_start
+    experts = set(config.data.domains) & set(EMBEDDED_DOMAINS)
+    if settings.data is not None:
+        read_demonstrations(settings.data)
+    elif not experts:
         raise UserError(
             "warm_start.data: missing, and only embedded domains have experts; give demonstrations "
             "or warm_start.steps 0"
+        )
+    elif settings.steps * settings.batch_size > len(experts) * MAX_TASKS:
+        raise UserError(
+            f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, but "
+            f"the experts give at most {MAX_TASKS} a domain; give fewer"
         )
 
 

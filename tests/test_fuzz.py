@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers import chat, tokenizer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 from transformers.utils.chat_parsing import parse_response
@@ -154,6 +154,9 @@ def test_any_yaml_is_a_recipe_or_a_mistake(tmp_path, text):
     st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), JSON), min_size=1, max_size=3),
     st.dictionaries(ANY_TEXT, JSON, max_size=1),
 )
+@example([(("data", "environments"), {"\x1f": None})], {})
+@example([(("grpo", "max_resample_times"), 4294967296.0)], {})
+@example([(("run", "seed"), 1)], {"\ud7fc": None})
 def test_any_values_of_settings_are_a_recipe_or_a_mistake(tmp_path, values, others):
     tree: dict[str, Any] = dict(others)
     for (section, name), value in values:
