@@ -137,6 +137,12 @@ def _num_launched() -> int:
     size = _integer("WORLD_SIZE", 1)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
+    if size < 1:
+        raise UserError(f"WORLD_SIZE: got {size} in the environment; unset it")
+    if not missing and not 0 <= _integer("RANK", 0) < size:
+        raise UserError(
+            f"RANK: got {os.environ['RANK']} of {size} ranks in the environment; unset it"
+        )
     if size > 1 and missing:
         raise UserError(
             f"WORLD_SIZE is {size} without {', '.join(missing)}, so the processes would not find "

@@ -143,7 +143,8 @@ class Watchdog:
         while not self._fault and time.monotonic() < patient_until:
             time.sleep(0.1)
         if not self._fault and lost:
-            self._name_culprits(error)
+            with suppress(RuntimeError):  # the store may be gone as well
+                self._name_culprits(error)
         fault = self._fault or self._note("raised", self._ranks.rank, "")
         if fault["kind"] != "raised" or fault["rank"] != self._ranks.rank:
             raise ToldElsewhere(fault) from error
@@ -169,13 +170,13 @@ class Watchdog:
                 return
             try:
                 self._exchange_beats()
+                if not self._fault:
+                    self._look()
             except RuntimeError as error:  # the store went with its process
                 if not self._fault:
                     reason = str(error).splitlines()[0]
                     self._note("store", self._ranks.rank, f"the launcher is gone ({reason})")
-            if not self._fault:
-                self._look()
-            else:
+            if self._fault:
                 self._end()
 
     def _hear_signals(self) -> None:

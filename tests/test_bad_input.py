@@ -958,59 +958,59 @@ def generate_tasks(seed, n, split, difficulty):
     return [Task(domain="bank", id=f"{split}-{i}", prompt=prompt, payload="{}") for i in range(n)]
 '''
 ENVIRONMENTS = [
-    ("no module", None, "bank: got 'own_bank:Bank' (No module named 'own_bank'); give an "),
+    ("no module", None, "bank: got 'bad_bank:Bank' (No module named 'bad_bank'); give an "),
     (
         "no class",
         BANK.replace("class Bank", "class Bunk"),
-        "bank: got 'own_bank:Bank' (module 'own_bank' has no attribute 'Bank'); give an ",
+        "bank: got 'bad_bank:Bank' (module 'bad_bank' has no attribute 'Bank'); give an ",
     ),
-    ("no Python", "class Bank", "bank: got 'own_bank:Bank', which fails on import (SyntaxError: "),
+    ("no Python", "class Bank", "bank: got 'bad_bank:Bank', which fails on import (SyntaxError: "),
     (
         "an end of the process",
         "raise SystemExit(0)",
-        "bank: got 'own_bank:Bank', which fails on import (SystemExit: 0); mend it",
+        "bank: got 'bad_bank:Bank', which fails on import (SystemExit: 0); mend it",
     ),
-    ("no class but a number", "Bank = 3", "bank: got 'own_bank:Bank', which is 3; name a class"),
+    ("no class but a number", "Bank = 3", "bank: got 'bad_bank:Bank', which is 3; name a class"),
     (
         "no get_reward",
         BANK.replace("get_reward", "_reward"),
-        "bank: got 'own_bank:Bank', which has no get_reward(); add it",
+        "bank: got 'bad_bank:Bank', which has no get_reward(); add it",
     ),
     (
         "no reset",
         BANK.replace("reset", "_reset"),
-        "bank: got 'own_bank:Bank', which has no reset(); add it",
+        "bank: got 'bad_bank:Bank', which has no reset(); add it",
     ),
     (
         "no docstring",
         re.sub(r'""".*?"""', "", BANK, flags=re.DOTALL),
-        "bank: got 'own_bank:Bank', whose tools cannot be told to a model "
+        "bank: got 'bad_bank:Bank', whose tools cannot be told to a model "
         "(DocstringParsingException: Cannot generate JSON schema for balance because it has no "
         "docstring!); give each public method type hints and a Google docstring, or a name with _",
     ),
     (
         "no type hints",
         BANK.replace("account: str", "account"),
-        "bank: got 'own_bank:Bank', whose tools cannot be told to a model "
+        "bank: got 'bad_bank:Bank', whose tools cannot be told to a model "
         "(TypeHintParsingException: Argument account is missing a type hint ",
     ),
-    ("no generator", BANK.replace("generate_tasks", "_tasks"), "own_bank has no generate_tasks("),
+    ("no generator", BANK.replace("generate_tasks", "_tasks"), "bad_bank has no generate_tasks("),
     (
         "a generator that gives nothing",
         BANK.replace("range(n)", "range(0)"),
-        "tasks of bank: own_bank.generate_tasks(0, 2, 'validation', 'medium') gave []; return a "
+        "tasks of bank: bad_bank.generate_tasks(0, 2, 'validation', 'medium') gave []; return a "
         "list of Task",
     ),
     (
         "a generator that raises",
         BANK.replace("    prompt = (", "    prompt = {}['x'] + ("),
-        "tasks of bank: own_bank.generate_tasks(0, 2, 'validation', 'medium') fails (KeyError: "
+        "tasks of bank: bad_bank.generate_tasks(0, 2, 'validation', 'medium') fails (KeyError: "
         "'x'); mend it",
     ),
     (
         "a generator that gives rows",
         BANK.replace("[Task(", "[dict("),
-        "tasks of bank: own_bank.generate_tasks(0, 2, 'validation', 'medium') gave [{'domain': ",
+        "tasks of bank: bad_bank.generate_tasks(0, 2, 'validation', 'medium') gave [{'domain': ",
     ),
 ]
 
@@ -1019,12 +1019,14 @@ ENVIRONMENTS = [
 def test_a_bad_environment(case, refuse, monkeypatch, tmp_path):
     code, message = case
     if code is not None:
-        (tmp_path / "in" / "own_bank.py").write_text(code)
+        (tmp_path / "in" / "bad_bank.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path / "in"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "own_bank", raising=False)
-    own = ["--domains", "bank", "--environments", "{bank: own_bank:Bank}"]
-    line = refuse([*CHECK, *own, "--warm-start-steps", "0"])
+    own = ["--domains", "bank", "--environments", "{bank: bad_bank:Bank}"]
+    try:
+        line = refuse([*CHECK, *own, "--warm-start-steps", "0"])
+    finally:
+        sys.modules.pop("bad_bank", None)
     told = line.removeprefix("environments: ")
     assert told[: len(message)] == message
 
@@ -1036,6 +1038,17 @@ CHECKPOINTS = [
         "no folder to look for it",
         ["--resume-from-checkpoint", "latest"],
         "resume_from_checkpoint: needs the run's folder; give --output-dir as well",
+    ),
+    (
+        "a folder without one",
+        ["--resume-from-checkpoint", "latest", "--output-dir", "runs"],
+        "resume_from_checkpoint: runs holds no checkpoint; check --output-dir, or remove the "
+        "folder and start anew",
+    ),
+    (
+        "a name that is none",
+        ["--resume-from-checkpoint", "step-000007", "--output-dir", "runs"],
+        "resume_from_checkpoint: got 'step-000007'; checkpoints here: none",
     ),
 ]
 

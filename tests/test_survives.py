@@ -174,6 +174,31 @@ def test_changed_settings_are_refused_by_name_and_taken_with_override(
     assert (config["rollout"]["temperature"], config["run"]["timeout"]) == (0.9, 300)
 
 
+def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_by_latest(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(undisturbed, tmp_path / "out")
+    for name in ("stage-2-retail", "step-000004"):
+        path = folder / "checkpoints" / name / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 3] ^= 4
+        path.write_bytes(content)
+    before = sorted(folder.rglob("*"))
+    done = run("--resume-from-checkpoint", "out/checkpoints/step-000004", cwd=tmp_path, code=2)
+    why = "model.safetensors is not what was written (its SHA-256 differs)"
+    assert done.stderr.splitlines()[-1] == (
+        f"error: resume_from_checkpoint: step-000004 is damaged ({why}); give latest, which finds "
+        "the newest that is whole"
+    )
+    assert sorted(folder.rglob("*")) == before
+    done = run("--resume-from-checkpoint", "latest", "--output-dir", "out", cwd=tmp_path)
+    said = done.stdout.splitlines()
+    assert f"warning: checkpoint stage-2-retail is passed over: {why}" in said
+    assert f"warning: checkpoint step-000004 is passed over: {why}" in said
+    assert "resuming from step-000003: 3 steps done" in said
+    assert_same(folder, undisturbed)
+
+
 def test_two_runs_never_write_to_one_folder(undisturbed: Path, tmp_path: Path) -> None:
     import fcntl
 
