@@ -108,11 +108,7 @@ def connect(config: Config) -> tuple[Accelerator, Ranks]:
 def start(config: Config, accelerator: Accelerator, ranks: Ranks, watchdog: Watchdog) -> Run:
     """Open the run folder, load tasks and model: afresh, or where a checkpoint stands."""
     parts = validate(config)
-    opened = open_folder(config) if ranks.is_main else None
-    told = None if opened is None else (opened.folder, opened.checkpoint)
-    found = ranks.all_gather_objects(told, "run folder")[0]
-    assert found is not None
-    folder, resumed = found
+    opened, folder, resumed = open_together(config, ranks)
     watchdog.can_resume = resumed is not None
     config = config.model_copy(update={"run": config.run.model_copy(update={"output_dir": folder})})
     state, model = load_start(config, parts, resumed)
@@ -167,6 +163,24 @@ def _say_where_it_starts(opened: Opened, state: TrainState) -> None:
         print(note, flush=True)
     if opened.checkpoint is not None:
         print(f"resuming from {opened.checkpoint.name}: {state.step} steps done", flush=True)
+
+
+def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
+    """The run's folder, which rank 0 opens for all, and the checkpoint to go on from.
+
+    Where it must refuse, every rank raises the UserError: none is left waiting for it.
+    """
+    opened, mistake = None, ""
+    if ranks.is_main:
+        try:
+            opened = open_folder(config)
+        except UserError as error:
+            mistake = str(error)
+    told = None if opened is None else (opened.folder, opened.checkpoint)
+    found, mistake = ranks.all_gather_objects((told, mistake), "run folder")[0]
+    if found is None:
+        raise UserError(mistake)
+    return opened, *found
 
 
 def make_sampler(
