@@ -319,7 +319,7 @@ def bank(tmp_path, monkeypatch, name, code, **data):
 
 
 def test_a_domain_of_ones_own_is_prepared_and_checked(tmp_path, monkeypatch, capsys):
-    settings = bank(tmp_path, monkeypatch, "own_bank", BANK + GENERATE)
+    settings = bank(tmp_path, monkeypatch, "bank_to_check", BANK + GENERATE)
     assert [task.id for task in prepare(settings).held_out["bank"]][:2] == ["test-0", "test-1"]
     check.main(settings)
     assert "--- a prompt of bank (train-0) ---" in capsys.readouterr().out

@@ -127,7 +127,7 @@ def twice(pause_s: float, can_resume: bool):
     with Watchdog(Ranks(0, 1, TIMEOUT_S), 60) as watchdog:
         watchdog.can_resume = can_resume
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(pause_s)
     return "lived"
 

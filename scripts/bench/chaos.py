@@ -155,17 +155,35 @@ def live(
     ranks = psutil.Process(process.pid).children(recursive=True)
     kind, killed_at = kill(process, ranks, random), time.perf_counter()
     tally.kills[kind] += 1
-    _, alive = psutil.wait_procs([*ranks, process], timeout=LIMIT_S)
+    alive = still_alive([*ranks, psutil.Process(process.pid)], LIMIT_S)
     took_s = time.perf_counter() - killed_at
     for stray in alive:
         tally.faults.append(f"{kind}: process {stray.pid} is alive after {LIMIT_S:.0f} s")
         stray.kill()
+    process.wait()
     if kind == "one rank" and ranks:
         tally.detect_s.append(took_s)
     reached = num_steps(run)
     saved = max([0, *(int(p.name[5:]) for p in (run / "checkpoints").glob("step-*"))])
     tally.steps_lost.append(max(0, reached - saved))
     return False
+
+
+def still_alive(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Those that have not ended within so many seconds; what nobody has buried yet has ended."""
+    until = time.perf_counter() + limit_s
+    alive = list(processes)
+    while alive and time.perf_counter() < until:
+        time.sleep(0.02)
+        alive = [process for process in alive if not has_ended(process)]
+    return alive
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def kill(process: subprocess.Popen[bytes], ranks: list[psutil.Process], random: Random) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from chaos import prepare
+from chaos import prepare, still_alive
 from common import machine, write_json
 
 SIDE = Path(__file__).with_name("faults_side.py")
@@ -95,7 +95,7 @@ def play(
         said.append((time.time(), line.rstrip()))
         ranks = ranks or psutil.Process(process.pid).children(recursive=True)
     code = process.wait()
-    _, left = psutil.wait_procs(ranks, timeout=5)
+    left = still_alive(ranks, 5)
     text = "\n".join(line for _, line in said)
     if left:
         return None, "", f"processes {left} are left:\n{text}"
