@@ -33,6 +33,7 @@ SAME_SIGNAL_S = 2.0  # Ctrl-C arrives twice: from the terminal and from the laun
 PATIENCE_S = 3.0  # for the one who knows to speak first
 GRACE_S = 5.0  # for this rank's own clean end, once a fault is known
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 # What broken or late connections say where no collective of ours names them.
 OF_CONNECTIONS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
@@ -235,7 +236,7 @@ class Watchdog:
             tick=self._own.tick + 1,
             phase=str(ranks.current),
             task=ranks.task,
-            waits_for=ranks.waits_for,
+            waits_for=ranks.waits_for or _collective_of_torch(),
             idle_s=time.monotonic() - ranks.progress_at,
         )
 
@@ -302,6 +303,18 @@ class Watchdog:
             self._board.wake(self._ranks.agreement)
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)
+
+
+def _collective_of_torch() -> str:
+    """Where the main thread is where ranks wait for each other in code that is not ours.
+
+    So the trainer of the warm start does. A rank that computes a backward pass looks the same.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside = frame is not None and any(
+        part in frame.f_code.co_filename for part in WHERE_TORCH_WAITS
+    )
+    return "a collective of torch" if inside else ""
 
 
 def leave_at_once(code: int) -> None:

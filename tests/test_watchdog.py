@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch
 from accelerate import Accelerator
 from helpers import play_ranks
 
@@ -111,6 +112,25 @@ def test_a_rank_that_hangs_is_named_and_ended(played, kind):
     named = r"^rank 1 on \S+ \(pid \d+\) (hangs in|did not come to 'end of rollouts': it is in) "
     found = re.findall(rf"{named}sample airline step 2, task airline/t7\b", said, re.MULTILINE)
     assert len(found) == 1
+
+
+def wait_in_torch(stderr: str) -> None:
+    """One rank hangs; the other waits for it where no collective of ours says so."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    ranks = Ranks(Accelerator().process_index, 2, 60)
+    with Watchdog(ranks, TIMEOUT_S / 2), ranks.phase("warm start"):
+        if ranks.rank == 1:
+            time.sleep(1)
+            ranks.alive()  # the one that waits has shown no progress for longer
+            time.sleep(1000)
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_waits_inside_torch_is_not_taken_for_the_one_that_hangs(tmp_path):
+    stderr = tmp_path / "stderr"
+    play_ranks(wait_in_torch, 2, str(stderr))
+    named = re.findall(r"^rank (\d) on \S+ \(pid", stderr.read_text(), re.MULTILINE)
+    assert named == ["1"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
