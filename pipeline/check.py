@@ -79,7 +79,7 @@ def main(config: Config) -> int:
         if config.model.model not in SHAPES:
             raise
         unreachable = str(error)
-        parts = prepare(config, tokenizer=tiny_tokenizer())
+        parts = prepare(config, tokenizer=tiny_tokenizer(config.data.domains))
     why = check_model(config, parts)
     print(f"recipe {config.recipe}: model {config.model.model}")
     if unreachable:
@@ -189,7 +189,8 @@ def _print_stages(config: Config, parts: Prepared) -> None:
         print("  none: evaluation only")
         return
     for stage in parts.stages:
-        groups = " + ".join(f"{count} {domain}" for domain, count in stage.groups.items())
+        joined = " or " if stage.turns else " + "
+        groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())
         print(f"  {stage.name}: {stage.num_steps} steps of {groups} groups")
 
 
@@ -311,7 +312,7 @@ def empty_model(config: Config) -> Any:
     name = config.model.model
     if name == "tiny":
         with torch.device("meta"):
-            return tiny_model(tiny_tokenizer(), 0)
+            return tiny_model(tiny_tokenizer(config.data.domains), 0)
     base, settings = name, config.model
     while lora.is_adapter(base):
         base = lora.base_of(base)

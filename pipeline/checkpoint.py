@@ -36,8 +36,9 @@ class TrainState:
 
     stage: str = "start"
     step: int = 0  # optimizer steps done
-    validated: int = 0  # the step of the last validation
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
+    validations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
+    ended_early: dict[str, int] = field(default_factory=dict)  # steps of stages on a plateau
     # Summaries of finished stages.
     training: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Bytes of metrics.jsonl and timings.jsonl that belong to the run so far.
@@ -52,6 +53,9 @@ class TrainState:
 
     def evaluated(self, after: str) -> bool:
         return any(evaluation["after"] == after for evaluation in self.evaluations)
+
+    def validated(self, step: int) -> bool:
+        return any(validation["step"] == step for validation in self.validations)
 
     @property
     def config_hash(self) -> str:

@@ -10,28 +10,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from pipeline import checkpoint, error_shares, report
-from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT
-from pipeline.curriculum import Stage
+from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
+from pipeline.curriculum import Stage, describe
 from pipeline.distributed import whole_state
 from pipeline.error_shares import ErrorShares
-from pipeline.evaluate import evaluate, floors, success
+from pipeline.evaluate import ATTEMPTS, evaluate, failed_trials, floors, success
 from pipeline.manifest import prune, sync, write_text
-from pipeline.session import Run, curriculum
+from pipeline.session import Run
 from pipeline.trajectory import RunRecord, StopReason, Trajectory
-
-
-def validate_when_due(run: Run, stage: Stage) -> None:
-    """A quick look at validation tasks inside a stage."""
-    every, step = run.config.evaluation.eval_steps, run.state.step
-    if not every or step % every or run.state.validated == step:
-        return
-    tasks = [task for tasks in run.parts.validation.values() for task in tasks]
-    records, trajectories = evaluate(run.rollout, tasks, 1, run.config.run.seed, run.ranks)
-    rates = success(records, records, 1)
-    metrics = {f"validation/{domain}/success": rates[domain]["mean"] for domain in rates}
-    run.log.metrics({"kind": "validation", "stage": stage.name, "step": step, **metrics})
-    run.state.validated = step
-    stop_on_errors(run, ErrorShares.of(records), trajectories, "in a validation")
+from pipeline.transfer import summary
 
 
 def stop_on_errors(
@@ -56,6 +43,11 @@ def evaluate_and_record(run: Run, after: str) -> None:
     with run.ranks.phase("evaluate", run.state.stage, run.state.step):
         sampled, trajectories = evaluate(run.rollout, tasks, trials, seed, run.ranks)
         greedy, _ = evaluate(run.rollout, tasks, 1, seed, run.ranks, greedy=True)
+    when = f"in the evaluation after {after}"
+    if failed_trials([*sampled, *greedy]):
+        _save_steps(run)
+    stop_on_errors(run, ErrorShares.of(sampled), trajectories, when)
+    _refuse_failed_trials([*sampled, *greedy], when)
     rates = success(sampled, greedy, trials)
     run.state.evaluations.append({"after": after, "step": run.state.step, "success": rates})
     metrics = {f"eval/{d}/success": rate["mean"] for d, rate in rates.items()}
@@ -64,14 +56,36 @@ def evaluate_and_record(run: Run, after: str) -> None:
     run.log.metrics({**keys, **metrics})
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
     save_trajectories(run, f"evaluation-{after}", trajectories)
-    stop_on_errors(run, ErrorShares.of(sampled), trajectories, f"in the evaluation after {after}")
     if run.ranks.is_main:
         shown = "  ".join(f"{d} {r['mean']:.2f}" for d, r in rates.items())
         print(f"evaluation after {after}: success sampled  {shown}", flush=True)
         write_results(run)
 
 
+def _save_steps(run: Run) -> None:
+    """Save what was trained, before a run stops that cannot be evaluated."""
+    if run.updater is not None and run.saved != run.position:
+        save_checkpoint(run, f"step-{run.state.step:06d}")
+
+
+def _refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
+    """Raise RuntimeError, on every rank, where a trial could not be played.
+
+    Its reward is unknown: scored as a failure, it would pass for something that was forgotten.
+    """
+    failed = failed_trials(records)
+    if not failed:
+        return
+    raise RuntimeError(
+        f"{len(failed)} of {len(records)} trials {when} ended in environment errors {ATTEMPTS} "
+        f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored; mend "
+        "the environment and resume"
+    )
+
+
 def write_results(run: Run) -> None:
+    stages = describe(run.stages, run.config)
+    write_text(run.folder / "curriculum.json", json.dumps(stages, indent=1))
     results = {
         "recipe": run.config.recipe,
         "seed": run.config.run.seed,
@@ -79,15 +93,24 @@ def write_results(run: Run) -> None:
         "split": run.config.data.eval_split,
         "temperature": run.config.rollout.temperature,
         "evaluations": run.state.evaluations,
+        "validations": run.state.validations,
+        "task_families": {
+            d: {task.id: task.family for task in tasks} for d, tasks in run.parts.held_out.items()
+        },
         "floors": floors(
             run.parts.environments, run.parts.held_out, run.config.rollout.call_timeout
         ),
         "faults": _faults(run),
         "training": run.state.training,
-        "curriculum": curriculum(run.config, run.parts),
+        "curriculum": stages,
         "wall_s": run.wall_s,
     }
-    write_text(run.folder / "results.json", json.dumps(results, indent=1))
+    try:
+        results["transfer"] = summary([results])
+    except UserError as error:  # a resume with other settings: training is worth more than these
+        print(f"warning: {error}", flush=True)
+        results["transfer"] = {}
+    write_text(run.folder / "results.json", json.dumps(results))
 
 
 def _faults(run: Run) -> dict[str, int]:
@@ -101,17 +124,31 @@ def _faults(run: Run) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def save_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:
-    """This rank's transcripts of a step, one JSON object per episode."""
+def save_trajectories(
+    run: Run,
+    name: str,
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float] | None = None,
+) -> None:
+    """This rank's transcripts of a step, one JSON object per episode.
+
+    `ids` and `logprobs` are those of the sampled tokens, a list for each assistant message.
+    """
     folder = run.folder / "trajectories" / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{run.state.step:06d}.rank-{run.ranks.rank}.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
-        for trajectory in trajectories:
+        for i, trajectory in enumerate(trajectories):
+            turns = trajectory.sampled_turns()
             row = {
                 **trajectory.record().as_dict(),
                 "error": trajectory.error,
                 "messages": trajectory.messages,
+                "advantage": None if advantages is None else round(advantages[i], 4),
+                "reward_breakdown": trajectory.reward_breakdown,
+                "difference": trajectory.difference,
+                "ids": [ids for ids, _ in turns],
+                "logprobs": [[round(number, 3) for number in numbers] for _, numbers in turns],
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     run.unsynced.append(path)
@@ -154,7 +191,19 @@ def collect_records(run: Run, stage: Stage) -> None:
             for d in dict.fromkeys(record.domain for record in records)
         },
         "stop_reasons": {reason: count for reason, count in stops.items() if count},
+        "tools": _tool_counts(records),
     }
+
+
+def _tool_counts(records: Sequence[RunRecord]) -> dict[str, dict[str, list[int]]]:
+    """By domain and tool: calls, and those answered with an error."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for record in records:
+        of_domain = found.setdefault(record.domain, {})
+        for name, counts in record.tools.items():
+            sums = of_domain.setdefault(name, [0, 0])
+            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
+    return found
 
 
 def save_when_due(run: Run, stage: Stage) -> None:
@@ -243,6 +292,7 @@ def finish(run: Run) -> None:
     if run.ranks.is_main:
         write_results(run)
         report.write_report(run.folder)
+        run.log.finish_with(run.folder)
         results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
         print(report.final_table(results))
         print(f"report, plots and checkpoints: {run.folder}")

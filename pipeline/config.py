@@ -32,8 +32,10 @@ STARTED_BY_US = "PIPELINE_STARTED_BY_US"
 # Of torchrun: seconds from SIGTERM to SIGKILL; 30 where it is not set.
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 INTERRUPTED = 75  # exit code: stopped, with a checkpoint to resume from (EX_TEMPFAIL of sysexits.h)
-EMBEDDED_DOMAINS = ("airline", "retail", "telecom")
-MIXED_STAGE = "mixed"
+DEFAULT_DOMAINS = ("airline", "retail", "telecom")
+EMBEDDED_DOMAINS = (*DEFAULT_DOMAINS, "telecom_chat")
+RESERVED_STAGES = ("mixed", "interleaved")
+RESERVED_NAMES = (*RESERVED_STAGES, "start", "warm_start")  # of evaluations
 
 
 class UserError(ValueError):
@@ -94,7 +96,7 @@ class DataSettings(Section):
     """tasks"""
 
     domains: list[str] = Field(
-        list(EMBEDDED_DOMAINS), description="domains, in the order of the stages", min_length=1
+        list(DEFAULT_DOMAINS), description="domains, in the order of the stages", min_length=1
     )
     environments: dict[str, str] = Field(
         {}, description="a domain of your own: {bank: my_pkg.bank:BankEnvironment}"
@@ -117,12 +119,13 @@ class DataSettings(Section):
     )
     retail_tasks: str | None = Field(None, description="the same for retail")
     telecom_tasks: str | None = Field(None, description="the same for telecom")
+    telecom_chat_tasks: str | None = Field(None, description="the same for telecom_chat")
     dataset_train_split: str = Field("train", description="the split of such a dataset")
 
     @model_validator(mode="after")
     def _domains_are_known_and_unique(self) -> Self:
         for name, target in self.environments.items():
-            if name in (*EMBEDDED_DOMAINS, MIXED_STAGE):
+            if name in (*EMBEDDED_DOMAINS, *RESERVED_NAMES) or name.startswith("evaluation-"):
                 raise UserError(f"environments: got {name}, which is taken; choose another name")
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 raise UserError(
@@ -169,11 +172,38 @@ class WarmStartSettings(Section):
 class CurriculumSettings(Section):
     """curriculum"""
 
-    curriculum: Literal["sequential", "mixed"] = Field(
-        "sequential", description="one stage a domain, or one stage of all"
+    curriculum: Literal["sequential", "mixed", "interleaved"] = Field(
+        "sequential",
+        description="one stage a domain; one stage whose steps hold all domains; one stage whose "
+        "steps take the domains in turns",
+    )
+    order: list[str] = Field(
+        [], description="domains of a sequence of stages, repeats allowed; none: `domains`"
+    )
+    domain_weights: dict[str, PositiveFloat] = Field(
+        {}, description="share of each domain in mixed and interleaved stages; missing: 1"
+    )
+    difficulties: list[Literal["easy", "medium", "hard"]] = Field(
+        [],
+        description="each stage in parts, one for each of these, such as easy,medium,hard; none: "
+        "`difficulty`",
     )
     stage_weights: dict[str, PositiveFloat] = Field(
         {}, description="share of max_steps per stage, relative; missing: 1"
+    )
+    stage_steps: dict[str, PositiveInt] = Field(
+        {}, description="steps of a stage; the other stages share what is left of max_steps"
+    )
+    stage_tasks: dict[str, PositiveInt] = Field(
+        {}, description="the same as a number of tasks, in whole steps of tasks_per_step"
+    )
+    plateau_patience: NonNegativeInt = Field(
+        0,
+        description="a stage ends early after so many validations in a row (see eval_steps) whose "
+        "success on its own domains is no better than before; 0: never",
+    )
+    plateau_delta: NonNegativeFloat = Field(
+        0.01, description="by how much success must be better for that"
     )
     replay: float = Field(
         0.3, ge=0, lt=1, description="share of each step's groups drawn from earlier domains"
@@ -284,6 +314,9 @@ class GRPOSettings(Section):
     scale_rewards: Literal["group", "batch", "none"] = Field(
         "group", description="what advantages are divided by"
     )
+    domain_advantage_scale: dict[str, PositiveFloat] = Field(
+        {}, description="multiplies the advantages of a domain's episodes; missing: 1"
+    )
     num_iterations: PositiveInt = Field(1, description="updates per batch of trajectories")
     entropy_coef: NonNegativeFloat = Field(0.005, description="weight of the entropy bonus")
     max_tokens_per_microbatch: PositiveInt = Field(
@@ -373,10 +406,15 @@ class EvaluationSettings(Section):
 
     eval_trials: PositiveInt = Field(2, description="sampled trials per held-out task")
     eval_steps: NonNegativeInt = Field(
-        20, description="evaluate on validation tasks every so many steps; 0: never"
+        25, description="evaluate on validation tasks every so many steps; 0: never"
+    )
+    anchor_tasks: NonNegativeInt = Field(
+        16,
+        description="validation tasks of each learned domain on which those evaluations estimate "
+        "how far the policy has moved since (KL); 0: none",
     )
     eval_steps_tasks: PositiveInt = Field(
-        40, description="validation tasks of each domain in those evaluations"
+        24, description="validation tasks of each domain in those evaluations"
     )
 
 
@@ -426,7 +464,7 @@ class RunSettings(Section):
 class TrackingSettings(Section):
     """tracking"""
 
-    report_to: list[Literal["wandb", "tensorboard"]] = Field(
+    report_to: list[Literal["wandb", "tensorboard", "trackio"]] = Field(
         ["wandb"], description="trackers besides the files; `none` for none"
     )
     project: str = Field("three-domain-grpo", description="W&B project")
@@ -449,12 +487,70 @@ class Config(Section):
     tracking: TrackingSettings = TrackingSettings()
 
     @model_validator(mode="after")
-    def _stage_weights_name_stages(self) -> Self:
-        stages = (*self.data.known_domains, MIXED_STAGE)
-        for name in self.curriculum.stage_weights:
-            if name not in stages:
-                raise UserError(f"stage_weights: got {name!r}; name stages ({', '.join(stages)})")
+    def _the_curriculum_names_domains_and_stages(self) -> Self:
+        curriculum, data = self.curriculum, self.data
+        stages = (*data.known_domains, *RESERVED_STAGES)
+        stages += tuple(name for name in self.stage_names if name not in stages)
+        for setting in ("stage_weights", "stage_steps", "stage_tasks"):
+            for name in getattr(curriculum, setting):
+                if name not in stages:
+                    raise UserError(f"{setting}: got {name!r}; name stages ({', '.join(stages)})")
+        for setting in ("order", "domain_weights"):
+            for name in getattr(curriculum, setting):
+                known = data.domains if setting == "order" else data.known_domains
+                if name not in known:
+                    raise UserError(
+                        f"{setting}: got {name!r}; name domains of the run ({', '.join(known)})"
+                    )
+        if curriculum.order and curriculum.curriculum != "sequential":
+            raise UserError(
+                f"order: got {','.join(curriculum.order)} with curriculum {curriculum.curriculum}, "
+                "whose stage holds all domains; take one of the two out"
+            )
+        if both := set(curriculum.stage_steps) & set(curriculum.stage_tasks):
+            raise UserError(f"stage_tasks: got {min(both)}, as stage_steps has; give one")
+        if curriculum.plateau_patience and not self.evaluation.eval_steps:
+            raise UserError(
+                "plateau_patience: needs validations; give eval_steps more than 0, or take it out"
+            )
+        if len(set(curriculum.difficulties)) < len(curriculum.difficulties):
+            raise UserError("difficulties: got one twice; name each once")
+        self._refuse_unclear_stages()
         return self
+
+    def _refuse_unclear_stages(self) -> None:
+        names = self.stage_names
+        if double := [name for name in names if names.count(name) > 1]:
+            raise UserError(
+                f"order: two stages would be called {double[0]}; give that domain another name"
+            )
+        for setting in ("stage_steps", "stage_tasks"):
+            for name in getattr(self.curriculum, setting):
+                if name in self.data.domains and name not in names:
+                    raise UserError(
+                        f"{setting}: got {name!r}, which is no stage of this curriculum; name "
+                        f"stages ({', '.join(names)})"
+                    )
+
+    @model_validator(mode="after")
+    def _advantages_are_scaled_for_known_domains(self) -> Self:
+        for name in self.grpo.domain_advantage_scale:
+            if name not in self.data.known_domains:
+                known = ", ".join(self.data.known_domains)
+                raise UserError(f"domain_advantage_scale: got {name!r}; name domains ({known})")
+        return self
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages in order: `airline`, a second time `airline-2`; `airline-easy`; `mixed`."""
+        curriculum = self.curriculum
+        names: list[str] = [curriculum.curriculum]
+        if curriculum.curriculum == "sequential":
+            order = curriculum.order or self.data.domains
+            times = [order[: index + 1].count(name) for index, name in enumerate(order)]
+            names = [n if t == 1 else f"{n}-{t}" for n, t in zip(order, times, strict=True)]
+        parts = [f"-{difficulty}" for difficulty in curriculum.difficulties] or [""]
+        return [f"{name}{part}" for name in names for part in parts]
 
     @model_validator(mode="after")
     def _profiled_steps_are_trained(self) -> Self:

@@ -51,11 +51,12 @@ def play_step(run: Run, stage: Stage, step: int) -> PlayedStep:
     counts: both are the same on every rank, for any number of ranks, and after a resume.
     """
     settings, seed, size = run.config.grpo, run.config.run.seed, run.config.rollout.num_generations
+    sources = run.parts.sources(stage)
     tasks: list[Task] = []
     dead: list[bool] = []  # by place; known of replaceable groups only
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
-    fresh = tasks_of_step(stage, step, run.parts.train, seed)
+    fresh = tasks_of_step(stage, step, sources, seed)
     while fresh:
         tasks += fresh
         rounds.append(len(fresh))
@@ -72,7 +73,7 @@ def play_step(run: Run, stage: Stage, step: int) -> PlayedStep:
         ]
         played = {task.key for task in tasks}
         key = (seed, "replacements", stage.name, step, len(rounds))
-        fresh = replacement_tasks(domains, played, run.parts.train, *key)
+        fresh = replacement_tasks(domains, played, sources, *key)
     groups = shard_tasks(len(tasks), run.ranks.rank, run.ranks.num_ranks)
     return PlayedStep(
         trajectories=trajectories,

@@ -6,6 +6,7 @@ Runs in training and stand-alone.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
@@ -26,9 +27,11 @@ from pipeline.environments.calls import Calls, Guard
 from pipeline.environments.deadline import alarms
 from pipeline.rollout import Rollout, Start
 from pipeline.tasks import Task, shard_tasks
-from pipeline.trajectory import RunRecord, Trajectory
+from pipeline.trajectory import RunRecord, StopReason, Trajectory
 
 Success = dict[str, Any]
+ATTEMPTS = 3  # to play a trial whose environment fails
+FAILED = (StopReason.ENVIRONMENT_ERROR,)
 ID = r"\w*\d\w*"  # a word with a digit
 
 
@@ -43,7 +46,8 @@ def evaluate(
     """Play every task `num_trials` times, the tasks spread over the ranks, without any gradient.
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
-    The draws depend on task and trial alone, so two evaluations differ by the policy only. Raises
+    The draws depend on task and trial alone, so two evaluations differ by the policy only. A trial
+    whose environment fails is played again; see `failed_trials` for what is left of these. Raises
     RuntimeError when a trial is missing or double, and Interrupted where the run is to stop.
     """
     mine = [tasks[index] for index in shard_tasks(len(tasks), ranks.rank, ranks.num_ranks)]
@@ -54,7 +58,15 @@ def evaluate(
     ]
     trajectories = rollout(starts, greedy=greedy)
     ranks.agree("end of evaluation")
-    gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
+    for attempt in range(1, ATTEMPTS + 1):
+        gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
+        if attempt == ATTEMPTS or not failed_trials(record for part in gathered for record in part):
+            break
+        failed = [i for i, t in enumerate(trajectories) if t.stop_reason in FAILED]
+        again = rollout([starts[i] for i in failed], greedy=greedy)
+        ranks.agree("end of evaluation")
+        for i, trajectory in zip(failed, again, strict=True):
+            trajectories[i] = trajectory
     found = {(r.domain, r.task_id, r.trial): r for records in gathered for r in records}
     total = sum(map(len, gathered))
     wanted = [(*task.key, trial) for task in tasks for trial in range(num_trials)]
@@ -66,20 +78,32 @@ def evaluate(
     return [found[key] for key in wanted], trajectories
 
 
+def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
+    """Trials that could not be played to their end, so that their reward says nothing."""
+    return [record for record in records if record.stop_reason in FAILED]
+
+
 def success(
     sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], num_trials: int
 ) -> dict[str, Success]:
     """Success of each domain, as `results.json` holds it.
 
     Sampled and greedy stand side by side, never mixed; per family and per branch of each decision
-    as well. An episode counts by its reward.
+    as well. An episode counts by its reward. Raises ValueError where a trial failed to run, or a
+    task has not `num_trials` of them.
     """
+    if failed_trials([*sampled, *greedy]):
+        raise ValueError("trials that failed to run cannot be scored")
+    counts = Counter((record.domain, record.task_id) for record in sampled)
+    if set(counts.values()) - {num_trials}:
+        raise ValueError(f"each task needs {num_trials} trials, got {sorted(set(counts.values()))}")
     domains = list(dict.fromkeys(record.domain for record in sampled))
     return {
         domain: {
             **_rates(_of(sampled, domain=domain), _of(greedy, domain=domain)),
             "num_trials": num_trials,
-            "tasks": _task_means(sampled, domain),
+            "tasks": _rewards(sampled, domain),
+            "tools": _tools(sampled, domain),
             "families": _by(sampled, greedy, domain, lambda r: r.family),
             "branches": _by(sampled, greedy, domain, lambda r: f"{r.family}/{r.branch}"),
         }
@@ -87,13 +111,23 @@ def success(
     }
 
 
-def _task_means(sampled: Sequence[RunRecord], domain: str) -> dict[str, float]:
-    """Sampled success of each task: what paired comparisons of two evaluations need."""
+def _rewards(sampled: Sequence[RunRecord], domain: str) -> dict[str, list[float]]:
+    """The rewards of each task's trials: what paired comparisons and pass^k need."""
     rewards: dict[str, list[float]] = {}
     for record in sampled:
         if record.domain == domain:
             rewards.setdefault(record.task_id, []).append(record.reward)
-    return {task_id: fmean(values) for task_id, values in rewards.items()}
+    return rewards
+
+
+def _tools(sampled: Sequence[RunRecord], domain: str) -> dict[str, dict[str, list[int]]]:
+    """Of each tool, by task: its calls in all trials, and those answered with an error."""
+    tools: dict[str, dict[str, list[int]]] = {}
+    for record in sampled:
+        for name, counts in record.tools.items() if record.domain == domain else ():
+            sums = tools.setdefault(name, {}).setdefault(record.task_id, [0, 0])
+            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
+    return dict(sorted(tools.items()))
 
 
 def _of(records: Iterable[RunRecord], domain: str) -> list[RunRecord]:

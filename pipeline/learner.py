@@ -85,7 +85,7 @@ def _base_of_adapters(run: Run) -> str:
 
 def _folder_of_reference(run: Run) -> Path | None:
     """The checkpoint with the weights of the reference; None for the model as it came."""
-    stages, folder = run.parts.stages, run.folder / "checkpoints"
+    stages, folder = run.stages, run.folder / "checkpoints"
     under_way = next((s.index for s in stages if not run.state.evaluated(s.name)), len(stages))
     if run.config.grpo.sync_ref_model and under_way > 0:
         return _whole(folder / f"stage-{under_way}-{stages[under_way - 1].name}")

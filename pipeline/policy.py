@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from pipeline import lora
-from pipeline.config import ModelSettings, UserError
+from pipeline.config import DEFAULT_DOMAINS, ModelSettings, UserError
 from pipeline.model_files import missing_weights, problem_of_name, weights_in
 from pipeline.prefixes import NO_MASK, follow_prefixes
 from pipeline.tiny import tiny_model, tiny_tokenizer
@@ -34,10 +34,13 @@ from pipeline.untrusted import reason_of, shown
 LOGITS_PER_CHUNK = 1 << 24  # logits held at once when log-probabilities are computed
 
 
-def load_tokenizer(settings: ModelSettings) -> Any:
-    """The tokenizer of a model; UserError where there is none."""
+def load_tokenizer(settings: ModelSettings, domains: Sequence[str] = DEFAULT_DOMAINS) -> Any:
+    """The tokenizer of a model, for these domains where it is made here.
+
+    UserError where there is none.
+    """
     if settings.model == "tiny":
-        return tiny_tokenizer()
+        return tiny_tokenizer(domains)
     return from_files(
         settings.model,
         "tokenizer",

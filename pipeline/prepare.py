@@ -41,10 +41,15 @@ class Prepared:
     train: dict[str, Sequence[Task]]
     validation: dict[str, list[Task]]  # for evaluations inside a stage
     held_out: dict[str, list[Task]]  # for the evaluations that results.json reports
-    longest: dict[str, list[Task]]  # those of `train` with the most text
+    graded: dict[tuple[str, str], list[Task]]  # by domain and difficulty, where stages have one
+    longest: dict[str, list[Task]]  # those to train on with the most text
     stages: list[Stage]
     tokenizer: Any
     chat: Chat
+
+    def sources(self, stage: Stage) -> dict[str, Sequence[Task]]:
+        """The training tasks of a stage's domains."""
+        return {d: self.graded.get((d, stage.difficulty), self.train[d]) for d in stage.groups}
 
     def longest_prompts(self) -> dict[str, int]:
         """Tokens of the longest prompt of each domain."""
@@ -78,7 +83,15 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
     }
     loaded = {d: train_tasks(config, d, environments[d], held_out[d]) for d in data.domains}
     train = {domain: tasks for domain, (tasks, _) in loaded.items()}
-    tokenizer = tokenizer or load_tokenizer(config.model)
+    graded = _graded(config)
+    longest = {domain: longest for domain, (_, longest) in loaded.items()}
+    for (domain, _), tasks in graded.items():
+        longest[domain] = longest[domain] + _longest_of(tasks)
+    sizes = {
+        d: min([len(t), *(len(g) for (k, _), g in graded.items() if k == d)])
+        for d, t in train.items()
+    }
+    tokenizer = tokenizer or load_tokenizer(config.model, data.domains)
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
     try_demonstrations(config, chat)
     prepared = Prepared(
@@ -86,8 +99,9 @@ def prepare(config: Config, tokenizer: Any = None) -> Prepared:
         train=train,
         validation=validation,
         held_out=held_out,
-        longest={domain: longest for domain, (_, longest) in loaded.items()},
-        stages=make_stages(config, {domain: len(tasks) for domain, tasks in train.items()}),
+        graded=graded,
+        longest=longest,
+        stages=make_stages(config, sizes),
         tokenizer=tokenizer,
         chat=chat,
     )
@@ -139,7 +153,7 @@ def train_tasks(
     source, count = getattr(config.data, f"{domain}_tasks", None), config.data.tasks_per_domain
     if source is None:
         made = generated(config, domain, count, "train")
-        return made, _longest(made, [_num_characters(task.prompt) for task in made])
+        return made, _longest_of(made)
     known = _by_request(held_out)
     lengths: list[int] = []
 
@@ -195,6 +209,29 @@ def _by_request(tasks: Sequence[Task]) -> Mapping[str, list[tuple[list[Message],
 
 def _num_characters(prompt: Sequence[Message]) -> int:
     return sum(len(message["content"]) for message in prompt)
+
+
+def _graded(config: Config) -> dict[tuple[str, str], list[Task]]:
+    """Training tasks of each difficulty that the curriculum names."""
+    data, found = config.data, {}
+    for domain in data.domains if config.curriculum.difficulties else ():
+        if getattr(data, f"{domain}_tasks", None) is not None:
+            raise UserError(
+                f"difficulties: got {','.join(config.curriculum.difficulties)}, but the tasks of "
+                f"{domain} come from {domain}_tasks, which has none; take one of the two out"
+            )
+        for difficulty in config.curriculum.difficulties:
+            known = config.model_copy(
+                update={"data": data.model_copy(update={"difficulty": difficulty})}
+            )
+            found[domain, str(difficulty)] = generated(
+                known, domain, data.tasks_per_domain, "train"
+            )
+    return found
+
+
+def _longest_of(tasks: Sequence[Task]) -> list[Task]:
+    return _longest(tasks, [_num_characters(task.prompt) for task in tasks])
 
 
 def _longest(tasks: Sequence[Task], lengths: Sequence[int]) -> list[Task]:

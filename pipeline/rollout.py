@@ -19,12 +19,14 @@ from pipeline.config import RolloutSettings
 from pipeline.conversations import Sampled, SamplerEpisode
 from pipeline.environments.base import (
     EnvironmentFault,
+    Outcome,
     answer_call,
     error_result,
     may_wait,
+    outcome_of,
     reply_of,
-    reward_of,
     started,
+    tool_methods,
     tool_schemas,
 )
 from pipeline.environments.calls import Calls, Guard, Work
@@ -35,6 +37,8 @@ from pipeline.tasks import Message, Task
 from pipeline.tool_calls import Parsed
 from pipeline.trajectory import StopReason, Trajectory
 
+NO_OUTCOME = Outcome(0.0, {}, {})
+UNKNOWN_TOOL = "unknown"  # what calls of tools that do not exist are counted under
 TURN_SHARE = 0.25  # of the messages under way: so many are completed before any is answered
 
 
@@ -65,8 +69,9 @@ class _Episode:
     num_turns: int = 0
     num_malformed_calls: int = 0
     num_tool_errors: int = 0
-    reward: float = 0.0
+    outcome: Outcome = NO_OUTCOME
     error: str = ""
+    tools: dict[str, list[int]] = field(default_factory=dict)  # calls, and those with an error
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Add sampled tokens (with their log-probabilities), or a reply's (without)."""
@@ -92,11 +97,14 @@ class _Episode:
             logprobs=self.logprobs,
             messages=self.messages,
             stop_reason=self.stop_reason,
-            reward=self.reward,
+            reward=self.outcome.reward,
             num_turns=self.num_turns,
             num_malformed_calls=self.num_malformed_calls,
             num_tool_errors=self.num_tool_errors,
             error=self.error,
+            tools=self.tools,
+            reward_breakdown=self.outcome.reward_breakdown,
+            difference=self.outcome.difference,
         )
 
 
@@ -316,6 +324,9 @@ class Rollout:
         for name, arguments in parsed.calls:
             answer = guard(name, partial(answer_call, environment, name, arguments))
             episode.num_tool_errors += answer.raised
+            known = name if name in tool_methods(type(environment)) else UNKNOWN_TOOL
+            count = episode.tools.setdefault(known, [0, 0])
+            episode.tools[known] = [count[0] + 1, count[1] + answer.is_error]
             replies.append({"role": "tool", "name": name, "content": answer.content})
             if answer.is_last:
                 episode.stop_reason = StopReason.COMPLETED
@@ -335,7 +346,7 @@ class Rollout:
 
     @staticmethod
     def _reward(episode: _Episode, guard: Guard) -> None:
-        episode.reward = guard("get_reward", partial(reward_of, episode.environment))
+        episode.outcome = guard("get_reward", partial(outcome_of, episode.environment))
 
 
 def _handle(episode: _Episode) -> SamplerEpisode:

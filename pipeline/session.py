@@ -21,7 +21,7 @@ from pipeline.chat import Chat
 from pipeline.check import refuse_changed_logits, validate, why_generate
 from pipeline.checkpoint import TrainState
 from pipeline.config import Config, RolloutSettings, UserError
-from pipeline.curriculum import describe
+from pipeline.curriculum import Stage, describe, one_after_another
 from pipeline.distributed import Ranks, meet_again
 from pipeline.error_shares import ErrorShares
 from pipeline.generate_sampler import GenerateSampler
@@ -32,7 +32,7 @@ from pipeline.rollout import Rollout
 from pipeline.run_folder import Opened, begin, open_folder
 from pipeline.sampler import Sampler
 from pipeline.tracking import RunLog
-from pipeline.trajectory import RunRecord
+from pipeline.trajectory import RunRecord, Trajectory
 from pipeline.updater import Updater
 from pipeline.watchdog import GRACE_S, Watchdog
 
@@ -59,6 +59,7 @@ class Run:
     # Of this rank's training episodes in the stage.
     records: list[RunRecord] = field(default_factory=list)
     errors: ErrorShares = field(default_factory=ErrorShares)  # of environments, in the stage
+    anchors: dict[str, list[Trajectory]] = field(default_factory=dict)  # by learned domain
     unsynced: list[Path] = field(default_factory=list)  # written since the last checkpoint
     saved: tuple[int, int] | None = None  # the position that the last checkpoint holds
     saved_at: float = field(default_factory=time.perf_counter)
@@ -68,6 +69,11 @@ class Run:
     def wall_s(self) -> float:
         """Seconds so far, those of the processes before a resume included."""
         return self.state.wall_s + time.perf_counter() - self.begun
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages, after those that ended early."""
+        return one_after_another(self.parts.stages, self.state.ended_early)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -127,7 +133,8 @@ def start(config: Config, accelerator: Accelerator, ranks: Ranks, watchdog: Watc
     )
     log.timings({"kind": "machine", "stage": state.stage, "step": state.step, **machine(ranks)})
     if opened is not None:
-        write_text(folder / "curriculum.json", json.dumps(curriculum(config, parts), indent=1))
+        stages = one_after_another(parts.stages, state.ended_early)
+        write_text(folder / "curriculum.json", json.dumps(describe(stages, config), indent=1))
         _say_where_it_starts(opened, state)
         _say_short_steps(config, parts)
         _say_learning_rate(config)
@@ -206,11 +213,14 @@ def make_sampler(
 def _say_short_steps(config: Config, parts: Prepared) -> None:
     """A step takes no task twice, so few tasks make it smaller than the recipe says."""
     wanted = config.rollout.tasks_per_step
-    short = {
-        s.name: sum(s.groups.values()) for s in parts.stages if sum(s.groups.values()) < wanted
-    }
+    sizes = {s.name: _smallest_step(s) for s in parts.stages}
+    short = {name: size for name, size in sizes.items() if size < wanted}
     if short and config.grpo.use_grpo:
         print(f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}")
+
+
+def _smallest_step(stage: Stage) -> int:
+    return (min if stage.turns else sum)(stage.groups.values())
 
 
 def _say_learning_rate(config: Config) -> None:
@@ -233,10 +243,6 @@ def machine(ranks: Ranks) -> dict[str, Any]:
         "num_ranks": ranks.num_ranks,
         "torch": torch.__version__,
     }
-
-
-def curriculum(config: Config, parts: Prepared) -> dict[str, Any]:
-    return describe(parts.stages, config.curriculum.replay)
 
 
 def load_start(config: Config, parts: Prepared, path: Path | None) -> tuple[TrainState, Any]:

@@ -10,7 +10,7 @@ reward. Models loaded from elsewhere see the whole policy.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config import EMBEDDED_DOMAINS
+from pipeline.config import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
+from pipeline.environments import environment_classes
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.generation import IDS
 
@@ -64,9 +65,12 @@ REPLIES = ("Done.", "Why?", "How much?", "The fee is ", "The money goes to ", "A
 ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", ", ", "no ")
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with a token for every word, id and JSON chunk of our domains."""
-    chunks = sorted(set(_chunks()), key=lambda chunk: (-len(chunk), chunk))
+def tiny_tokenizer(domains: Collection[str] = DEFAULT_DOMAINS) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer with a token for every word, id and JSON chunk of embedded domains.
+
+    Those of the default domains are always among them.
+    """
+    chunks = sorted(set(_chunks(domains)), key=lambda chunk: (-len(chunk), chunk))
     pattern = "|".join([*(re.escape(c) for c in chunks), r"[A-Za-z_]+", r"[0-9]", r"[^A-Za-z0-9_]"])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -120,7 +124,7 @@ def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def _chunks() -> Iterator[str]:
+def _chunks(domains: Collection[str]) -> Iterator[str]:
     """Everything that shall be one token."""
     yield from (f"{role}\n" for role in ("system", "user", "assistant", "tool"))
     yield from (
@@ -134,10 +138,11 @@ def _chunks() -> Iterator[str]:
         '{"error": "',
         "the one of ",
     )
-    yield from (*IDS, *REPLIES, *ERRORS, *EMBEDDED_DOMAINS)
-    for domain in EMBEDDED_DOMAINS:
-        module = import_module(f"pipeline.environments.{domain}")
-        environment = getattr(module, f"{domain.capitalize()}Environment")
+    embedded = [d for d in EMBEDDED_DOMAINS if d in DEFAULT_DOMAINS or d in domains]
+    yield from (*IDS, *REPLIES, *ERRORS, *embedded)
+    for environment in environment_classes(embedded, {}).values():
+        module = import_module(environment.__module__)
+        yield from getattr(module, "WORDS", ())
         keys, words = set(), set()
         for schema in tool_schemas(environment):
             function = schema["function"]

@@ -13,30 +13,21 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pipeline.config import Config, UserError
 from pipeline.manifest import sync
+from pipeline.trackers import TensorBoard, Tracker, Trackio
 from pipeline.untrusted import reason_of
-from pipeline.wandb_feed import Record, WandbFeed, numbers, remember_id, say
+from pipeline.wandb_feed import Record, WandbFeed, remember_id, say
 
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
-
-
-class Tracker(Protocol):
-    """What is fed with the lines."""
-
-    name: str
-    advice: str  # what to do where it failed
-
-    def metrics(self, record: Record) -> None: ...
-    def timings(self, record: Record) -> None: ...
-    def close(self, failed: bool) -> None: ...
+ACCELERATED = {"tensorboard": TensorBoard, "trackio": Trackio}
 
 
 class RunLog:
@@ -100,6 +91,10 @@ class RunLog:
         self.sync()
         return {name: file.size for name, file in self._files.items()}
 
+    def finish_with(self, folder: Path) -> None:
+        """The run is over and its results are in the run folder: W&B gets them when it closes."""
+        self._tell(lambda tracker: tracker.finish_with(folder))
+
     def close(self, failed: bool = False) -> None:
         """Finish trackers and files; harmless when repeated."""
         self._tell(lambda tracker: tracker.close(failed))
@@ -134,11 +129,11 @@ class RunLog:
                 self._wandb = WandbFeed(folder, config, *(kept or ()))
                 self._trackers.append(self._wandb)
             else:
-                self._trackers.append(TensorBoard(folder, kept))
+                self._trackers.append(ACCELERATED[name](folder, config, kept))
         except Exception as error:
             if not is_resumed:
                 raise
-            feed = WandbFeed if name == "wandb" else TensorBoard
+            feed = ACCELERATED.get(name, WandbFeed)
             give_up(feed.name, feed.advice, error)
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
@@ -191,32 +186,6 @@ class LinesFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoard:
-    """TensorBoard through Accelerate; `kept` are the lines of both files on a resume."""
-
-    name = "TensorBoard"
-    advice = ""
-
-    def __init__(self, folder: Path, kept: Sequence[Sequence[Record]] | None) -> None:
-        from accelerate.tracking import TensorBoardTracker
-
-        # TensorBoard hides, from a step on, what was there. Of that step some lines are kept.
-        last = max((record["step"] for record in kept[0]), default=0) if kept else 0
-        self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
-        self._tracker.start()
-        for record in (record for lines in kept or () for record in lines):
-            if record["step"] == last:
-                self.metrics(record)
-
-    def metrics(self, record: Record) -> None:
-        self._tracker.log(numbers(record), step=record["step"])
-
-    timings = metrics
-
-    def close(self, failed: bool) -> None:
-        self._tracker.finish()
 
 
 def finite(value: Any) -> Any:

@@ -22,7 +22,6 @@ from pipeline.collect import (
     save_when_due,
     stop,
     stop_on_errors,
-    validate_when_due,
 )
 from pipeline.config import Config
 from pipeline.curriculum import Stage
@@ -35,7 +34,9 @@ from pipeline.profiling import Timer, profiled
 from pipeline.session import Run, connect, start
 from pipeline.step_metrics import over_iterations, rollout_metrics, warn_of_gap
 from pipeline.tracking import StageProgress
+from pipeline.trajectory import Trajectory
 from pipeline.updater import learning_rate_at
+from pipeline.validation import ends_early, keep_anchors, load_anchors, validate_when_due
 from pipeline.warm_start import warm_start
 from pipeline.watchdog import Watchdog
 
@@ -60,8 +61,10 @@ def main(config: Config) -> int:
 def train(run: Run) -> None:
     """The loop: for each stage, for each optimizer step."""
     run.updater = make_updater(run)
+    load_anchors(run)
     gc.freeze()  # what is there now stays: no collection need go through it again
-    for stage in run.parts.stages:
+    for index in range(len(run.parts.stages)):
+        stage = run.stages[index]  # which begins where the one before it ended
         if run.state.evaluated(stage.name):
             continue
         first = max(stage.first_step, run.state.step)
@@ -71,21 +74,24 @@ def train(run: Run) -> None:
         validate_when_due(run, stage)  # it may be what was interrupted
         with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
             for step in range(first, stage.last_step):
+                if ends_early(run, stage):
+                    break
                 with profiled(run, step + 1), Timer(run) as timer:
                     played = play_step(run, stage, step)
-                    rewards = rewards_of(run, played, step)
-                    statistics = update(run, stage, played, rewards)
+                    advantages, kept = advantages_of(run, played, rewards_of(run, played, step))
+                    statistics = update(run, stage, played.trajectories, advantages, kept)
                 run.state.step, run.state.stage = step + 1, stage.name
                 metrics = {**statistics, **rollout_metrics(run, played, run.errors)}
                 keys = {"kind": "train", "stage": stage.name, "step": step + 1}
                 run.log.metrics({**keys, **metrics})
                 run.log.timings({**keys, **timer.timings(played)})
                 progress.step(metrics)
-                save_trajectories(run, stage.name, played.trajectories)
+                save_trajectories(run, stage.name, played.trajectories, advantages)
                 stop_on_errors(run, run.errors)
                 validate_when_due(run, stage)
                 save_when_due(run, stage)
         collect_records(run, stage)
+        keep_anchors(run, stage)
         evaluate_and_record(run, stage.name)
         save_checkpoint(run, f"stage-{stage.index + 1}-{stage.name}")
 
@@ -145,21 +151,36 @@ def rewards_of(run: Run, played: PlayedStep, step: int) -> torch.Tensor:
     return torch.tensor(rewards, dtype=torch.float32)
 
 
-def update(run: Run, stage: Stage, played: PlayedStep, rewards: torch.Tensor) -> dict[str, float]:
-    """Advantages and `num_iterations` optimizer updates; then the sampler gets the new weights."""
-    assert run.updater is not None
+def advantages_of(
+    run: Run, played: PlayedStep, rewards: torch.Tensor
+) -> tuple[list[float], list[bool]]:
+    """The advantage of each of this rank's episodes, and whether it is trained on."""
     settings, size = run.config.grpo, run.config.rollout.num_generations
     batch_std = None
     if settings.scale_rewards == "batch":
         batch_std = std_of_step(run, played, rewards)
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std).tolist()
+    scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in played.trajectories]
     dead = dead_groups(rewards, size).tolist()
     kept = [not (settings.drop_dead_groups and is_dead) for is_dead in dead]
+    return [a * scale for a, scale in zip(advantages, scales, strict=True)], kept
+
+
+def update(
+    run: Run,
+    stage: Stage,
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float],
+    kept: Sequence[bool],
+) -> dict[str, float]:
+    """`num_iterations` optimizer updates; then the sampler gets the new weights."""
+    assert run.updater is not None
+    settings = run.config.grpo
     done, peak = run.state.step - stage.first_step, run.config.peak_learning_rate
     learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
     with run.ranks.phase("update", stage.name, run.state.step + 1):
         found = [
-            run.updater.update_policy(played.trajectories, advantages, learning_rate, kept)
+            run.updater.update_policy(trajectories, advantages, learning_rate, kept)
             for _ in range(settings.num_iterations)
         ]
         run.rollout.sampler.load_weights(run.model)

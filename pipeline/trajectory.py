@@ -48,6 +48,9 @@ class Trajectory:
     num_malformed_calls: int = 0
     num_tool_errors: int = 0  # exceptions of tools' own code that were shown to the model
     error: str = ""  # of the environment, when it failed
+    tools: dict[str, list[int]] = field(default_factory=dict)  # name: calls, of them with an error
+    reward_breakdown: dict[str, float] = field(default_factory=dict)  # as the environment says
+    difference: dict[str, list[str]] = field(default_factory=dict)  # what: found, expected
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
@@ -65,6 +68,21 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         return sum(self.loss_mask)
 
+    def sampled_turns(self) -> list[tuple[list[int], list[float]]]:
+        """The sampled ids of each assistant message, and their log-probabilities."""
+        turns: list[tuple[list[int], list[float]]] = []
+        before = False
+        for token, is_sampled, logprob in zip(
+            self.completion_ids, self.loss_mask, self.logprobs, strict=True
+        ):
+            if is_sampled and not before:
+                turns.append(([], []))
+            if is_sampled:
+                turns[-1][0].append(token)
+                turns[-1][1].append(logprob)
+            before = is_sampled
+        return turns
+
     def record(self) -> RunRecord:
         return RunRecord(
             domain=self.domain,
@@ -78,6 +96,7 @@ class Trajectory:
             num_sampled_tokens=self.num_sampled_tokens,
             num_malformed_calls=self.num_malformed_calls,
             num_tool_errors=self.num_tool_errors,
+            tools=self.tools,
         )
 
 
@@ -96,6 +115,7 @@ class RunRecord:
     num_sampled_tokens: int
     num_malformed_calls: int
     num_tool_errors: int = 0
+    tools: dict[str, list[int]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,7 +2,8 @@
 
 The number of the line is W&B's own step (`_step`), so that W&B's files (offline) or its server
 (online) say, whatever was killed when, which line is the next. `timings.jsonl` adds to the row of
-the line before. The x axis of every plot is the run's step. Imports no torch.
+the line before. The x axis of every plot is the run's step. At the end of a run W&B gets what
+wandb_extras.py names, of which nothing is a row. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,11 +26,13 @@ from urllib.parse import urlsplit
 from pipeline.config import Config, UserError
 from pipeline.manifest import write_text
 from pipeline.untrusted import masked, reason_of
+from pipeline.wandb_extras import group_of, send_extras
 from pipeline.wandb_parts import all_parts, close_parts
 
 CURSOR, RUN_ID = "cursor.json", "run-id"
 FINISH_S = 20.0  # for the last upload; what is not sent by then is kept on disk
 GRACE_S = 10.0  # beyond that, for the service itself
+MAX_JOB_TYPE = 64  # characters; W&B's server refuses more, which an offline run hears too late
 FAILED_S = 5.0  # for everything, where the run has failed and others wait to hear why
 
 Record = Mapping[str, Any]
@@ -64,9 +68,10 @@ class WandbFeed:
             self._sent = self._run.starting_step
             _put_aside(self._folder, only_offline=True)
         self._write_cursor()
-        self._rows: queue.SimpleQueue[tuple[int, Record]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._row: dict[str, float] = {}  # may still get timings
         self._line = -1  # its number
+        self._results: Path | None = None  # the folder that holds them
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._hand_over, name="wandb-feed", daemon=True)
         self._thread.start()
@@ -87,10 +92,17 @@ class WandbFeed:
         self._raise_error()
         self._row |= numbers(record)
 
+    def finish_with(self, folder: Path) -> None:
+        """The run folder holds the run's results, which W&B gets when it is closed."""
+        self._results = folder
+
     def close(self, failed: bool = False) -> None:
-        """Send the last row and finish the run; raises TimeoutError where W&B does not answer."""
+        """Send what is left and finish the run; raises TimeoutError where W&B does not answer."""
         self._send()
-        self._rows.put((-1, {"exit_code": int(failed)}))
+        if self._results is not None and not (failed or self._run.disabled):
+            self._calls.put(partial(_send_extras, self._run, self._results))
+        self._calls.put(partial(self._run.finish, exit_code=int(failed)))
+        self._calls.put(None)
         given_s = self._run.settings.finish_timeout
         timeout = FAILED_S if failed else given_s + GRACE_S if given_s else None
         self._thread.join(timeout)
@@ -110,18 +122,14 @@ class WandbFeed:
 
     def _send(self) -> None:
         if self._line >= self._sent:
-            self._rows.put((self._line, self._row))
+            self._calls.put(partial(self._run.log, self._row, step=self._line))
 
     def _hand_over(self) -> None:
         import wandb
 
         try:
-            while True:
-                line, row = self._rows.get()
-                if line < 0:
-                    break
-                self._run.log(row, step=line)
-            self._run.finish(exit_code=row["exit_code"])
+            while (call := self._calls.get()) is not None:
+                call()
             wandb.teardown()  # finish() may return before the service has written its file
         except Exception as error:
             self._error = error
@@ -137,6 +145,12 @@ class WandbFeed:
         if not self._run.disabled:
             state = {"run_id": self.run_id, "lines": self._sent}
             write_text(self._folder / CURSOR, json.dumps(state) + "\n")
+
+
+def _send_extras(run: Any, folder: Path) -> None:
+    for name, error in send_extras(run, folder).items():
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        say(f"warning: W&B did not get {name} ({reason}); the run folder has them")
 
 
 def remember_id(folder: Path, run_id: str) -> None:
@@ -184,6 +198,8 @@ def _start(folder: Path, config: Config, mode: str | None) -> Any:
             run = wandb.init(
                 project=tracking["project"],
                 name=tracking["run_name"] or folder.resolve().name,
+                group=os.environ.get("WANDB_RUN_GROUP", group_of(config)),
+                job_type=os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:MAX_JOB_TYPE]),
                 tags=tracking["tags"],
                 config=tree,
                 dir=str(folder),
@@ -201,7 +217,10 @@ def _start(folder: Path, config: Config, mode: str | None) -> Any:
         ) from None
     if not run.disabled:
         remember_id(folder, run.id)
+    # All, whatever groups there are; the summary keeps the last value. Of the largest it would make
+    # a tree of its own, {"max": ..}, which an offline run does not get.
     run.define_metric("*", step_metric="step")
+    run.define_metric("step", hidden=True)
     if no_key:
         say(
             "W&B: no API key, so this run is kept offline; to upload it: "

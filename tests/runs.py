@@ -95,7 +95,7 @@ def _run_on_this_rank(
 ) -> Played:
     played, runs = Played(), []
 
-    def keep(run: Any, name: str, trajectories: Sequence[Trajectory]) -> None:
+    def keep(run: Any, name: str, trajectories: Sequence[Trajectory], *_: Any) -> None:
         runs.append(run)
         for t in trajectories:
             ids = [i for i, mask in zip(t.completion_ids, t.loss_mask, strict=True) if mask]

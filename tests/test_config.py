@@ -152,12 +152,14 @@ def test_a_shipped_recipe_parses_and_survives_a_round_trip(path, tmp_path):
 def test_the_shipped_recipes_are_what_their_names_say():
     assert [path.stem for path in RECIPES] == [
         "evaluate_only",
+        "forgetting",
         "mixed",
         "qwen3_4b_8gpu",
         "three_domain_tiny",
     ]
     assert load_recipe("three_domain_tiny").curriculum.curriculum == "sequential"
     assert load_recipe("three_domain_tiny").curriculum.replay > 0
+    assert load_recipe("forgetting").curriculum.replay == load_recipe("forgetting").grpo.beta == 0
     assert load_recipe("mixed").curriculum.curriculum == "mixed"
     assert load_recipe("evaluate_only").grpo.use_grpo is False
     qwen = load_recipe("qwen3_4b_8gpu")
@@ -247,7 +249,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         (["--mixed-precision", "fp16"], "--mixed-precision: got 'fp16'; give auto, bf16 or no"),
         (
             ["--report-to", "mlflow"],
-            "--report-to: got 'mlflow'; give a list of wandb or tensorboard",
+            "--report-to: got 'mlflow'; give a list of wandb, tensorboard or trackio",
         ),
         (["--domains", "none"], "--domains: got []; give a list of names, at least one"),
         (
@@ -265,12 +267,14 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         (
             ["--config", "mixd"],
             "--config: got 'mixd', which is no file; give the path of a recipe or one of "
-            "evaluate_only, mixed, qwen3_4b_8gpu, three_domain_tiny; did you mean mixed?",
+            "evaluate_only, forgetting, mixed, qwen3_4b_8gpu, three_domain_tiny; did you mean "
+            "mixed?",
         ),
         (
             ["--config", "elsewhere/mixed.yaml", "--help"],
             "--config: got 'elsewhere/mixed.yaml', which is no file; give the path of a recipe or "
-            "one of evaluate_only, mixed, qwen3_4b_8gpu, three_domain_tiny; did you mean mixed?",
+            "one of evaluate_only, forgetting, mixed, qwen3_4b_8gpu, three_domain_tiny; did you "
+            "mean mixed?",
         ),
     ],
     ids=str,
@@ -284,8 +288,8 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, message):
     [
         (
             ["--domains", "airline,retial"],
-            "domains: got 'retial', known are airline, retail, telecom; choose among them "
-            "or name its class in `environments`",
+            "domains: got 'retial', known are airline, retail, telecom, "
+            "telecom_chat; choose among them or name its class in `environments`",
         ),
         (["--domains", "retail,retail"], "domains: got retail twice; name each domain once"),
         (
@@ -307,7 +311,39 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, message):
         ),
         (
             ["--stage-weights", "{bank: 2}"],
-            "stage_weights: got 'bank'; name stages (airline, retail, telecom, mixed)",
+            "stage_weights: got 'bank'; name stages (airline, retail, telecom, telecom_chat, "
+            "mixed, interleaved)",
+        ),
+        (
+            ["--stage-steps", "{retail-2: 5}"],
+            "stage_steps: got 'retail-2'; name stages (airline, retail, telecom, telecom_chat, "
+            "mixed, interleaved)",
+        ),
+        (
+            ["--order", "airline,bank"],
+            "order: got 'bank'; name domains of the run (airline, retail, telecom)",
+        ),
+        (
+            ["--order", "airline", "--curriculum", "mixed"],
+            "order: got airline with curriculum mixed, whose stage holds all domains; take one of "
+            "the two out",
+        ),
+        (
+            ["--stage-steps", "{airline: 5}", "--stage-tasks", "{airline: 50}"],
+            "stage_tasks: got airline, as stage_steps has; give one",
+        ),
+        (
+            ["--plateau-patience", "2", "--eval-steps", "0"],
+            "plateau_patience: needs validations; give eval_steps more than 0, or take it out",
+        ),
+        (
+            ["--difficulties", "easy,easy"],
+            "difficulties: got one twice; name each once",
+        ),
+        (
+            ["--domain-advantage-scale", "{bank: 2}"],
+            "domain_advantage_scale: got 'bank'; name domains (airline, retail, telecom, "
+            "telecom_chat)",
         ),
         (
             ["--max-tokens", "40", "--max-tokens-per-turn", "40"],

@@ -4,7 +4,15 @@ import pytest
 from helpers import make_task
 
 from pipeline.config import Config, UserError
-from pipeline.curriculum import describe, make_stages, replacement_tasks, split, tasks_of_step
+from pipeline.curriculum import (
+    describe,
+    make_stages,
+    on_plateau,
+    one_after_another,
+    replacement_tasks,
+    split,
+    tasks_of_step,
+)
 
 PLENTY = {"airline": 800, "retail": 800, "telecom": 800}
 
@@ -152,19 +160,131 @@ def test_a_step_outside_the_stage_is_a_mistake_of_the_program():
             keys(stage, step)
 
 
+def test_a_domain_may_come_again_and_then_the_others_are_replayed():
+    stages = make_stages(config(order=["airline", "retail", "airline"], replay=0.5), PLENTY)
+    assert [(stage.name, stage.own, stage.groups) for stage in stages] == [
+        ("airline", ("airline",), {"airline": 24}),
+        ("retail", ("retail",), {"airline": 12, "retail": 12}),
+        ("airline-2", ("airline",), {"retail": 12, "airline": 12}),
+    ]
+
+
+def test_mixed_steps_follow_the_weights_of_the_domains():
+    (stage,) = make_stages(config(curriculum="mixed", domain_weights={"telecom": 2}), PLENTY)
+    assert stage.groups == {"airline": 6, "retail": 6, "telecom": 12}
+    assert stage.own == ("airline", "retail", "telecom")
+
+
+def test_interleaved_steps_take_the_domains_in_turns_by_their_weights():
+    (stage,) = make_stages(
+        config(8, 2, curriculum="interleaved", domain_weights={"telecom": 2}), PLENTY
+    )
+    assert (stage.name, stage.num_steps) == ("interleaved", 8)
+    assert list(stage.turns) == ["telecom", "airline", "retail", "telecom"] * 2
+    steps = [keys(stage, step) for step in range(8)]
+    assert [{domain for domain, _ in step} for step in steps] == [{d} for d in stage.turns]
+    seen = [key for step in steps if step[0][0] == "telecom" for key in step]
+    assert len(set(seen[:6])) == 6  # a pass over 7 tasks goes on at the domain's next turn
+
+
+def test_each_stage_in_parts_of_rising_difficulty():
+    stages = make_stages(
+        config(
+            8,
+            domains=["airline", "retail"],
+            difficulties=["easy", "hard"],
+            stage_weights={"airline": 3},
+        ),
+        PLENTY,
+    )
+    assert [(s.name, s.own, s.difficulty, s.num_steps) for s in stages] == [
+        ("airline-easy", ("airline",), "easy", 3),
+        ("airline-hard", ("airline",), "hard", 3),
+        ("retail-easy", ("retail",), "easy", 1),
+        ("retail-hard", ("retail",), "hard", 1),
+    ]
+
+
+def test_stages_with_steps_or_tasks_of_their_own_leave_the_rest_to_the_others():
+    made = config(100, stage_steps={"airline": 10}, stage_tasks={"retail": 25})
+    stages = make_stages(made, PLENTY)
+    assert [(stage.name, stage.num_steps) for stage in stages] == [
+        ("airline", 10),
+        ("retail", 2),  # 25 tasks in steps of 24
+        ("telecom", 88),
+    ]
+    with pytest.raises(UserError, match="the stages have 110 steps, more than max_steps 100"):
+        make_stages(config(100, stage_steps={"airline": 60, "retail": 50}), PLENTY)
+
+
+def test_a_stage_that_ended_early_brings_the_later_ones_forward():
+    stages = one_after_another(make_stages(config(30), PLENTY), {"airline": 4})
+    assert [(s.name, s.first_step, s.num_steps) for s in stages] == [
+        ("airline", 0, 4),
+        ("retail", 4, 10),
+        ("telecom", 14, 10),
+    ]
+
+
+def test_a_plateau_is_so_many_values_no_better_than_the_best_before_them():
+    assert not on_plateau([0.5, 0.5], patience=2, delta=0.01)  # nothing before them
+    assert on_plateau([0.5, 0.5, 0.4], patience=2, delta=0.01)
+    assert not on_plateau([0.5, 0.5, 0.52], patience=2, delta=0.01)
+    assert on_plateau([0.5, 0.5, 0.505], patience=2, delta=0.01)
+    assert not on_plateau([0.5, 0.6, 0.5], patience=2, delta=0.01)  # the better one is recent
+    assert not on_plateau([0.5] * 9, patience=0, delta=0.01)
+
+
+def test_gains_of_nothing_are_a_plateau_even_where_any_gain_counts():
+    assert on_plateau([1.0] * 4, patience=3, delta=0.0)
+    assert not on_plateau([0.5, 0.5, 0.6], patience=2, delta=0.1)  # a gain of exactly delta counts
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stage_steps": {"airline": 1, "retail": 1, "telecom": 1}}, "have 3 steps, and max_steps"),
+        (
+            {"curriculum": "mixed", "domain_weights": {"telecom": 100}},
+            "airline would have no group",
+        ),
+        (
+            {"curriculum": "interleaved", "domain_weights": {"telecom": 1000}},
+            "airline would have no group in stage interleaved",
+        ),
+        ({"difficulties": ["easy"], "stage_steps": {"airline": 7}}, "'airline', which is no stage"),
+    ],
+)
+def test_curricula_that_would_leave_something_out_are_refused(settings, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        make_stages(config(**settings), PLENTY)
+
+
 def test_what_curriculum_json_holds():
-    assert describe(
-        make_stages(config(max_steps=4, domains=["retail", "airline"]), PLENTY), 0.3
-    ) == {
+    made = config(max_steps=4, domains=["retail", "airline"], replay=0.3)
+    assert describe(make_stages(made, PLENTY), made) == {
+        "curriculum": "sequential",
         "stages": [
-            {"name": "retail", "first_step": 0, "num_steps": 2, "domains": {"retail": 24}},
+            {
+                "name": "retail",
+                "own": ("retail",),
+                "difficulty": "medium",
+                "first_step": 0,
+                "num_steps": 2,
+                "domains": {"retail": 24},
+                "in_turns": False,
+            },
             {
                 "name": "airline",
+                "own": ("airline",),
+                "difficulty": "medium",
                 "first_step": 2,
                 "num_steps": 2,
                 "domains": {"retail": 7, "airline": 17},
+                "in_turns": False,
             },
         ],
         "replay": 0.3,
     }
-    assert describe(make_stages(config(curriculum="mixed"), PLENTY), 0.3)["replay"] == 0.0
+    mixed = config(curriculum="mixed")
+    assert describe(make_stages(mixed, PLENTY), mixed)["replay"] == 0.0

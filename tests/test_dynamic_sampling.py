@@ -27,7 +27,14 @@ from pipeline.train import rewards_of, std_of_step
 
 # A step whose episodes are scripted. Two siblings each; what they earn stands in the task's id.
 
-STAGE = Stage(index=0, name="all", groups={"left": 4, "right": 3}, first_step=0, num_steps=9)
+STAGE = Stage(
+    index=0,
+    name="all",
+    own=("left", "right"),
+    difficulty="medium",
+    groups={"left": 4, "right": 3},
+    num_steps=9,
+)
 SAID = {"dead": ("no", "no"), "won": ("done", "done"), "live": ("done", "no")}
 
 
@@ -61,7 +68,7 @@ def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: An
     }
     environments: dict[str, type[Any]] = dict.fromkeys(sources, Desk)
     rollout = Rollout(ScriptedSampler(scripts), chat(), environments, config.rollout)  # type: ignore[arg-type]
-    parts = SimpleNamespace(train=sources)
+    parts = SimpleNamespace(sources=lambda stage: sources)
     return SimpleNamespace(config=config, ranks=ranks, parts=parts, rollout=rollout, records=[])
 
 

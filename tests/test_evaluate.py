@@ -13,7 +13,7 @@ from helpers import Desk, ScriptedSampler, chat, make_task, make_trajectory, pla
 from pipeline.config import EMBEDDED_DOMAINS, RolloutSettings
 from pipeline.distributed import Ranks
 from pipeline.environments import environment_classes
-from pipeline.evaluate import evaluate, floors, success
+from pipeline.evaluate import evaluate, failed_trials, floors, success
 from pipeline.rollout import Rollout
 
 ALONE = Ranks(0, 1, 5)
@@ -81,18 +81,49 @@ def test_equal_ids_of_two_domains_are_two_tasks():
     assert [record.domain for record in records] == ["airline", "retail"]
 
 
-def test_an_episode_whose_environment_fails_is_scored_as_0():
-    scripts = {number: [say("done")] for number in range(2)}
-    tasks = [make_task("fine"), make_task("broken", payload='{"fails": "get_reward"}')]
-    rollout = Rollout(ScriptedSampler(scripts), chat(), {"desk": Desk}, RolloutSettings())
-    by_number = iter(range(2))
+def play_desk(fails):
+    """An evaluation of two tasks, one of which `fails` so many times before it can be played."""
+    left = iter([True] * fails)
+
+    class Flaky(Desk):
+        def reset(self, **row):
+            if row["id"] == "broken" and next(left, False):
+                raise ConnectionError("no answer")
+            return super().reset(**row)
+
+    scripts = {number: [say("done")] for number in range(9)}
+    rollout = Rollout(ScriptedSampler(scripts), chat(), {"desk": Flaky}, RolloutSettings())
+    by_number = iter(range(9))
 
     def play(starts, greedy=False):
         return rollout([replace(start, key=next(by_number)) for start in starts], greedy)
 
-    records, _ = evaluate(play, tasks, 1, seed=1, ranks=ALONE)
-    assert [record.reward for record in records] == [1.0, 0.0]
-    assert records[1].stop_reason == "environment_error"
+    records, _ = evaluate(play, [make_task("fine"), make_task("broken")], 1, seed=1, ranks=ALONE)
+    return records, next(by_number)
+
+
+def test_a_trial_whose_environment_fails_is_played_again():
+    records, num_played = play_desk(fails=2)
+    assert [record.reward for record in records] == [1.0, 1.0]
+    assert num_played == 4
+
+
+def test_trials_that_fail_every_time_are_not_scored():
+    records, num_played = play_desk(fails=99)
+    assert num_played == 4
+    assert [record.stop_reason for record in records] == ["completed", "environment_error"]
+    assert failed_trials(records) == [records[1]]
+    with pytest.raises(ValueError, match="failed to run"):
+        success(records, records[:1], 1)
+    with pytest.raises(ValueError, match="failed to run"):
+        success(records[:1], records, 1)
+
+
+def test_a_task_with_too_few_or_too_many_trials_is_not_scored():
+    for trials in ([0], [0, 1, 1], [0, 1, 2]):
+        records = [record("a", 1.0, trial=k) for k in trials]
+        with pytest.raises(ValueError, match=rf"needs 2 trials, got \[{len(trials)}\]"):
+            success(records, [], 2)
 
 
 def evaluations_on_this_rank():
@@ -199,7 +230,7 @@ def test_sampled_and_greedy_success_stand_side_by_side():
     assert airline["mean"] == pytest.approx(4 / 6)
     assert airline["greedy"] == pytest.approx(1 / 3)
     assert (airline["num_tasks"], airline["num_trials"]) == (3, 2)
-    assert airline["tasks"] == {"a": 1.0, "b": 0.5, "c": 0.5}
+    assert airline["tasks"] == {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 1.0]}
     assert airline["families"] == {
         "bags": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
         "cancel": {"mean": 0.75, "greedy": 0.5, "num_tasks": 2},
@@ -214,7 +245,8 @@ def test_sampled_and_greedy_success_stand_side_by_side():
         "greedy": 1.0,
         "num_tasks": 1,
         "num_trials": 2,
-        "tasks": {"a": 0.0},
+        "tasks": {"a": [0.0, 0.0]},
+        "tools": {},
         "families": {},
         "branches": {},
     }

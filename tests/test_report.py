@@ -3,112 +3,35 @@
 import json
 from pathlib import Path
 
+import numpy
 import pytest
-import yaml
+from PIL import Image
+from report_runs import THREE, evaluation, make_run, matplotlib_home  # noqa: F401
 
-from pipeline.config import Config, UserError
-from pipeline.plots import smooth
+from pipeline.config import UserError
+from pipeline.continual import wilson
 from pipeline.report import final_table, main, write_report
-from pipeline.run_files import wilson
-
-THREE = ("airline", "retail", "telecom")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def matplotlib_home(tmp_path_factory):
-    """Where matplotlib, once imported, keeps its list of fonts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
-        yield
+from pipeline.reporting.plots import smooth
+from pipeline.reporting.run_files import load_run
+from pipeline.reporting.transfer_sections import shown
+from pipeline.transfer import summary
 
 
-def success(domain: str, mean: float, greedy: float) -> dict:
-    branch = {"mean": mean, "greedy": greedy, "num_tasks": 50}
-    return {
-        "mean": mean,
-        "greedy": greedy,
-        "num_tasks": 100,
-        "num_trials": 2,
-        "families": {"refund": {**branch, "num_tasks": 100}},
-        "branches": {"refund/paid": branch, "refund/refused": {**branch, "mean": 0.0}},
-    }
-
-
-def evaluation(after: str, step: int, domains: tuple[str, ...], mean: float) -> dict:
-    rates = {domain: success(domain, mean, min(1.0, mean + 0.125)) for domain in domains}
-    return {"after": after, "step": step, "success": rates}
-
-
-def make_run(folder: Path, stages: tuple[str, ...], domains=THREE, validation=True) -> Path:
-    """A run of 10 steps a stage; without stages one that evaluates only."""
-    folder.mkdir()
-    tree = {
-        "data": {
-            "domains": list(domains),
-            "environments": {name: "my.bank:Bank" for name in domains if name not in THREE},
-        },
-        "grpo": {"use_grpo": bool(stages), "max_steps": 10 * len(stages)},
-    }
-    settings = Config.model_validate(tree).model_dump(mode="json")
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    rows, evaluations = [], [evaluation("start", 0, domains, 0.0)]
-    metrics, timings = [], []
-    if stages:
-        evaluations.append(evaluation("warm_start", 0, domains, 0.375))
-    for index, stage in enumerate(stages):
-        of = domains if stage == "mixed" else domains[: index + 1]
-        first = 10 * index
-        rows.append(
-            {
-                "name": stage,
-                "domains": dict.fromkeys(of, 8),
-                "first_step": first,
-                "num_steps": 10,
-            }
-        )
-        for step in range(first + 1, first + 11):
-            record = {"kind": "train", "stage": stage, "step": step}
-            rewards = {f"reward/{domain}": 0.5 + 0.01 * step for domain in of}
-            stops = {
-                "rollout/stop/completed": 0.75,
-                "rollout/stop/max_turns": 0.25,
-                "rollout/stop/timeout": 0.0,
-            }
-            metrics.append({**record, **rewards, **stops})
-            timings.append({**record, "perf/step_s": 2.0})
-        if validation:
-            line = {"kind": "validation", "stage": stage, "step": first + 5}
-            metrics.append({**line, **{f"validation/{domain}/success": 0.5 for domain in domains}})
-        mean = min(0.875, 0.625 + 0.125 * index)
-        evaluations.append(evaluation(stage, first + 10, domains, mean))
-    results = {
-        "recipe": "three_domain_tiny",
-        "seed": 1,
-        "num_ranks": 2,
-        "split": "test",
-        "evaluations": evaluations,
-        "floors": {d: {"nothing": 0.0, "transfer": 0.11, "every_tool": 0.02} for d in domains},
-        "wall_s": 83.4,
-    }
-    curriculum = {"stages": rows, "replay": 0.3 if len(rows) > 1 else 0.0}
-    (folder / "curriculum.json").write_text(json.dumps(curriculum))
-    (folder / "results.json").write_text(json.dumps(results))
-    for name, lines in (("metrics.jsonl", metrics), ("timings.jsonl", timings)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def assert_is_a_whole_picture(path: Path, num_colours: int) -> None:
-    """Drawn in the colours of its domains, with a white edge: nothing is cut off."""
-    import numpy
-    from PIL import Image
-
+def assert_nothing_is_cut_off(path: Path) -> numpy.ndarray:
+    """A picture of some size with a white edge; returns its pixels."""
     pixels = numpy.asarray(Image.open(path).convert("RGB"))
     height, width, _ = pixels.shape
     assert width >= 900
-    assert height >= 400
+    assert height >= 200
     for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
         assert (edge == 255).all(), f"{path.name} is cut off"
+    assert (pixels != 255).any(), f"{path.name} is empty"
+    return pixels
+
+
+def assert_is_a_whole_picture(path: Path, num_colours: int) -> None:
+    """Drawn in the colours of its domains."""
+    pixels = assert_nothing_is_cut_off(path)
     palette = ["0072B2", "D55E00", "009E73", "CC79A7", "E69F00"]
     found = [(pixels == list(bytes.fromhex(colour))).all(axis=2).sum() for colour in palette]
     assert all(count > 50 for count in found[:num_colours]), found
@@ -160,6 +83,10 @@ On 100 tasks of each domain (test split); before: after the warm start, after: a
     assert "trajectories" not in text, "a file that is not there"
     assert_is_a_whole_picture(folder / "learning_curves.png", 3)
     assert_is_a_whole_picture(folder / "stage_performance.png", 3)
+    assert_is_a_whole_picture(folder / "transfer.png", 3)
+    for name in ("accuracy_matrix", "tools", "stop_reasons", "dead_groups", "time_and_memory"):
+        assert f"({name}.png)" in text
+        assert_nothing_is_cut_off(folder / f"{name}.png")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +107,8 @@ def test_pictures_are_whole_for_other_runs(tmp_path, stages, domains, validation
     write_report(folder)
     assert_is_a_whole_picture(folder / "learning_curves.png", len(domains))
     assert_is_a_whole_picture(folder / "stage_performance.png", len(domains))
+    for path in folder.glob("*.png"):
+        assert_nothing_is_cut_off(path)
     no_replay = "No replay: a stage draws from its own domains only."
     assert (no_replay in (folder / "report.md").read_text()) == (len(stages) == 1)
 
@@ -223,20 +152,77 @@ def test_the_control_with_permuted_rewards_says_so(tmp_path):
     assert "**A control: rewards were permuted" in (folder / "report.md").read_text()
 
 
+def test_every_transfer_number_is_that_of_the_summary_with_its_interval(tmp_path):
+    folder = make_run(tmp_path / "run", THREE)
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    results = json.loads((folder / "results.json").read_text())
+    found = summary([results])
+    assert found["metrics"]["backward_transfer"][0] == pytest.approx(0.1875)
+    for name, words in (
+        ("stage_gain", "new-domain gain"),
+        ("backward_transfer", "backward transfer"),
+        ("forward_transfer", "forward transfer"),
+        ("forgetting", "forgetting"),
+    ):
+        value, low, high = found["metrics"][name]
+        assert low < value < high
+        assert f"| {words} | {value:+.2f} [{low:+.2f}, {high:+.2f}] |" in text
+    matrix = found["domains"]["matrix"]
+    for row, point in zip(matrix, ("the warm start", *THREE), strict=True):
+        assert f"| after {point} | " + " | ".join(map(shown, row)) + " |" in text
+    assert (
+        f"| airline/refund | {shown(found['families']['backward_transfer']['airline/refund'], '+')}"
+        in text
+    )
+    first, last = (shown(found["tools"]["matrix"][p][0]) for p in (0, -1))
+    assert f"| airline/look_up | {first} | {last} | " in text
+    assert "| 120 | 75.0% |" in text, "calls in training"
+    assert f"| airline | pass^2 | {shown(found['passes']['airline']['pass^2'][0])} |" in text
+
+
+def test_a_number_without_an_interval_is_a_dash():
+    assert shown([0.5, None, None]) == "-"
+    assert shown(None) == "-"
+    assert shown([-0.001, -0.25, 0.125], "+") == "+0.00 [-0.25, +0.12]"
+
+
+def test_a_run_of_one_stage_has_a_matrix_and_no_transfer(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "| after mixed | 0.62 [" in text
+    assert "| total gain | +0.25 [" in text
+    assert "backward transfer |" not in text.split("## Tools")[0]
+    assert "transfer" not in final_table(json.loads((folder / "results.json").read_text()))
+
+
+def test_results_from_before_transfer_was_measured_are_still_reported(tmp_path):
+    folder = make_run(tmp_path / "run", THREE)
+    results = json.loads((folder / "results.json").read_text())
+    for of in [of for e in results["evaluations"] for of in e["success"].values()]:
+        of["tasks"] = {task: sum(rewards) / 2 for task, rewards in of["tasks"].items()}
+    (folder / "results.json").write_text(json.dumps(results))
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "## Every evaluation" in text
+    assert "Transfer" not in text
+    assert not (folder / "accuracy_matrix.png").exists()
+
+
 def test_the_table_for_the_terminal():
     evaluations = [
-        evaluation("start", 0, ("airline", "retail"), 0.0),
-        evaluation("warm_start", 0, ("airline", "retail"), 0.25),
-        evaluation("airline", 10, ("airline", "retail"), 0.5),
-        evaluation("retail", 20, ("airline", "retail"), 0.75),
+        evaluation("start", 0, {"airline": 0.0, "retail": 0.0}),
+        evaluation("warm_start", 0, {"airline": 0.25, "retail": 0.25}),
+        evaluation("airline", 10, {"airline": 0.5, "retail": 0.5}),
+        evaluation("retail", 20, {"airline": 0.125, "retail": 0.75}),
     ]
-    evaluations[-1]["success"]["airline"]["mean"] = 0.125
     table = final_table({"evaluations": evaluations})
     assert table == (
         "success  sampled before  sampled after  change  greedy before  greedy after\n"
-        "airline           0.250          0.125  -0.125          0.375         0.875\n"
+        "airline           0.250          0.125  -0.125          0.375         0.250\n"
         "retail            0.250          0.750  +0.500          0.375         0.875\n"
-        "mean              0.250          0.438  +0.188          0.375         0.875"
+        "mean              0.250          0.438  +0.188          0.375         0.562"
     )
     assert final_table({"evaluations": evaluations[:1]}) == (
         "success  sampled  greedy\n"
@@ -246,10 +232,19 @@ def test_the_table_for_the_terminal():
     )
 
 
+def test_the_terminal_shows_transfer_after_more_than_one_stage(tmp_path):
+    run = load_run(make_run(tmp_path / "run", THREE))
+    value, low, high = run.transfer["metrics"]["backward_transfer"]
+    lines = final_table({**run.results, "transfer": run.transfer}).splitlines()
+    assert lines[-4].startswith("new-domain gain    +0.17 [")
+    assert lines[-3] == f"backward transfer  {value:+.2f} [{low:+.2f}, {high:+.2f}]"
+    assert lines[-1].startswith("forgetting         -0.12 [")
+
+
 def test_before_is_the_start_where_there_was_no_warm_start():
     evaluations = [
-        evaluation("start", 0, ("retail",), 0.25),
-        evaluation("mixed", 10, ("retail",), 0.5),
+        evaluation("start", 0, {"retail": 0.25}),
+        evaluation("mixed", 10, {"retail": 0.5}),
     ]
     assert "retail            0.250          0.500  +0.250" in final_table(
         {"evaluations": evaluations}
@@ -272,10 +267,12 @@ def test_the_command_makes_a_report_again_or_says_why_not(tmp_path, capsys):
     folder = make_run(tmp_path / "run", ("mixed",))
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.md'}\n"
-    assert main([str(tmp_path)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err == (
-        f"error: report: {tmp_path} holds no run (no config.yaml); give a run folder\n"
+        f"error: report: {tmp_path / 'empty'} holds no run (no config.yaml); give a run folder\n"
     )
-    assert main([]) == 2
+    with pytest.raises(SystemExit):
+        main([])
     with pytest.raises(UserError, match="holds no run"):
         write_report(tmp_path / "nowhere")

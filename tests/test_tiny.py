@@ -14,7 +14,7 @@ from helpers import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.chat import Chat
-from pipeline.config import EMBEDDED_DOMAINS
+from pipeline.config import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
 from pipeline.environments import environment_classes
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
@@ -23,20 +23,21 @@ from pipeline.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
+ALL_WORDS = tiny_tokenizer(EMBEDDED_DOMAINS)
 
 
-def encode(text):
-    return tokenizer()(text, add_special_tokens=False)["input_ids"]
+def encode(text, made=None):
+    return (made or tokenizer())(text, add_special_tokens=False)["input_ids"]
 
 
-def tokens(text):
+def tokens(text, made=None):
     """The texts of the tokens."""
-    return [tokenizer().decode([token]) for token in encode(text)]
+    return [(made or tokenizer()).decode([token]) for token in encode(text, made)]
 
 
-def conversations(count=60):
+def conversations(count=60, domains=EMBEDDED_DOMAINS):
     """What the expert and the environments say on tasks of every domain and difficulty."""
-    for domain in EMBEDDED_DOMAINS:
+    for domain in domains:
         module = import_module(f"pipeline.environments.{domain}")
         for difficulty in ("easy", "medium", "hard"):
             for task in module.generate_tasks(0, count, "train", difficulty):
@@ -103,16 +104,34 @@ def test_every_word_of_the_domains_is_one_token():
                 words |= {name, *value.get("enum", [])}
     words |= {"airplane", "reset_apn", "sick", "plans", "late", "wrong", "price", "yes"}
     assert {"cancel", "find_line", "gold", "transferred", "uninsured", "telecom"} <= words
-    assert [word for word in sorted(words) if len(encode(word)) != 1] == []
+    assert [word for word in sorted(words) if len(encode(word, ALL_WORDS)) != 1] == []
+    assert [word for word in sorted(words) if len(encode(word)) != 1] == ["telecom_chat"]
 
 
 def test_what_is_said_in_the_domains_takes_few_tokens():
     """No text of an expert's episode falls apart into bytes."""
-    for _, messages in conversations(15):
+    for domain, messages in conversations(15):
+        made = tokenizer() if domain in DEFAULT_DOMAINS else ALL_WORDS
         for message in messages[1:]:
-            pieces = tokens(message["content"])
+            pieces = tokens(message["content"], made)
             letters = [piece for piece in pieces if len(piece) == 1 and piece.isalnum()]
             assert set(letters) <= {"0", "1", "2", "5"}, pieces
+
+
+def test_what_is_said_on_the_phone_is_one_token_where_the_run_has_telecom_chat():
+    made = tiny_tokenizer(["airline", "telecom_chat"])
+    assert tokens("It shows old_apn.", made) == ["It shows ", "old_apn", "."]
+    for words in ("Please reset the APN.", "I have paid it.", "telecom_chat", "Done.", "telecom"):
+        assert tokens(words, made) == [words]
+
+
+def test_the_default_domains_have_the_same_tokens_whatever_they_are_called():
+    """A run of them does not change because there are further domains."""
+    vocabulary = tokenizer().get_vocab()
+    assert tiny_tokenizer(["retail"]).get_vocab() == vocabulary
+    assert tiny_tokenizer(["bank", *DEFAULT_DOMAINS]).get_vocab() == vocabulary
+    listed = str(sorted(vocabulary.items())).encode()
+    assert hashlib.sha256(listed).hexdigest()[:16] == "e07cfa2c8417f97b"
 
 
 def test_any_unicode_text_survives():
@@ -155,7 +174,7 @@ def test_a_saved_tokenizer_loads_with_its_ids_and_templates(tmp_path):
         tokenizer().pad_token_id,
     )
     ours, theirs = Chat(tokenizer()), Chat(loaded)
-    for domain, messages in conversations(9):
+    for domain, messages in conversations(9, DEFAULT_DOMAINS):
         tools = tool_schemas(CLASSES[domain])
         assert theirs.prompt_ids(messages[:2], tools) == ours.prompt_ids(messages[:2], tools)
         for message in messages[2:]:

@@ -7,13 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from helpers import make_trajectory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.config import Config
+from pipeline.train import advantages_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = [
@@ -84,6 +89,39 @@ def test_a_run_leaves_everything_that_its_folder_promises(two_ranks: tuple[Path,
         *("latest", "stage-1-airline", "stage-2-retail", "stage-3-telecom"),
         *("step-000005", "step-000006", "warm-start"),
     ]
+
+
+def test_interleaved_training_in_parts_of_rising_difficulty(tmp_path: Path) -> None:
+    arguments = ["--curriculum", "interleaved", "--difficulties", "easy,hard", "--max-steps", "4"]
+    arguments += ["--domains", "airline,retail", "--output-dir", "out"]
+    run(*SHORT, *arguments, cwd=tmp_path)
+    played = []
+    for stage in ("interleaved-easy", "interleaved-hard"):
+        for path in sorted((tmp_path / "out" / "trajectories" / stage).glob("*.jsonl.gz")):
+            with gzip.open(path, "rt") as file:
+                rows = [json.loads(line) for line in file]
+            played.append({(row["domain"], row["task_id"].split("-")[1]) for row in rows})
+    assert played == [
+        *({("airline", "easy")}, {("retail", "easy")}),
+        *({("airline", "hard")}, {("retail", "hard")}),
+    ]
+    stages = [stage["name"] for stage in results(tmp_path / "out")["curriculum"]["stages"]]
+    assert stages == ["interleaved-easy", "interleaved-hard"]
+
+
+def test_advantages_of_a_domain_are_scaled() -> None:
+    config = Config.model_validate(
+        {
+            "grpo": {"domain_advantage_scale": {"retail": 3}, "scale_rewards": "none"},
+            "rollout": {"num_generations": 2},
+        }
+    )
+    domains = ["airline", "airline", "retail", "retail", "retail", "retail"]
+    played = SimpleNamespace(trajectories=[make_trajectory(domain=domain) for domain in domains])
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    advantages, kept = advantages_of(SimpleNamespace(config=config), played, rewards)
+    assert advantages == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
+    assert kept == [True, True, True, True, False, False]
 
 
 def test_results_hold_every_evaluation_in_order(two_ranks: tuple[Path, str]) -> None:

@@ -12,17 +12,17 @@ from transformers import Qwen3ForCausalLM
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 
-from pipeline.config import EMBEDDED_DOMAINS
+from pipeline.config import DEFAULT_DOMAINS
 from pipeline.environments import environment_classes
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
 from pipeline.environments.trl import factories, outcome_reward, rows_without_user
 from pipeline.tiny import tiny_model
 
-CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
-MODULES = {domain: import_module(f"pipeline.environments.{domain}") for domain in EMBEDDED_DOMAINS}
+CLASSES = environment_classes(list(DEFAULT_DOMAINS), {})
+MODULES = {domain: import_module(f"pipeline.environments.{domain}") for domain in DEFAULT_DOMAINS}
 END = chat().end_of_turn_id
-in_every_domain = pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+in_every_domain = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
 
 
 def make_tasks(domain, count=150, difficulty="medium"):
@@ -236,7 +236,7 @@ def train(model, rows, folder):
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_of_grpo_with_the_expert_among_the_siblings(tmp_path):
     """TRL's prompts, results and rewards are ours: the scripts are found token for token."""
-    tasks = [task for domain in EMBEDDED_DOMAINS for task in alone(domain, 12)[0]]
+    tasks = [task for domain in DEFAULT_DOMAINS for task in alone(domain, 12)[0]]
     model = Actor(tiny_model(tokenizer(), 0).config)
     model.scripts, model.contexts = [script_of(task) for task in tasks], []
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -253,7 +253,7 @@ def test_a_step_of_grpo_with_the_expert_among_the_siblings(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_of_grpo_with_what_the_tiny_model_samples(tmp_path):
-    rows = [row for domain in EMBEDDED_DOMAINS for row in alone(domain, 3)[1][:1]]
+    rows = [row for domain in DEFAULT_DOMAINS for row in alone(domain, 3)[1][:1]]
     log = train(tiny_model(tokenizer(), 0), rows, tmp_path)
     assert log["rewards/outcome/mean"] == 0.0
     assert log["loss"] == pytest.approx(0.0, abs=1e-6)  # no sibling is better than another

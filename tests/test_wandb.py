@@ -1,6 +1,9 @@
 """W&B gets every line of metrics.jsonl once, whatever is killed when, and never holds a run up."""
 
+import base64
 import fcntl
+import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -17,11 +20,14 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from pipeline import wandb_feed, wandb_sync
 from pipeline.config import Config, UserError
+from pipeline.manifest import write_manifest
 from pipeline.recipe import dump
 from pipeline.tracking import RunLog, read_records
+from pipeline.wandb_extras import COLUMNS, episode_rows
 from pipeline.wandb_feed import has_wandb_key
 from pipeline.wandb_parts import close_parts, parts_of, records
 
@@ -121,6 +127,23 @@ def test_a_line_is_a_row_with_the_numbers_of_the_files(tmp_path, capfd):
     assert settings["grpo"]["learning_rate"] == 3e-4
     axes = {metric.glob_name: metric.step_metric for metric in of_kind(file, "metric")}
     assert axes["*"] == "step"
+    assert (run.run_group, run.job_type) == (
+        "sequential airline-retail-telecom",
+        "three_domain_tiny",
+    )
+
+
+def test_a_run_is_grouped_by_its_curriculum_in_names_that_the_server_takes(tmp_path, machine):
+    order = ["retail", "airline"] * 30
+    tree = {"recipe": "r" * 100, "curriculum": {"order": order}}
+    with RunLog(tmp_path / "1", Config.model_validate(tree), is_main=True) as log:
+        write(log, START)
+    (run,) = of_kind(*files_of(tmp_path / "1"), "run")
+    assert run.run_group.startswith("sequential retail-airline-retail-")
+    assert (len(run.run_group), run.job_type) == (128, "r" * 64)
+    machine.setenv("WANDB_RUN_GROUP", "mine")
+    log_of(tmp_path / "2", START)
+    assert of_kind(*files_of(tmp_path / "2"), "run")[0].run_group == "mine"
 
 
 def test_a_resumed_run_sends_newer_lines_only_under_the_same_id(tmp_path):
@@ -424,6 +447,190 @@ def test_no_file_of_a_run_holds_a_password(tmp_path, machine):
     assert sys.argv[2].endswith("hunter2@host.org/model"), "as it was"
 
 
+# What it gets at the end
+
+
+def results_in(folder: Path) -> None:
+    """What a run leaves in its folder: results, a picture, two checkpoints, transcripts."""
+    success = {"airline": {"mean": 0.75, "greedy": 0.5}, "retail": {"mean": 0.25, "greedy": 0.0}}
+    before = {"after": "start", "step": 0, "success": {"airline": {"mean": 0.0, "greedy": 0.0}}}
+    evaluations = [before, {"after": "retail", "step": 2, "success": success}]
+    transfer: dict[str, Any] = {"backward": {"airline": [-0.25, -0.5, 0.125]}, "gain": 0.5}
+    transfer |= {"curve": [0.25, None, None], "matrix": [[[0.0, 0.0, 0.0]]] * 3, "of": "pilot"}
+    results = {"evaluations": evaluations, "transfer": transfer}
+    (folder / "results.json").write_text(json.dumps(results))
+    (folder / "report.html").write_text("<p>report</p>")
+    Image.new("RGB", (4, 3)).save(folder / "learning_curves.png")
+    for number, name in enumerate(["step-000001", "stage-1-airline"]):
+        path = folder / "checkpoints" / name
+        path.mkdir(parents=True)
+        (path / "state.json").write_text(name)
+        write_manifest(path, number)
+    (folder / "checkpoints" / "half").mkdir()
+    for stage, step in (("airline", 1), ("airline", 2), ("evaluation-airline", 2)):
+        transcript(folder, stage, step, 3)
+
+
+def transcript(folder: Path, stage: str, step: int, count: int, **more: Any) -> Path:
+    path = folder / "trajectories" / stage / f"step-{step:06d}.rank-0.jsonl.gz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    call = {"type": "function", "function": {"name": "book", "arguments": {"flight": "F1"}}}
+    messages = [
+        {"role": "user", "content": "a flight, please"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "booked"},
+    ]
+    episode = {"domain": "airline", "family": "book", "stop_reason": "completed", **more}
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for trial in range(count):
+            row = {**episode, "task_id": "t1", "trial": trial, "reward": 1.0, "messages": messages}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def artifacts_in(*files: Path) -> dict[str, list[Any]]:
+    """The artifacts in W&B's files, by type."""
+    found: dict[str, list[Any]] = {}
+    for artifact in (artifact for file in files for artifact in of_kind(file, "artifact")):
+        found.setdefault(artifact.type, []).append(artifact)
+    return found
+
+
+def summary_of(file: Path) -> dict[str, Any]:
+    updates = [update for summary in of_kind(file, "summary") for update in summary.update]
+    return {u.key or "/".join(u.nested_key): json.loads(u.value_json) for u in updates}
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of an offline run that ended with results."""
+    folder = tmp_path / "a run"
+    with RunLog(folder, config(), is_main=True) as log:
+        write(log, train(1), times(1), AFTER)
+        results_in(folder)
+        log.finish_with(folder)
+    return folder
+
+
+def test_results_make_no_row_and_their_numbers_are_the_summary(finished, capfd):
+    (file,) = files_of(finished)
+    assert rows(file) == [
+        (0, {**numbers_of(train(1)), "perf/step_s": 0.5}),
+        (1, numbers_of(AFTER)),
+    ]
+    assert "warning" not in capfd.readouterr().err
+    summary = summary_of(file)
+    found = {name: summary[name] for name in summary if name.startswith(("final/", "transfer/"))}
+    assert found == {
+        "final/airline/success": 0.75,
+        "final/airline/greedy": 0.5,
+        "final/retail/success": 0.25,
+        "final/retail/greedy": 0.0,
+        "transfer/backward/airline": -0.25,
+        "transfer/backward/airline/low": -0.5,
+        "transfer/backward/airline/high": 0.125,
+        "transfer/gain": 0.5,
+        "transfer/curve": 0.25,
+    }
+
+
+def test_plots_and_report_are_sent_from_the_run_folder(finished):
+    (file,) = files_of(finished)
+    (report,) = artifacts_in(file)["report"]
+    assert report.name == f"report-{of_kind(file, 'run')[0].run_id}"
+    assert {entry.path: entry.local_path for entry in report.manifest.contents} == {
+        name: str(finished / name)
+        for name in ("learning_curves.png", "report.html", "results.json")
+    }
+    picture = summary_of(file)["plots/learning_curves"]
+    assert (picture["width"], picture["height"]) == (4, 3)
+    assert (file.parent / "files" / picture["path"]).is_file()
+
+
+def test_checkpoints_are_named_by_path_and_not_sent(finished):
+    models = artifacts_in(*files_of(finished))["model"]
+    assert [sorted(model.aliases) for model in models] == [
+        ["latest", "step-000001"],
+        ["latest", "stage-1-airline"],
+    ]
+    (state,) = [f for f in models[1].manifest.contents if f.path.endswith("/state.json")]
+    path = finished / "checkpoints" / "stage-1-airline" / "state.json"
+    assert (state.ref, state.local_path) == (path.as_uri(), "")
+    content = base64.b64encode(hashlib.md5(path.read_bytes()).digest()).decode()
+    assert state.digest != content, "large files are not read"
+
+
+def test_the_table_of_episodes_stays_with_the_run(finished):
+    (file,) = files_of(finished)
+    (table,) = artifacts_in(file)["run_table"]
+    (entry,) = table.manifest.contents
+    assert Path(entry.local_path).is_relative_to(finished)
+    episodes = json.loads(Path(entry.local_path).read_text())
+    assert (episodes["columns"], len(episodes["data"])) == (list(COLUMNS), 9)
+    assert episodes["data"][0] == [
+        *("airline", 1, "airline", "book", "t1", 0, 1.0, "completed", None),
+        'user: a flight, please\n\nassistant: book({"flight": "F1"})\n\ntool: booked',
+    ]
+    assert summary_of(file)["trajectories"]["nrows"] == 9
+    assert os.environ["WANDB_DATA_DIR"] == str(finished.parent / "home"), "as it was"
+
+
+def test_the_table_holds_few_episodes_of_all_steps(tmp_path):
+    for step in range(1, 101):
+        transcript(tmp_path, "airline", step, 16, advantage=0.5)
+    found = episode_rows(tmp_path)
+    assert len(found) == 200
+    assert [row[1] for row in found[::40]] == [1, 21, 41, 61, 81]
+    assert [(row[5], row[8]) for row in found[:4]] == [(0, 0.5), (4, 0.5), (8, 0.5), (12, 0.5)]
+
+
+def test_the_table_leaves_out_what_a_killed_process_did_not_write_whole(tmp_path):
+    transcript(tmp_path, "airline", 1, 3)
+    path = transcript(tmp_path, "airline", 2, 3)
+    for missing in range(1, path.stat().st_size):
+        path.write_bytes(path.read_bytes()[:-1])
+        found = [(row[1], row[5]) for row in episode_rows(tmp_path)]
+        assert found[:3] == [(1, 0), (1, 1), (1, 2)], missing
+        assert found[3:] == [(2, trial) for trial in range(len(found) - 3)]
+
+
+def test_what_of_the_results_cannot_be_sent_is_said_and_the_rest_is_sent(tmp_path, capfd):
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        write(log, train(1))
+        results_in(tmp_path)
+        (tmp_path / "results.json").write_text("{")
+        log.finish_with(tmp_path)
+    (file,) = files_of(tmp_path)
+    assert rows(file) == [(0, numbers_of(train(1)))]
+    assert set(artifacts_in(file)) == {"report", "model", "run_table"}
+    warning = capfd.readouterr().err.splitlines()[-1]
+    assert warning.startswith("warning: W&B did not get the final numbers (JSONDecodeError: ")
+    assert warning.endswith("; the run folder has them")
+
+
+def test_a_run_that_failed_sends_no_results(tmp_path):
+    log = RunLog(tmp_path, config(), is_main=True)
+    write(log, train(1))
+    results_in(tmp_path)
+    log.finish_with(tmp_path)
+    log.close(failed=True)
+    assert artifacts_in(*files_of(tmp_path)) == {}
+
+
+def test_a_finished_run_that_is_resumed_has_each_row_once(finished):
+    sizes = {name: (finished / name).stat().st_size for name in ("metrics.jsonl", "timings.jsonl")}
+    for step in (3, 4):
+        with RunLog(finished, config(), is_main=True, sizes=sizes) as log:
+            write(log, train(step), times(step))
+            log.finish_with(finished)
+            sizes = log.sizes()
+    files = files_of(finished)
+    assert [number for number, _ in rows(*files)] == [0, 1, 2, 3]
+    assert [row["step"] for _, row in rows(*files)] == [1, 2, 3, 4]
+    reports = artifacts_in(*files)["report"]
+    assert len({report.digest for report in reports}) == 1, "which W&B keeps as one version"
+
+
 # scripts/wandb_sync.sh
 
 
@@ -551,11 +758,13 @@ def test_the_script_sends_part_after_part_and_stops_at_one_that_fails(tmp_path, 
 
 
 class Server(ThreadingHTTPServer):
-    """A stand-in for W&B's server, as far as a run's history goes."""
+    """A stand-in for W&B's server, as far as a run's history goes; it has every artifact."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.history: list[dict[str, Any]] = []
+        self.artifacts: list[tuple[str, str]] = []
+        self.views: list[dict[str, Any]] = []
         self.run: dict[str, Any] | None = None
 
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
@@ -570,12 +779,21 @@ class Server(ThreadingHTTPServer):
             counts |= {"eventsLineCount": 0, "eventsTail": "[]", "logLineCount": 0}
             state = {"summaryMetrics": "{}", "config": "{}", "wandbConfig": '{"t": 1}', "tags": []}
             return {"model": {**project, "bucket": self.run and {**self.run, **counts, **state}}}
+        if "mutation UpsertView" in query:
+            self.views.append(variables)
+            return {"upsertView": {"view": {"id": "v", "name": variables["name"]}}}
+        if "mutation CreateArtifact " in query:
+            new = variables["input"]
+            self.artifacts.append((new["artifactTypeName"], new["artifactCollectionName"]))
+            known = {"id": "a", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
+            return {"createArtifact": {"artifact": known}}
         viewer = {"id": "u", "entity": "somebody", "username": "u", "flags": "{}"}
         files = {"runID": "r", "uploadHeaders": [], "files": []}
         return {
             "viewer": {**viewer, "teams": {"edges": []}},
             "serverInfo": {"features": []},
             "createRunFiles": files,
+            "project": {**project, "artifact": None},
         }
 
 
@@ -587,7 +805,7 @@ class Handler(BaseHTTPRequestHandler):
         answer: dict[str, Any] = {}
         if self.path.endswith("/graphql"):
             asked = json.loads(body)
-            answer = {"data": self.server.answer(asked["query"], asked["variables"] or {})}
+            answer = {"data": self.server.answer(asked["query"], asked.get("variables") or {})}
         elif self.path.endswith("/file_stream"):
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl")
             if sent:
@@ -612,7 +830,8 @@ def server(machine) -> Iterator[Server]:
         machine.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         machine.setenv("WANDB_API_KEY", KEY)
         yield server
-        sys.modules["wandb"].teardown()
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].teardown()
         server.shutdown()
 
 
@@ -633,6 +852,43 @@ def test_wandb_itself_appends_the_parts_that_the_script_sends(tmp_path, script, 
     done = script(folder)
     assert (done.returncode, on(server)) == (0, [(0, 1), (1, 2), (2, 3)]), done.stderr
     assert done.stderr.endswith("wandb_sync.sh: all parts are sent\n")
+
+
+def artifacts_of(run_id: str) -> list[tuple[str, str]]:
+    """What results_in() makes, by type and name."""
+    model, table = ("model", f"model-{run_id}"), ("run_table", f"run-{run_id}-trajectories")
+    return [model, model, ("report", f"report-{run_id}"), table]
+
+
+def test_the_results_of_an_offline_run_are_sent_with_its_parts(finished, script, server):
+    done = script(finished)
+    assert (done.returncode, on(server)) == (0, [(0, 1), (1, 2)]), done.stderr
+    run_id = (finished / "wandb" / "run-id").read_text().strip()
+    assert sorted(server.artifacts) == artifacts_of(run_id)
+
+
+def test_an_online_run_sends_its_results_beside_the_rows(tmp_path, server):
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        write(log, train(1), train(2))
+        results_in(tmp_path)
+        log.finish_with(tmp_path)
+        run_id = log.tracker_run_id
+    assert on(server) == [(0, 1), (1, 2)]
+    assert sorted(server.artifacts) == artifacts_of(run_id)
+
+
+def test_the_dashboard_is_made_as_a_view_of_the_project(server):
+    command = [sys.executable, ROOT / "scripts" / "wandb_dashboard.py", "--entity", "somebody"]
+    done = subprocess.run([*command, "--project", "shop"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (view,) = server.views
+    assert (view["entityName"], view["projectName"], view["displayName"]) == (
+        *("somebody", "shop", "curricula"),
+    )
+    assert json.loads(view["spec"])["section"]["runSets"][0]["grouping"] == [
+        {"section": "run", "name": "group"}
+    ]
+    assert f"made: http://127.0.0.1:{server.server_port}/somebody/shop?nw=" in done.stderr
 
 
 def test_a_resumed_online_run_sends_what_the_server_lacks(tmp_path, server):

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from helpers import ScriptedSampler, call, chat, play_ranks, say, tokenizer
 
-from pipeline.config import EMBEDDED_DOMAINS, Config, RolloutSettings, UserError
+from pipeline.config import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, Config, RolloutSettings, UserError
 from pipeline.distributed import Ranks
 from pipeline.environments import environment_classes
 from pipeline.environments.base import tool_schemas
@@ -29,7 +29,7 @@ from pipeline.warm_start import (
 ENVIRONMENTS = environment_classes(list(EMBEDDED_DOMAINS), {})
 
 
-def config(seed=1, domains=EMBEDDED_DOMAINS, environments=None, **warm):
+def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, **warm):
     return Config.model_validate(
         {
             "data": {"domains": list(domains), "environments": environments or {}},
@@ -104,7 +104,7 @@ def test_every_domain_has_its_share_of_the_rows():
         for row in rows_of(config())
     ]
     counts = {
-        domain: sum(start.startswith(domain) for start in starts) for domain in EMBEDDED_DOMAINS
+        domain: sum(start.startswith(domain) for start in starts) for domain in DEFAULT_DOMAINS
     }
     assert counts == {"airline": 8, "retail": 8, "telecom": 8}
 

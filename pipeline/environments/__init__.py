@@ -15,7 +15,7 @@ def environment_classes(domains: list[str], own: dict[str, str]) -> dict[str, ty
     """
     classes: dict[str, type[Any]] = {}
     for domain in domains:
-        embedded = f"pipeline.environments.{domain}:{domain.capitalize()}Environment"
+        embedded = f"pipeline.environments.{domain}:{domain.title().replace('_', '')}Environment"
         name = embedded if domain in EMBEDDED_DOMAINS else own[domain]
         module, _, attribute = name.partition(":")
         try:

@@ -3,8 +3,9 @@
 The class convention is TRL's `environment_factory`: `reset(**row) -> str | None`, public methods
 with type hints and Google docstrings are the tools, `get_reward() -> float`. Two data attributes
 go beyond it: `user` answers messages that hold no tool call, and `done` ends the episode after a
-tool call. `final_message` is set before `get_reward`. This module imports neither torch nor the
-model.
+tool call. `final_message` is set before `get_reward`, which may leave two more for people to read:
+`reward_breakdown` (named parts) and `difference` (what: found, expected). This module imports
+neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pipeline.environments.deadline import guarded as guarded
 from pipeline.environments.deadline import settled as settled
 
 Value = TypeVar("Value")
+MAX_DIFFERENCES, MAX_SHOWN = 20, 200  # of an episode; characters of a value
 
 
 class User(Protocol):
@@ -78,6 +80,7 @@ def _validators(
 
 class ToolAnswer(NamedTuple):
     content: str  # what the model sees, JSON or text
+    is_error: bool
     raised: bool  # by the tool's own code
     is_last: bool  # the tool has ended the episode
 
@@ -92,13 +95,13 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolAnswer:
     """The same, with what else it came to; a ToolError is no fault of the tool."""
-    raised = False
+    is_error = raised = False
     try:
         content = _call(environment, name, arguments)
     except FAULTS as error:  # code that is not ours: the model sees what went wrong
-        raised = not isinstance(error, ToolError)
+        is_error, raised = True, not isinstance(error, ToolError)
         content = error_result(text_of(error) or type(error).__name__)
-    return ToolAnswer(content, raised, bool(getattr(environment, "done", False)))
+    return ToolAnswer(content, is_error, raised, bool(getattr(environment, "done", False)))
 
 
 def _call(environment: Any, name: str, arguments: dict[str, Any]) -> str:
@@ -166,6 +169,34 @@ def reward_of(environment: Any) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"get_reward returned {reward}, not a finite number")
     return reward
+
+
+class Outcome(NamedTuple):
+    reward: float
+    reward_breakdown: dict[str, float]
+    difference: dict[str, list[str]]
+
+
+def outcome_of(environment: Any) -> Outcome:
+    """The reward, and what the environment says of how it came about."""
+    reward = reward_of(environment)
+    parts = getattr(environment, "reward_breakdown", None)
+    difference = getattr(environment, "difference", None)
+    return Outcome(
+        reward, *(_told(of) if isinstance(of, dict) else {} for of in (parts, difference))
+    )
+
+
+def _told(told: dict[Any, Any]) -> dict[str, Any]:
+    """What can be written of it: numbers, and pairs as texts. An environment need not say it."""
+    found: dict[str, Any] = {}
+    for what, value in list(told.items())[:MAX_DIFFERENCES]:
+        name = writable(str(what)[:MAX_SHOWN])
+        if isinstance(value, list | tuple):
+            found[name] = [writable(str(item)[:MAX_SHOWN]) for item in value[:2]]
+        elif isinstance(value, int | float) and math.isfinite(value):
+            found[name] = float(value)
+    return found
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:

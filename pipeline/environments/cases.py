@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, TypeAdapter
 
-from pipeline.environments.base import ToolError
+from pipeline.environments.base import ToolError, User
 
 
 class Case(BaseModel):
@@ -63,9 +63,11 @@ class CaseEnvironment:
     """
 
     database_class: ClassVar[type[Database]]
-    user: ScriptedUser | None
+    user: User | None
     done: bool
     final_message: str
+    reward_breakdown: dict[str, float]
+    difference: dict[str, list[str]]
 
     def reset(self, **row: Any) -> str | None:
         payload = json.loads(row["payload"])
@@ -76,13 +78,18 @@ class CaseEnvironment:
         self.user = ScriptedUser(answer.topic, answer.words, self._db.case) if answer else None
         self.done = False
         self.final_message = ""
+        self.reward_breakdown, self.difference = {}, {}
         return None
 
     def get_reward(self) -> float:
         words = re.findall(r"[a-z0-9_]+", self.final_message.lower())
         told = all(fact in words for fact in self._facts)
         ended = self.done or bool(self.final_message)
-        return float(ended and told and self._db == self._expected)
+        is_right = self._db == self._expected
+        self.reward_breakdown = {"ended": ended, "facts": told, "database": is_right}
+        if not is_right:
+            self.difference = difference(self._db.model_dump(), self._expected.model_dump())
+        return float(ended and told and is_right)
 
     def _transfer(self, reason: str) -> dict[str, str]:
         self._db.case.transferred = reason
@@ -99,3 +106,16 @@ class CaseEnvironment:
         if key not in records:
             raise ToolError(f"no {key}")
         return records[key]
+
+
+def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
+    """Where two databases differ: path of a field, what was found, what was expected."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return {
+            path: pair
+            for key in dict.fromkeys([*found, *expected])
+            for path, pair in difference(
+                found.get(key), expected.get(key), f"{where}.{key}".lstrip(".")
+            ).items()
+        }
+    return {} if found == expected else {where: [str(found), str(expected)]}

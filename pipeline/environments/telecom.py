@@ -77,6 +77,22 @@ class TelecomDatabase(Database):
     device: Device
 
 
+def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str]:
+    """What the customer finds or does, and what comes of it."""
+    device = database.device
+    if action == "check":
+        return {"fault": device.fault}
+    if action == "pay":
+        sent = [line for line in database.lines.values() if line.bill_sent]
+        for line in sent:
+            line.bill = "paid"
+        return {"bill": "paid" if sent else "none"}
+    device.remedies.append(action)
+    if REMEDIES.get(device.fault) == action:
+        device.fault = "none"
+    return {"ok": "yes"}
+
+
 class TelecomEnvironment(CaseEnvironment):
     """The company's tools over one task's database; `ask_user` is the only way to the phone."""
 
@@ -145,18 +161,7 @@ class TelecomEnvironment(CaseEnvironment):
         Args:
             action: What the user shall do.
         """
-        device = self._db.device
-        if action == "check":
-            return {"fault": device.fault}
-        if action == "pay":
-            sent = [line for line in self._db.lines.values() if line.bill_sent]
-            for line in sent:
-                line.bill = "paid"
-            return {"bill": "paid" if sent else "none"}
-        device.remedies.append(action)
-        if REMEDIES.get(device.fault) == action:
-            device.fault = "none"
-        return {"ok": "yes"}
+        return done_by_user(self._db, action)
 
     def transfer(self, reason: Reason) -> dict[str, str]:
         """Hand the customer over to a person, which ends the conversation.

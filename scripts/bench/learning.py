@@ -96,7 +96,7 @@ def figures(results: Results) -> dict[str, Any]:
     ]
     after = results["evaluations"][-1]["success"]
     differences = [
-        late - before[domain]["tasks"][task]
+        fmean(late) - fmean(before[domain]["tasks"][task])
         for domain, success in after.items()
         for task, late in success["tasks"].items()
     ]

@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,7 @@ import yaml
 
 from pipeline.config import UserError
 from pipeline.tracking import METRICS, TIMINGS, read_records
-
-BEFORE_GRPO = ("start", "warm_start")
-Z95 = 1.959964
+from pipeline.transfer import BEFORE_GRPO, summary
 
 Evaluation = Mapping[str, Any]
 
@@ -35,7 +32,8 @@ class Run:
     replay: float
     train: list[dict[str, Any]]  # lines of metrics.jsonl, in order of steps
     validation: list[dict[str, Any]]
-    step_s: list[float]
+    timings: list[dict[str, Any]]  # lines of timings.jsonl of training steps
+    transfer: dict[str, Any]  # `transfer.summary`; empty where there are no evaluations
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -44,6 +42,10 @@ class Run:
     @property
     def domains(self) -> list[str]:
         return domains_of(self.evaluations) or list(self.config["data"]["domains"])
+
+    @property
+    def step_s(self) -> list[float]:
+        return [record["perf/step_s"] for record in self.timings if "perf/step_s" in record]
 
     def of_stage(self, stage: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [record for record in self.train if record["stage"] == stage["name"]]
@@ -57,7 +59,7 @@ def load_run(folder: Path) -> Run:
     results = _read_json(folder / "results.json", {})
     metrics = read_records(folder / METRICS)
     train = {record["step"]: record for record in metrics if record["kind"] == "train"}
-    timings = [r for r in read_records(folder / TIMINGS) if r["kind"] == "train"]
+    timings = {r["step"]: r for r in read_records(folder / TIMINGS) if r["kind"] == "train"}
     trained = {record["stage"] for record in train.values()}
     return Run(
         folder=folder,
@@ -67,8 +69,17 @@ def load_run(folder: Path) -> Run:
         replay=curriculum["replay"],
         train=[train[step] for step in sorted(train)],
         validation=[record for record in metrics if record["kind"] == "validation"],
-        step_s=[r["perf/step_s"] for r in timings if "perf/step_s" in r],
+        timings=[timings[step] for step in sorted(timings)],
+        transfer=results.get("transfer") or _transfer(results),
     )
+
+
+def _transfer(results: dict[str, Any]) -> dict[str, Any]:
+    """Of results that hold what it takes: rewards of each trial, and the stages."""
+    successes = [of for e in results.get("evaluations", []) for of in e["success"].values()]
+    rewards = [found for of in successes for found in of.get("tasks", {"": None}).values()]
+    per_trial = all(isinstance(found, list) for found in rewards)
+    return summary([results]) if successes and per_trial and "curriculum" in results else {}
 
 
 def _read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
@@ -94,14 +105,6 @@ def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:
     if domain == "mean":
         return fmean(of[kind] for of in success.values()) if success else None
     return success[domain][kind] if domain in success else None
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927) of `count` trials independent of each other."""
-    spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
-    scale = 1 + Z95**2 / count
-    centre = share + Z95**2 / (2 * count)
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def after_name(evaluation: Evaluation) -> str:

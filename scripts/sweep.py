@@ -1,0 +1,305 @@
+"""Runs of one recipe over a grid of settings and several seeds, then one page that compares them.
+
+    python scripts/sweep.py --recipe forgetting --grid beta=0,0.05 replay=0,0.1,0.2 --seeds 1 2 3
+
+Each configuration is a run of its own, one after another, or `--side-by-side` as many at a time:
+on a machine with GPUs each run has its own, and by default all GPUs are in use. Mixed training
+with the same number of episodes is always run as well: it is the reference of the comparison.
+Runs of a seed share one warm start, so that they differ by nothing but the grid.
+
+A sweep that was interrupted goes on where it stood when the same command is given again; a folder
+whose runs had other flags is refused. Flags that follow `--` go to every run. Exit code 1 where a
+run failed; the others are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli import flag, parse
+from pipeline.config import UserError, nearest
+from pipeline.recipe import SETTINGS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a mixed run has instead of a sequence of stages.
+MIXED = {"curriculum": "mixed", "order": "none", "stage_steps": "{}", "stage_tasks": "{}"}
+FIXED = ("model", "warm_start", "data")  # sections that decide what the warm start is
+WARM_STARTS = "warm-starts"  # folder
+OWN = ("run", "tracking")  # sections that a sweep sets itself, or that compare nothing
+WORDS = {"true": True, "yes": True, "on": True, "1": True}
+WORDS |= {"false": False, "no": False, "off": False, "0": False}
+# A warm start is no stage: whatever the curriculum, there are no steps.
+NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --stage-tasks {} "
+NO_STAGES += "--eval-steps 0 --plateau-patience 0 --domain-weights {}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run: its folder's name, and its flags."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+def main(argv: list[str]) -> int:
+    place = argv.index("--") if "--" in argv else len(argv)
+    options = parser().parse_args(argv[:place])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its runs end with it
+    try:
+        grid = parse_grid(options.grid)
+        configurations = expand(grid)
+        refuse_doubles([label(settings) for settings in configurations], "--grid")
+        refuse_doubles([str(seed) for seed in options.seeds], "--seeds")
+        common = ["--config", options.recipe, *refuse_own(argv[place + 1 :])]
+        for settings in configurations:
+            parse([*common, *flags_of(settings)])  # refused now, not after hours
+        folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
+        side_by_side = options.side_by_side or max(1, num_gpus() // options.num_gpus)
+        sweep = Sweep(folder, options.num_gpus, side_by_side)
+        shares_warm_start = not any(is_of(name, FIXED) for name in grid)
+        failed = sweep.run(configurations, options.seeds, common, shares_warm_start)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    code = subprocess.run(
+        [sys.executable, "-m", "pipeline.report", str(folder.resolve())], cwd=ROOT, check=False
+    ).returncode
+    return 1 if failed else code
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("--recipe", default="forgetting", help="a recipe file, or a shipped one")
+    made.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
+    made.add_argument("--seeds", type=int, nargs="+", default=[1])
+    made.add_argument("--num-gpus", type=int, default=1, help="ranks of each run")
+    made.add_argument("--side-by-side", type=int, help="runs at a time; all GPUs, else one")
+    made.add_argument("--output-dir", type=Path, help="missing: runs/sweep-<recipe>")
+    return made
+
+
+def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
+    """`beta=0,0.05` as {"beta": ["0", "0.05"]}; values with commas stand in brackets or braces.
+
+    UserError names what is no setting.
+    """
+    known = {name_of(section, name): (section, name) for section, name in SETTINGS}
+    grid: dict[str, list[str]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        if name not in known:
+            near = nearest(name, known)
+            meant = f"; did you mean {near}?" if near else "; name settings of the recipe"
+            raise UserError(f"--grid: got {name!r}{meant}")
+        if not values:
+            raise UserError(f"--grid: got {word!r}; write {name}=A,B")
+        if name in grid:
+            raise UserError(f"--grid: got {name} twice; give all its values at once")
+        if is_of(name, OWN):
+            raise UserError(f"--grid: got {name!r}, which the sweep sets; see its own flags")
+        grid[name] = split_values(values)
+    return grid
+
+
+def split_values(text: str) -> list[str]:
+    """The values between commas; those inside brackets or braces do not count."""
+    values, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    # A list is a flag's `a,b`.
+    return [(v[1:-1] or "none") if v.startswith("[") else v for v in values]
+
+
+def name_of(section: str, name: str) -> str:
+    """A setting's name in a grid: that of its flag, `warm_start_steps`."""
+    return flag(section, name)[2:].replace("-", "_")
+
+
+def is_of(name: str, sections: Sequence[str]) -> bool:
+    return any(section in sections and name == name_of(section, n) for section, n in SETTINGS)
+
+
+def refuse_own(flags: Sequence[str]) -> Sequence[str]:
+    """Flags for every run, without those that the sweep gives; UserError names the first."""
+    own = ("seed", "num_gpus", "output_dir", "run_name", "resume_from_checkpoint", "config")
+    for word in flags:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in own:
+            raise UserError(f"{word}: the sweep gives it to its runs; see its own flags")
+    return flags
+
+
+def refuse_doubles(words: Sequence[str], where: str) -> None:
+    if double := [word for word in words if words.count(word) > 1]:
+        raise UserError(f"{where}: got {double[0]} twice; name each configuration and seed once")
+
+
+def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Every combination, and mixed training, which all of them are compared with."""
+    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    if any(settings.get("curriculum") == "mixed" for settings in combinations):
+        return combinations
+    return [*combinations, dict(MIXED)]
+
+
+def flags_of(settings: Mapping[str, str]) -> list[str]:
+    """Flags of a configuration; switches have no value."""
+    flags: list[str] = []
+    annotations = {name_of(s, n): field.annotation for (s, n), field in SETTINGS.items()}
+    for name, value in settings.items():
+        word = f"--{name.replace('_', '-')}"
+        if annotations[name] is bool:
+            if value.lower() not in WORDS:
+                raise UserError(f"{name}: got {value!r}; give true or false")
+            is_on = WORDS[value.lower()]
+            flags.append(word if is_on else f"--no-{word[2:].removeprefix('use-')}")
+        else:
+            flags += [word, value]
+    return flags
+
+
+def label(settings: Mapping[str, str]) -> str:
+    """A folder's name: `replay=0.1`, `mixed`."""
+    is_mixed = settings.get("curriculum") == "mixed"
+    shown = {n: v for n, v in settings.items() if not (is_mixed and MIXED.get(n) == v)}
+    parts = ["mixed"] * is_mixed + [f"{name}={value}" for name, value in shown.items()]
+    text = "-".join(parts) or "recipe"
+    return "".join(c if c.isalnum() or c in "=.-_+" else "_" for c in text)
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+class Sweep:
+    """Runs jobs in a folder, several at a time; what they print goes into `<name>.log`."""
+
+    def __init__(self, folder: Path, ranks: int, side_by_side: int) -> None:
+        self.folder, self.ranks, self.side_by_side = folder, ranks, side_by_side
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(side_by_side):
+            self._slots.put(slot)
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = threading.Event()
+
+    def run(
+        self,
+        configurations: Sequence[Mapping[str, str]],
+        seeds: Sequence[int],
+        common: Sequence[str],
+        shares_warm_start: bool = True,
+    ) -> list[str]:
+        """All configurations with all seeds; returns the names of those that failed."""
+        starts: dict[int, list[str]] = {seed: [] for seed in seeds}
+        failed: list[str] = []
+        if shares_warm_start and parse(list(common)).warm_start.steps:
+            jobs = {seed: self._warm_start(seed, common) for seed in seeds}
+            failed = self.run_all(list(jobs.values()))
+            starts = {
+                seed: ["--model", str(self._folder(job) / "checkpoints" / "warm-start")]
+                for seed, job in jobs.items()
+                if job.name not in failed
+            }
+            starts = {seed: [*flags, "--warm-start-steps", "0"] for seed, flags in starts.items()}
+        return failed + self.run_all(
+            [
+                Job(
+                    name=f"{label(settings)}-seed-{seed}",
+                    flags=(*common, *start, *flags_of(settings), "--seed", str(seed)),
+                )
+                for seed, start in starts.items()
+                for settings in configurations
+            ]
+        )
+
+    def _warm_start(self, seed: int, common: Sequence[str]) -> Job:
+        flags = (*common, "--seed", str(seed), *NO_STAGES.split())
+        return Job(name=f"{WARM_STARTS}/seed-{seed}", flags=flags)
+
+    def _folder(self, job: Job) -> Path:
+        return (self.folder / job.name).resolve()
+
+    def run_all(self, jobs: Sequence[Job]) -> list[str]:
+        """Run jobs in this order, as many at a time as may be; returns those that failed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        failed: list[str] = []
+        with ThreadPoolExecutor(self.side_by_side) as pool:
+            try:
+                for job, code in zip(jobs, pool.map(self._run, jobs), strict=True):
+                    if code:
+                        failed.append(job.name)
+            except BaseException:
+                self._stopped.set()
+                for process in list(self._running):
+                    process.terminate()
+                raise
+        return failed
+
+    def _run(self, job: Job) -> int:
+        done = self.folder / f"{job.name}.done.json"  # the flags of a run that came to its end
+        if self._stopped.is_set() or done.is_file():
+            return 0 if self._stopped.is_set() else self._check_done(done, job)
+        slot, log = self._slots.get(), self.folder / f"{job.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        flags = ["--num-gpus", str(self.ranks), "--output-dir", str(self._folder(job))]
+        flags += ["--run-name", job.name, "--resume-from-checkpoint", "auto"]
+        try:
+            with log.open("ab") as file:
+                process = subprocess.Popen(
+                    [sys.executable, str(ROOT / "pipeline" / "run.py"), *job.flags, *flags],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self._place(slot)},
+                )
+            self._running.add(process)
+            code = process.wait()
+            self._running.discard(process)
+        finally:
+            self._slots.put(slot)
+        if code == 0:
+            done.write_text(json.dumps(job.flags), encoding="utf-8")
+        said = "done" if code == 0 else f"failed with exit code {code}, see {log}"
+        print(f"{job.name}: {said}", flush=True)
+        return code
+
+    def _check_done(self, done: Path, job: Job) -> int:
+        if json.loads(done.read_text(encoding="utf-8")) == list(job.flags):
+            return 0
+        print(f"{job.name}: done before, with other flags; give another --output-dir", flush=True)
+        return 2
+
+    def _place(self, slot: int) -> dict[str, Any]:
+        """The GPUs of a run, or its share of the cores."""
+        if gpus := num_gpus():
+            named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            known = named.split(",")
+            own = [known[(slot * self.ranks + i) % len(known)] for i in range(self.ranks)]
+            return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+        threads = max(1, (os.cpu_count() or 1) // (self.side_by_side * self.ranks))
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

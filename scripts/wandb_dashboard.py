@@ -1,0 +1,175 @@
+"""Make a W&B workspace of a project's runs: transfer, learning curves, rollouts, speed.
+
+    python scripts/wandb_dashboard.py --entity NAME --project three-domain-grpo
+
+Runs are grouped by their curriculum, the x axis of every plot is the run's step. Each call makes a
+new view of the project. With --print it is written as JSON instead, and nothing is sent. Needs the
+extra `dashboard`, and `wandb login` or WANDB_API_KEY. The panel of episodes and the JSON were not
+tried on W&B's own servers.
+
+Exit codes: 0 made, 1 W&B refused it, 2 a mistake (one line says which).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.config import Config, UserError
+from pipeline.untrusted import reason_of
+from pipeline.wandb_feed import has_wandb_key, say
+
+TRANSFER = (
+    *("average_accuracy", "total_gain", "stage_gain", "backward_transfer", "forward_transfer"),
+    *("forgetting", "learning_efficiency", "area_under_curve"),
+)
+BY_DOMAIN = ("backward_transfer", "forward_transfer", "forgetting")
+STOPS = ("completed", "max_turns", "max_tokens", "malformed_call", "environment_error")
+ROLLOUT = {
+    "groups without a signal": ("dead_groups", "all_failed", "all_solved"),
+    "turns of an episode": ("turns",),
+    "errors of a step": ("tool_errors", "environment_errors"),
+}
+UPDATE = ("loss", "grad_norm", "entropy", "clip_ratio", "logprob_gap", "skipped")
+SPEED = {
+    "seconds of a step": ("step_s", "sample_s", "environment_s", "update_s", "wait_s"),
+    "episodes a second": ("episodes_per_s",),
+    "tokens a second": ("sample_tokens_per_s", "update_tokens_per_s"),
+    "FLOP/s": ("flops_per_s",),
+    "peak memory, MB": ("peak_memory_mb",),
+    "seconds of evaluations and checkpoints": ("evaluation_s", "validation_s", "checkpoint_s"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    defaults = Config()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--entity", default="", help="W&B user or team")
+    parser.add_argument("--project", default=defaults.tracking.project)
+    parser.add_argument("--name", default="curricula", help="of the view")
+    parser.add_argument("--domains", nargs="+", default=defaults.data.domains)
+    parser.add_argument("--print", action="store_true", help="write the view's JSON, send nothing")
+    given = parser.parse_args(argv)
+    try:
+        _check(given)
+        view = workspace(given.entity, given.project, given.name, given.domains)
+        if given.print:
+            print(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1))
+        else:
+            view.save()
+            say(f"made: {view.url}")
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    except Exception as error:
+        say(f"error: W&B: {type(error).__name__}: {reason_of(error)}; try again")
+        return 1
+    return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        raise UserError('wandb-workspaces: not installed; pip install -e ".[dashboard]"')
+    if given.print:
+        return
+    if not given.entity:
+        raise UserError("--entity: got none; give the W&B user or team whose project it is")
+    if not has_wandb_key():
+        raise UserError("W&B: no API key; run `wandb login`, or set WANDB_API_KEY")
+
+
+def workspace(entity: str, project: str, name: str, domains: Sequence[str]) -> Any:
+    """The view, a `wandb_workspaces.workspaces.Workspace`."""
+    import wandb_workspaces.workspaces as ws
+    from wandb_workspaces.expr import Metric
+
+    sections = {
+        "Transfer": _transfer(domains),
+        **{f"Learning: {domain}": _learning(domain) for domain in domains},
+        "Rollouts": _rollouts(domains),
+        "Updates": [_lines(f"train/{name}", f"train/{name}") for name in UPDATE],
+        "Speed and memory": [_lines(title, *_in("perf", names)) for title, names in SPEED.items()],
+        "Episodes": _episodes(),
+    }
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[
+            ws.Section(name=title, panels=panels, is_open=title != "Episodes")
+            for title, panels in sections.items()
+        ],
+        settings=ws.WorkspaceSettings(x_axis="step"),
+        runset_settings=ws.RunsetSettings(
+            groupby=[Metric("Group")],
+            pinned_columns=[f"summary:final/{domain}/success" for domain in domains],
+        ),
+    )
+
+
+def _transfer(domains: Sequence[str]) -> list[Any]:
+    """The final numbers of results.json, and what they are made from."""
+    bars = [_bars(name.replace("_", " "), f"transfer/metrics/{name}") for name in TRANSFER]
+    bars += [
+        _bars(
+            f"{name.replace('_', ' ')}, by domain",
+            *(f"transfer/domains/{name}/{domain}" for domain in domains),
+        )
+        for name in BY_DOMAIN
+    ]
+    held_out = [f"eval/{domain}/success" for domain in domains]
+    moved = [f"validation/{domain}/kl" for domain in domains]
+    final = [f"final/{domain}/success" for domain in domains]
+    return [
+        _bars("success at the end", *final),
+        _lines("held-out success after each stage", *held_out),
+        *bars,
+        _lines("divergence from what each stage had learned", *moved),
+    ]
+
+
+def _learning(domain: str) -> list[Any]:
+    return [
+        _lines("training reward", f"reward/{domain}"),
+        _lines("validation success", f"validation/{domain}/success"),
+        _lines("held-out success", f"eval/{domain}/success", f"eval/{domain}/greedy"),
+        _lines("groups without a signal", f"rollout/dead_groups/{domain}"),
+    ]
+
+
+def _rollouts(domains: Sequence[str]) -> list[Any]:
+    rewards = [f"reward/{domain}" for domain in domains]
+    plots = [_lines(title, *_in("rollout", names)) for title, names in ROLLOUT.items()]
+    stops = _lines("how episodes end, shares", *_in("rollout/stop", STOPS))
+    return [_lines("reward", "reward/mean", *rewards), stops, *plots]
+
+
+def _episodes() -> list[Any]:
+    import wandb_workspaces.reports.v2 as wr
+
+    return [wr.WeavePanelSummaryTable(table_name="trajectories", layout=wr.Layout(w=24, h=16))]
+
+
+def _in(group: str, names: Sequence[str]) -> list[str]:
+    return [f"{group}/{name}" for name in names]
+
+
+def _lines(title: str, *metrics: str) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    return wr.LinePlot(title=title, x="step", y=list(metrics))
+
+
+def _bars(title: str, *metrics: str) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    return wr.BarPlot(title=title, metrics=list(metrics))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
