@@ -66,8 +66,8 @@ def _write_markdown(path: Path, title: str, sections: Sequence[Section]) -> None
 
 def final_table(results: Mapping[str, Any]) -> str:
     """The end of a run for the terminal: before and after GRPO, or what there is, and transfer."""
-    table = text_table(change(results["evaluations"]))
-    lines = terminal_lines(results.get("transfer", {}))
+    transfer = results.get("transfer", {})
+    table, lines = text_table(change(results["evaluations"], transfer)), terminal_lines(transfer)
     return f"{table}\n\n{lines}" if lines else table
 
 

@@ -96,6 +96,10 @@ def _of_columns(matrix: Matrix) -> dict[str, Any]:
         by_column[name] = {c: value for c, value in found.items() if value is not None}
     return {
         "names": matrix.names,
+        "gain": {
+            matrix.names[c]: number(samples[:, stages.last, c] - samples[:, 0, c])
+            for c in (columns if stages.last else ())
+        },
         "matrix": [
             [_cell(samples[:, p, c], matrix.num_tasks[c]) for c in columns]
             for p in range(samples.shape[1])

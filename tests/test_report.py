@@ -53,12 +53,12 @@ def test_the_report_of_a_sequential_run(tmp_path):
 
 ## Before and after GRPO
 
-| success | sampled before | sampled after | change | greedy before | greedy after |
+| success | sampled before | sampled after | change [95 %] | greedy before | greedy after |
 | :-- | --: | --: | --: | --: | --: |
-| airline | 0.375 | 0.875 | +0.500 | 0.500 | 1.000 |
-| retail | 0.375 | 0.875 | +0.500 | 0.500 | 1.000 |
-| telecom | 0.375 | 0.875 | +0.500 | 0.500 | 1.000 |
-| mean | 0.375 | 0.875 | +0.500 | 0.500 | 1.000 |
+| airline | 0.375 | 0.875 | +0.50 [+0.41, +0.60] | 0.500 | 1.000 |
+| retail | 0.375 | 0.875 | +0.50 [+0.40, +0.59] | 0.500 | 1.000 |
+| telecom | 0.375 | 0.875 | +0.50 [+0.41, +0.60] | 0.500 | 1.000 |
+| mean | 0.375 | 0.875 | +0.50 [+0.45, +0.56] | 0.500 | 1.000 |
 
 On 100 tasks of each domain (test split); before: after the warm start, after: after telecom. """
     )
@@ -217,13 +217,15 @@ def test_the_table_for_the_terminal():
         evaluation("airline", 10, {"airline": 0.5, "retail": 0.5}),
         evaluation("retail", 20, {"airline": 0.125, "retail": 0.75}),
     ]
-    table = final_table({"evaluations": evaluations})
-    assert table == (
-        "success  sampled before  sampled after  change  greedy before  greedy after\n"
-        "airline           0.250          0.125  -0.125          0.375         0.250\n"
-        "retail            0.250          0.750  +0.500          0.375         0.875\n"
-        "mean              0.250          0.438  +0.188          0.375         0.562"
-    )
+    gains = {"airline": [-0.125, -0.2, -0.05], "retail": [0.5, 0.375, 0.625]}
+    transfer = {"domains": {"gain": gains}, "metrics": {"total_gain": [0.1875, 0.1, 0.275]}}
+    table = final_table({"evaluations": evaluations, "transfer": transfer})
+    assert table.splitlines() == [
+        "success  sampled before  sampled after         change [95 %]  greedy before  greedy after",
+        "airline           0.250          0.125  -0.12 [-0.20, -0.05]          0.375         0.250",
+        "retail            0.250          0.750  +0.50 [+0.38, +0.62]          0.375         0.875",
+        "mean              0.250          0.438  +0.19 [+0.10, +0.28]          0.375         0.562",
+    ]
     assert final_table({"evaluations": evaluations[:1]}) == (
         "success  sampled  greedy\n"
         "airline    0.000   0.125\n"
@@ -246,9 +248,9 @@ def test_before_is_the_start_where_there_was_no_warm_start():
         evaluation("start", 0, {"retail": 0.25}),
         evaluation("mixed", 10, {"retail": 0.5}),
     ]
-    assert "retail            0.250          0.500  +0.250" in final_table(
-        {"evaluations": evaluations}
-    )
+    gains = {"domains": {"gain": {"retail": [0.25, 0.125, 0.375]}}}
+    table = final_table({"evaluations": evaluations, "transfer": gains})
+    assert "retail            0.250          0.500  +0.25 [+0.12, +0.38]" in table
 
 
 def test_the_interval_is_wilsons():

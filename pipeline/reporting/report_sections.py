@@ -6,7 +6,7 @@ they are never compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipeline.reporting.run_files import (
     rate,
 )
 from pipeline.reporting.sections import Block, Picture, Section, Table
-from pipeline.reporting.transfer_sections import transfer_sections
+from pipeline.reporting.transfer_sections import shown, transfer_sections
 from pipeline.tracking import METRICS, TIMINGS
 
 FLOORS = {
@@ -76,21 +76,22 @@ def sections_of(run: Run) -> list[Section]:
     return [section for section in found if section.blocks]
 
 
-def change(evaluations: Sequence[Evaluation]) -> Table:
-    """Success before and after GRPO, or of what there is."""
+def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Table:
+    """Success before and after GRPO, or of what there is; the change with its interval."""
     domains = [*domains_of(evaluations), "mean"]
     before, after = before_and_after(evaluations)
     if before is None or after is None:
         only = before or after
         rows = [[d, *(number(rate(only, d, kind)) for kind in ("mean", "greedy"))] for d in domains]
         return Table(header=["success", "sampled", "greedy"], rows=rows)
+    gains = dict(transfer.get("domains", {}).get("gain", {}))
+    gains["mean"] = transfer.get("metrics", {}).get("total_gain")
     rows = []
     for domain in domains:
-        old, new = rate(before, domain, "mean"), rate(after, domain, "mean")
-        difference = None if old is None or new is None else new - old
-        greedy = [number(rate(e, domain, "greedy")) for e in (before, after)]
-        rows.append([domain, number(old), number(new), number(difference, "+"), *greedy])
-    kinds = ["sampled before", "sampled after", "change", "greedy before", "greedy after"]
+        rates = [rate(e, domain, kind) for kind in ("mean", "greedy") for e in (before, after)]
+        old, new, *greedy = map(number, rates)
+        rows.append([domain, old, new, shown(gains.get(domain), "+"), *greedy])
+    kinds = ["sampled before", "sampled after", "change [95 %]", "greedy before", "greedy after"]
     return Table(header=["success", *kinds], rows=rows)
 
 
@@ -140,7 +141,7 @@ def _before_and_after(run: Run) -> list[Section]:
         f"the training temperature ({run.config['rollout']['temperature']:g}). *Greedy*: one trial "
         "of each, always the likeliest token. Compare sampled with sampled and greedy with greedy."
     )
-    return [Section(title=title, blocks=[change(run.evaluations), how])]
+    return [Section(title=title, blocks=[change(run.evaluations, run.transfer), how])]
 
 
 def _evaluations(run: Run) -> list[Section]:
