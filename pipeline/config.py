@@ -414,7 +414,7 @@ class EvaluationSettings(Section):
         "how far the policy has moved since (KL); 0: none",
     )
     eval_steps_tasks: PositiveInt = Field(
-        24, description="validation tasks of each domain in those evaluations"
+        20, description="validation tasks of each domain in those evaluations"
     )
 
 

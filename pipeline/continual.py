@@ -83,7 +83,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def resampled(totals: Floats, counts: Floats, name: str) -> Floats:
+def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True) -> Floats:
     """Ratios of sums over tasks at each point, averaged over seeds, [B, P].
 
     Args:
@@ -92,10 +92,11 @@ def resampled(totals: Floats, counts: Floats, name: str) -> Floats:
             the number of calls for tools. With fewer than two tasks that count there is no
             interval: all samples but the first are NaN.
         name: of the tasks: equal names and sizes get the same resamples.
+        over_seeds: whether seeds are taken anew as well, or these seeds are all that is meant.
     """
     num_seeds, _, num_tasks = totals.shape
     tasks = _weights(num_tasks, "tasks", name)
-    seeds = _weights(num_seeds, "seeds", num_seeds)
+    seeds = _weights(num_seeds, "seeds", num_seeds) if over_seeds else np.ones((1, num_seeds))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = np.einsum("spn,bn->bsp", totals, tasks) / np.einsum("spn,bn->bsp", counts, tasks)
     if (counts > 0).any((0, 1)).sum() < 2:

@@ -58,14 +58,16 @@ class Matrix:
         return found
 
 
-def summary(runs: Sequence[Results]) -> dict[str, Any]:
+def summary(runs: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
     """All transfer numbers of a run, or of runs that differ in their seed only.
 
+    Intervals are over tasks and, unless told otherwise, over seeds.
     Raises UserError where runs have other points, domains or tasks.
     """
     if not any(run["evaluations"] for run in runs):
         return {}
-    matrices = {kind: matrix_of(runs, kind) for kind in ("domains", "families", "tools")}
+    kinds = ("domains", "families", "tools")
+    matrices = {kind: matrix_of(runs, kind, over_seeds) for kind in kinds}
     whole = matrices["domains"]
     curves = _areas(runs)
     metrics = {name: number(samples) for name, samples in whole.metrics().items()}
@@ -140,7 +142,7 @@ def _of_stages(runs: Sequence[Results], matrix: Matrix) -> list[dict[str, Any]]:
     return found
 
 
-def matrix_of(runs: Sequence[Results], kind: str = "domains") -> Matrix:
+def matrix_of(runs: Sequence[Results], kind: str = "domains", over_seeds: bool = True) -> Matrix:
     """The accuracy matrix of runs that differ in their seed only; `kind` as in `summary`."""
     evaluations = [points_of(run) for run in runs]
     points = [entry["after"] for entry in evaluations[0]]
@@ -164,7 +166,7 @@ def matrix_of(runs: Sequence[Results], kind: str = "domains") -> Matrix:
                     for entries in evaluations
                 ]
             ).reshape(len(runs), len(points), len(tasks), 2)
-            columns.append(resampled(pairs[..., 0], pairs[..., 1], domain))
+            columns.append(resampled(pairs[..., 0], pairs[..., 1], domain, over_seeds))
             names.append(name)
             domain_of.append(domain)
             num_tasks.append(int((pairs[..., 1] > 0).any((0, 1)).sum()))
@@ -315,7 +317,9 @@ def number(samples: Floats | None) -> Number | None:
     return [x if math.isfinite(x) else None for x in estimate(samples).as_list()]
 
 
-def differences(runs: Sequence[Results], others: Sequence[Results]) -> dict[str, Number]:
+def differences(
+    runs: Sequence[Results], others: Sequence[Results], over_seeds: bool = True
+) -> dict[str, Number]:
     """What `runs` have more than `others` of each number, paired over tasks and seeds.
 
     Raises UserError where they were not evaluated on the same tasks.
@@ -323,7 +327,7 @@ def differences(runs: Sequence[Results], others: Sequence[Results]) -> dict[str,
     points = [points_of(run) for run in (*runs, *others)]
     for domain in dict.fromkeys(d for e in points for entry in e for d in entry["success"]):
         _tasks(points, domain)
-    mine, theirs = matrix_of(runs).metrics(), matrix_of(others).metrics()
+    mine, theirs = (matrix_of(of, over_seeds=over_seeds).metrics() for of in (runs, others))
     found = {}
     for name, samples in mine.items():
         other = theirs.get(name)

@@ -32,7 +32,8 @@ def test_the_benchmark_compares_orders_remedies_and_mixed_training(tmp_path):
         "mixed",
     ]
     assert [line.split("|")[1].strip() for line in second.splitlines()[2:]] == names[1:]
-    numbers = re.compile(r"-|(\*\*)?[+-]?\d+\.\d \([+-]?\d+\.\d to [+-]?\d+\.\d\)(\*\*)?")
+    number = r"[+-]?\d+\.\d"
+    numbers = re.compile(rf"-|(\*\*)?{number} \({number} to {number}\) \[[+-]?\d+\](\*\*)?")
     for line in [*first.splitlines()[2:], *second.splitlines()[2:]]:
         for cell in line.split("|")[3:-1]:
             assert numbers.fullmatch(cell.strip()), cell

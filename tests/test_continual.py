@@ -150,6 +150,8 @@ def test_seeds_that_disagree_widen_the_interval():
         found = estimate(resampled(totals, np.ones_like(totals), "desk")[:, 0])
         assert found.value == pytest.approx(0.5)
         assert found.high - found.low >= width
+        these = estimate(resampled(totals, np.ones_like(totals), "desk", over_seeds=False)[:, 0])
+        assert (these.low, these.high) == pytest.approx((0.5, 0.5))
 
 
 def test_ratios_are_of_sums_and_undefined_without_a_call():

@@ -153,7 +153,10 @@ def pick_all(tasks: Tasks, sizes: list[int], count: int, steps: int) -> dict[str
 
 def pick(source: Source, count: int, step: int, num_ranks: int) -> float:
     """Seconds of a step; `num_ranks` is the seed as well, so that each has passes of its own."""
-    stage = Stage(index=0, name="s", groups={"airline": count}, first_step=0, num_steps=step + 1)
+    own, groups = ("airline",), {"airline": count}
+    stage = Stage(
+        index=0, name="s", own=own, difficulty="medium", groups=groups, num_steps=step + 1
+    )
     begun = perf_counter()
     tasks = tasks_of_step(stage, step, {"airline": source}, num_ranks)
     share = [tasks[index] for index in shard_tasks(len(tasks), 0, num_ranks)]

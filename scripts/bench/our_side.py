@@ -114,7 +114,8 @@ def updates(run: session.Run, work: Work, gate: Gate) -> None:
     budget = work.microbatch_tokens or work.batch * longest(played.trajectories)
     run.updater.max_tokens_per_microbatch = budget
     for _ in range(work.num_units):
-        train.update(run, stage, played, rewards)
+        advantages, kept = train.advantages_of(run, played, rewards)
+        train.update(run, stage, played.trajectories, advantages, kept)
         gate(counts(run.records))
 
 

@@ -4,10 +4,11 @@
 
 Sequential training in two orders, mixed, and the remedies, all with the same number of episodes,
 from one warm start for each seed, on held-out tasks of the test split. Prints two tables in
-Markdown: every number in points (hundredths of the success rate) with its 95 % interval, from a
-bootstrap over tasks and seeds, paired wherever two runs are compared. Runs that are there already
-are not run again. `--quick` does the same with few steps and tasks, which shows that it works and
-nothing else. Flags that follow `--` go to every run.
+Markdown: every number in points (hundredths of the success rate), the mean of these seeds with its
+95 % interval from a bootstrap over tasks, paired wherever two runs are compared, and in brackets
+the number of each seed. Bold is what excludes 0 when seeds are taken anew as well. Runs that are
+there already are not run again. `--quick` does the same with few steps and tasks, which shows that
+it works and nothing else. Flags that follow `--` go to every run.
 """
 
 from __future__ import annotations
@@ -104,11 +105,14 @@ def table(runs: Mapping[str, Runs]) -> str:
     """A row for each curriculum: what it came to, over all seeds."""
     rows = []
     for name, of in runs.items():
-        found = summary(of)
+        found, wider = summary(of, over_seeds=False), summary(of)["metrics"]
+        each = [summary([run])["metrics"] for run in of]
         ends = " / ".join(f"{100 * (n[0] or 0):.0f}" for n in found["domains"]["matrix"][-1])
-        metrics = found["metrics"]
-        # The interval of forgetting is no test of zero; see continual.forgetting.
-        cells = [points(metrics.get(m), m != "average_accuracy", m in TESTED) for m in COLUMNS]
+        cells = [
+            # The interval of forgetting is no test of zero; see continual.forgetting.
+            points(m, found["metrics"], each, wider if m in TESTED else None)
+            for m in COLUMNS
+        ]
         rows.append([name, ends, *cells])
     names = " / ".join(summary(runs[PLAIN])["domains"]["names"])
     return markdown(["curriculum", f"{names} at the end", *COLUMNS.values()], rows)
@@ -117,22 +121,28 @@ def table(runs: Mapping[str, Runs]) -> str:
 def remedies(runs: Mapping[str, Runs]) -> str:
     """What each row has more than the sequence without a remedy, in pairs."""
     shown = ("backward_transfer", "forgetting", "stage_gain", "average_accuracy")
-    rows = []
+    rows, plain = [], runs[PLAIN]
     for name, of in runs.items():
         if name != PLAIN:
-            found = differences(of, runs[PLAIN])
-            rows.append([name, *(points(found.get(metric)) for metric in shown)])
+            found, wider = differences(of, plain, over_seeds=False), differences(of, plain)
+            each = [differences([a], [b]) for a, b in zip(of, plain, strict=True)]
+            rows.append([name, *(points(metric, found, each, wider) for metric in shown)])
     return markdown([f"against {PLAIN}", *(COLUMNS[metric] for metric in shown)], rows)
 
 
-def points(number: Number | None, is_signed: bool = True, is_tested: bool = True) -> str:
-    """`-5.1 (-8.0 to -2.2)` in hundredths; bold where the interval of what is tested excludes 0."""
-    if number is None:
+Numbers = Mapping[str, Number]
+
+
+def points(metric: str, found: Numbers, seeds: Sequence[Numbers], tested: Numbers | None) -> str:
+    """`-5.1 (-8.0 to -2.2) [-6, -4]` in hundredths; bold where `tested` excludes 0."""
+    if metric not in found:
         return "-"
-    value, low, high = (100 * (x if x is not None else float("nan")) for x in number)
-    sign = "+" if is_signed else ""
-    text = f"{value:{sign}.1f} ({low:{sign}.1f} to {high:{sign}.1f})"
-    return f"**{text}**" if is_tested and (low > 0 or high < 0) else text
+    sign = "" if metric == "average_accuracy" and tested is None else "+"
+    value, low, high = (f"{100 * (x or 0):{sign}.1f}" for x in found[metric])
+    each = ", ".join(f"{100 * (of[metric][0] or 0):{sign}.0f}" for of in seeds)
+    text = f"{value} ({low} to {high}) [{each}]"
+    _, least, most = tested[metric] if tested else (0, 0, 0)
+    return f"**{text}**" if (least or 0) > 0 or (most or 0) < 0 else text
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
