@@ -29,6 +29,8 @@ def test_the_benchmark_compares_orders_remedies_and_mixed_training(tmp_path):
         "airline, retail, telecom; replay 0.1",
         "airline, retail, telecom; replay 0.3",
         "airline, retail, telecom; KL anchor, beta 0.05",
+        "airline, retail, telecom; replay 0.1, advantages x 4 / 2 / 1",
+        "airline, retail, telecom; LoRA, learning rate 2e-3",
         "mixed",
     ]
     assert [line.split("|")[1].strip() for line in second.splitlines()[2:]] == names[1:]

@@ -352,6 +352,51 @@ def test_a_domain_of_ones_own_joins_by_an_import_string(
     assert list(results(tmp_path / "out")["evaluations"][-1]["success"]) == ["bank", "airline"]
 
 
+DESK = """
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.environments.airline import AirlineEnvironment, generate_tasks as airline_tasks
+
+
+class DeskEnvironment(AirlineEnvironment):
+    def reset(self, **row):
+        if row["id"].startswith("train-") and not Path("mended").exists():
+            Path("broken").touch()
+        if row["id"] == "test-medium-0-00001" and Path("broken").exists():
+            raise ConnectionError("no answer")
+        return super().reset(**row)
+
+
+def generate_tasks(*arguments):
+    return [replace(task, domain="desk") for task in airline_tasks(*arguments)]
+"""
+
+
+def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_desk.py").write_text(DESK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = ["--domains", "desk", "--environments", "{desk: 'my_desk:DeskEnvironment'}"]
+    own += ["--warm-start-steps", "0", "--max-steps", "2", "--save-steps", "0", "--num-gpus", "2"]
+    done = run(*SHORT[2:], *own, "--output-dir", "out", cwd=tmp_path, code=1)
+    assert (
+        "2 of 8 trials in the evaluation after desk ended in environment errors 3 times (the "
+        "first: desk/test-medium-0-00001), so nothing is scored" in done.stderr
+    )
+    found = results(tmp_path / "out")["evaluations"]
+    assert [evaluation["after"] for evaluation in found] == ["start"]
+    (tmp_path / "mended").touch()
+    (tmp_path / "broken").unlink()
+    resume = ["--resume-from-checkpoint", "latest", "--output-dir", "out"]
+    done = run(*resume, cwd=tmp_path)
+    assert "resuming from step-000002: 2 steps done" in done.stdout  # none is played again
+    found = results(tmp_path / "out")["evaluations"]
+    assert [evaluation["after"] for evaluation in found] == ["start", "desk"]
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2]
+
+
 def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path: Path) -> None:
     from pipeline.environments.airline import generate_tasks
     from pipeline.tasks import save_tasks

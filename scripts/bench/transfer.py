@@ -37,6 +37,11 @@ ROWS: dict[str, dict[str, str]] = {
     f"{PLAIN}; replay 0.1": {"replay": "0.1"},
     f"{PLAIN}; replay 0.3": {"replay": "0.3"},
     f"{PLAIN}; KL anchor, beta 0.05": {"beta": "0.05", "sync_ref_model": "true"},
+    f"{PLAIN}; replay 0.1, advantages x 4 / 2 / 1": {
+        "replay": "0.1",
+        "domain_advantage_scale": "{airline: 4, retail: 2}",
+    },
+    f"{PLAIN}; LoRA, learning rate 2e-3": {"use_peft": "true", "learning_rate": "2e-3"},
     MIXED: sweep.MIXED,
 }
 QUICK = (
