@@ -144,7 +144,7 @@ def points(metric: str, found: Numbers, seeds: Sequence[Numbers], tested: Number
         return "-"
     sign = "" if metric == "average_accuracy" and tested is None else "+"
     value, low, high = (f"{100 * (x or 0):{sign}.1f}" for x in found[metric])
-    each = ", ".join(f"{100 * (of[metric][0] or 0):{sign}.0f}" for of in seeds)
+    each = ", ".join(f"{round(100 * (of[metric][0] or 0)):{sign}d}" for of in seeds)
     text = f"{value} ({low} to {high}) [{each}]"
     _, least, most = tested[metric] if tested else (0, 0, 0)
     return f"**{text}**" if (least or 0) > 0 or (most or 0) < 0 else text
