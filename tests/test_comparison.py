@@ -104,6 +104,21 @@ def test_mixed_training_with_other_episodes_is_no_reference(sweep, tmp_path):
     assert "**Without a reference**: replay 0.05; replay 0.5." in section.blocks[-1]
 
 
+def test_mixed_training_that_was_evaluated_on_other_tasks_is_no_reference(tmp_path):
+    make_run(tmp_path / "sequence", THREE)
+    mixed = make_run(tmp_path / "mixed", ("mixed",))
+    results = json.loads((mixed / "results.json").read_text())
+    results["training"]["mixed"]["episodes"] = 360
+    for entry in results["evaluations"]:
+        success = entry["success"]["airline"]
+        success["tasks"] = {f"other-{task}": of for task, of in success["tasks"].items()}
+    (mixed / "results.json").write_text(json.dumps(results))
+    rows = rows_of(tmp_path)
+    assert [row.against_mixed for row in rows] == [None, None]
+    section, *_ = comparison.sections_of(rows)
+    assert "**Without a reference**: sequential." in section.blocks[-1]
+
+
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "left on another machine"])
 def test_seeds_that_share_a_warm_start_each_are_still_one_row(tmp_path, is_there):
     for seed in (1, 2):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _in_order(label: str) -> list[tuple[bool, float, str]]:
 def _against(
     runs: Sequence[Run], transfer: Mapping[str, Any], mixed: Sequence[Sequence[Run]]
 ) -> dict[str, Any] | None:
-    """Differences to mixed training with as many episodes and seeds."""
+    """Differences to mixed training with as many episodes and seeds, on the same tasks."""
     if _is_mixed(runs[0]):
         return None
     for others in mixed:
@@ -186,7 +187,8 @@ def _against(
         ]
         theirs = [of[0].results for of in same if of]
         if len(theirs) == len(runs) and summary(theirs)["episodes"] == transfer["episodes"]:
-            return differences([run.results for run in runs], theirs)
+            with suppress(UserError):  # evaluated on other tasks
+                return differences([run.results for run in runs], theirs)
     return None
 
 
@@ -212,7 +214,7 @@ def sections_of(rows: Sequence[Row], left_out: Sequence[Run] = ()) -> list[Secti
     elif missing := [row for row in rows if not row.is_mixed and row.against_mixed is None]:
         blocks.append(
             f"**Without a reference**: {'; '.join(row.label for row in missing)}. No mixed "
-            "training has the same number of episodes and the same seeds."
+            "training has the same number of episodes, seeds and tasks."
         )
     found = [
         Section(title="New domains against old ones", blocks=blocks),
