@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numpy import float32
 
 from pipeline.tracking import read_records
 from pipeline.trajectory import StopReason
@@ -54,8 +55,8 @@ def lines_of(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def points_of(rows: list[tuple[int, dict[str, float]]]) -> list[tuple[str, int, float]]:
-    """Single numbers with six digits: TensorBoard keeps float32."""
-    return sorted((name, step, float(f"{v:.6g}")) for step, row in rows for name, v in row.items())
+    """Single numbers in float32, which is what TensorBoard keeps."""
+    return sorted((name, step, float(float32(v))) for step, row in rows for name, v in row.items())
 
 
 def test_wandb_has_the_lines_and_the_results(folder: Path) -> None:
