@@ -29,6 +29,7 @@ from pipeline.manifest import write_text
 from pipeline.policy import load_folder, load_model, on_gpu, uses_bf16
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
+from pipeline.rotary import fix_rotary
 from pipeline.run_folder import Opened, begin, open_folder
 from pipeline.sampler import Sampler
 from pipeline.tracking import RunLog
@@ -118,6 +119,7 @@ def start(config: Config, accelerator: Accelerator, ranks: Ranks, watchdog: Watc
     watchdog.can_resume = resumed is not None
     config = config.model_copy(update={"run": config.run.model_copy(update={"output_dir": folder})})
     state, model = load_start(config, parts, resumed)
+    fix_rotary(model, config.rollout.max_tokens)
     state.config = config.model_dump(mode="json")
     model.to(accelerator.device)
     dtype = torch.bfloat16 if uses_bf16(config.model) else torch.float32

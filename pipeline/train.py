@@ -31,6 +31,7 @@ from pipeline.dynamic_sampling import PlayedStep, play_step
 from pipeline.learner import make_updater, start_stage
 from pipeline.policy import load_folder
 from pipeline.profiling import Timer, profiled
+from pipeline.rotary import fix_rotary
 from pipeline.session import Run, connect, start
 from pipeline.step_metrics import over_iterations, rollout_metrics, warn_of_gap
 from pipeline.tracking import StageProgress
@@ -129,6 +130,7 @@ def give_warm_start(run: Run) -> None:
     run.state.stage = "warm_start"
     save_checkpoint(run, "warm-start")
     run.model = load_folder(run.folder / "checkpoints" / "warm-start", run.config.model)
+    fix_rotary(run.model, run.config.rollout.max_tokens)
     run.model.to(run.accelerator.device)
     run.rollout.sampler.load_weights(run.model)
     gc.collect()  # the trainer's optimizer hangs in reference cycles
