@@ -29,7 +29,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of [B, heads, T, size] whose heads may share keys and values, [B, fewer, ...].
 
-    Heads that share them stand one below the other as more queries, so that nothing is repeated.
+    Returns [B, T, heads, size of a value]. Heads that share keys stand one below the other as more
+    queries, so that nothing is repeated.
     """
     batch, heads, num_queries, size = query.shape
     shared = heads // key.shape[1]
@@ -40,7 +41,7 @@ def attend(
     output = nn.functional.scaled_dot_product_attention(
         stacked, key, value, attn_mask=mask.to(query.dtype), scale=scaling
     )
-    return output.reshape(batch, heads, num_queries, size).transpose(1, 2), None
+    return output.reshape(batch, heads, num_queries, -1).transpose(1, 2), None
 
 
 AttentionInterface.register("row_cache", attend)
@@ -54,10 +55,13 @@ class _RowLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        _, heads, _, size = key_states.shape
-        shape = (self.cache.num_rows, heads, self.cache.capacity, size)
-        self.keys, self.values = (key_states.new_zeros(shape), value_states.new_zeros(shape))
+        # Latent attention keeps other sizes as values than as keys.
+        self.keys, self.values = self._empty(key_states), self._empty(value_states)
         self.is_initialized = True
+
+    def _empty(self, states: torch.Tensor) -> torch.Tensor:
+        _, heads, _, size = states.shape
+        return states.new_zeros((self.cache.num_rows, heads, self.cache.capacity, size))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
