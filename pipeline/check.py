@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from pipeline import lora
-from pipeline.config import EMBEDDED_DOMAINS, Config, UserError
+from pipeline.config import EMBEDDED_DOMAINS, STARTED_BY_US, Config, UserError
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
 from pipeline.micro_batches import KEYS_PER_TOKEN
@@ -25,6 +25,7 @@ from pipeline.policy import from_files, hub_reachable, on_gpu, uses_bf16
 from pipeline.prefixes import unserved
 from pipeline.prepare import Prepared, prepare
 from pipeline.run_folder import check_folder, folder_of
+from pipeline.stand_in import try_architecture
 from pipeline.tasks import count_by
 from pipeline.tiny import tiny_model, tiny_tokenizer
 
@@ -56,7 +57,10 @@ def validate(config: Config) -> Prepared:
     Raises UserError.
     """
     parts = prepare(config)
-    check_model(config, parts)
+    _, notes = check_model(config, parts)
+    if os.environ.get("RANK", "0") == "0" and STARTED_BY_US not in os.environ:
+        for note in notes:
+            print(f"warning: {note}", flush=True)
     memory, have = memory_per_rank(config), memory_of_a_rank(config)
     need = sum(memory.values())
     if need > have:
@@ -80,7 +84,7 @@ def main(config: Config) -> int:
             raise
         unreachable = str(error)
         parts = prepare(config, tokenizer=tiny_tokenizer(config.data.domains))
-    why = check_model(config, parts)
+    why, notes = check_model(config, parts)
     print(f"recipe {config.recipe}: model {config.model.model}")
     if unreachable:
         print(
@@ -91,6 +95,8 @@ def main(config: Config) -> int:
         print("sampling: one key-value cache over all turns")
     else:
         print(f"sampling: through generate, every message from the start again (slower): {why}")
+    for note in notes:
+        print(f"model: {note}")
     _print_tasks(config, parts)
     _print_stages(config, parts)
     _print_prompts(config, parts)
@@ -98,10 +104,11 @@ def main(config: Config) -> int:
     return 0
 
 
-def check_model(config: Config, parts: Prepared) -> str | None:
-    """Why its conversations must be sampled through `generate`; its weights are not loaded.
+def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
+    """Why its conversations must be sampled through `generate`, and lines to print about it.
 
-    Raises UserError where the files of its folder do not fit each other, and where the run's
+    Its weights are not loaded. Raises UserError where the files of its folder do not fit each
+    other, where a small model of its kind is not trained on what it samples, and where the run's
     folder has no room for two checkpoints of it, the one that is written and the one before.
     """
     name = config.model.model
@@ -116,7 +123,8 @@ def check_model(config: Config, parts: Prepared) -> str | None:
     if config.grpo.use_grpo:
         size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)
         refuse_full_disk(config, max(size, 12.0 * _num_trained(config, model)))
-    return why
+    is_known = name == "tiny" or STARTED_BY_US in os.environ  # the parent has tried it
+    return why, [] if is_known else try_architecture(config, model)
 
 
 def refuse_full_disk(config: Config, size: float) -> None:
@@ -242,7 +250,7 @@ def memory_per_rank(config: Config) -> dict[str, float]:
     trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
     side_by_side = max(groups * limits.num_generations, -(-trials // num_ranks))
     episodes = min(limits.max_live_episodes, side_by_side)
-    cache = 2 * layers * _size_of_keys(shape) * size * limits.max_tokens * episodes
+    cache = layers * _size_of_cache(shape) * size * limits.max_tokens * episodes
     memory = {
         "weights (fp32)": 4.0 * num_parameters,
         # In fp32 it shares those that are trained; LoRA's are merged into others.
@@ -262,6 +270,13 @@ def memory_per_rank(config: Config) -> dict[str, float]:
         memory |= _memory_of_training(config, model, num_parameters)
         memory["activations of a micro-batch"] = float(kept + logits)
     return memory
+
+
+def _size_of_cache(shape: Any) -> int:
+    """Numbers that a token takes in a layer's cache; latent attention keeps what both come from."""
+    if latent := getattr(shape, "kv_lora_rank", None):
+        return int(latent + shape.qk_rope_head_dim)
+    return 2 * _size_of_keys(shape)
 
 
 def _size_of_keys(shape: Any) -> int:

@@ -128,7 +128,9 @@ def follow_prefixes(model: Any) -> bool:
     It can where transformers' scaled_dot_product_attention computes full attention in all layers.
     """
     config = model.config
-    if unserved(config) is not None or not getattr(model, "_supports_attention_backend", False):
+    if unserved(config.get_text_config()) is not None or not getattr(
+        model, "_supports_attention_backend", False
+    ):
         return False
     if config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)

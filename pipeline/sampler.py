@@ -84,8 +84,8 @@ class Sampler:
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
         """Start one conversation per prompt; what prompts share is computed once."""
         if not self._cache.layers:
-            layers, capacity = self.model.config.num_hidden_layers, 2 * max(map(len, prompts))
-            self._cache = RowCache(layers, 0, capacity, self.device)
+            layers = self.model.config.get_text_config().num_hidden_layers
+            self._cache = RowCache(layers, 0, 2 * max(map(len, prompts)), self.device)
         episodes = [
             SamplerEpisode(key=key, pending=[prompt[-1]])
             for prompt, key in zip(prompts, keys, strict=True)

@@ -1,0 +1,133 @@
+"""Before a run, a small model of the same architecture shows that what is sampled is trained."""
+
+import pytest
+import torch
+from helpers import tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline import check, row_cache, stand_in
+from pipeline.cli import parse
+from pipeline.config import UserError
+from pipeline.stand_in import gap_of, try_architecture
+
+SHAPE = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3},
+    **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+}
+LATENT = {
+    **{"q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 12},
+    **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+}
+EXPERTS = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_experts": 4},
+}
+
+
+def model_of(kind, **settings):
+    config = AutoConfig.for_model(kind, **{**SHAPE, **settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def trial(model, *flags):
+    return try_architecture(parse(["--max-tokens", "64", *flags]), model)
+
+
+def saved(folder, model) -> str:
+    model.resize_token_embeddings(len(tokenizer()))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3", {"head_dim": 8}),
+        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5}),
+        ("deepseek_v3", LATENT | EXPERTS),
+        ("glm4_moe_lite", LATENT | EXPERTS),
+        ("youtu", LATENT),
+        ("qwen3_moe", EXPERTS),
+    ],
+)
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--no-share-prefixes", "--gradient-checkpointing", "--use-peft"]],
+    ids=["plain", "adapters"],
+)
+def test_what_these_sample_is_what_they_train(kind, settings, flags):
+    before = torch.random.get_rng_state()
+    assert trial(model_of(kind, **settings), *flags) == []
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
+    def ahead(self, rows, positions, *rest):
+        return place(self, rows, positions + 1, *rest)
+
+    place = row_cache.RowCache.place
+    monkeypatch.setattr(row_cache.RowCache, "place", ahead)
+    with pytest.raises(UserError, match=r"log-probabilities of sampled tokens and of training di"):
+        trial(model_of("qwen3", head_dim=8))
+
+
+def test_prefixes_that_a_model_cannot_share_are_refused_with_the_remedy():
+    with pytest.raises(UserError, match=r"got DogeForCausalLM, which fails .*; set share_prefixes"):
+        trial(model_of("doge"))
+    assert trial(model_of("doge"), "--no-share-prefixes") == []
+
+
+def test_a_model_whose_attention_looks_back_by_its_own_count_is_refused():
+    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 4, "num_layers": 2}
+    with pytest.raises(UserError, match="got GPTNeoForCausalLM, for which log-prob"):
+        trial(model_of("gpt_neo", **layers))
+
+
+def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(tmp_path):
+    folder = saved(tmp_path, model_of("gpt2", n_positions=48))
+    config = parse(["--model", folder, "--max-tokens", "256", "--warm-start-steps", "0"])
+    for refuse in (check.main, check.validate):
+        with pytest.raises(UserError) as error:
+            refuse(config)
+        assert str(error.value) == (
+            "max_tokens: got 256, but the model has positions for 48 tokens; lower max_tokens, or "
+            "use another model"
+        )
+
+
+def test_rotary_positions_that_were_not_trained_are_told():
+    (said,) = trial(model_of("qwen3", head_dim=8, max_position_embeddings=32))
+    assert said.startswith("max_tokens is 64, and the model was made for 32 tokens (max_position_")
+
+
+def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    folder = saved(tmp_path, model_of("qwen3", head_dim=8, max_position_embeddings=32))
+    config = parse(["--model", folder, "--tasks-per-domain", "8", "--eval-tasks-per-domain", "2"])
+    assert check.main(config) == 0
+    assert "\nmodel: max_tokens is 256, and the model was made for 32" in capsys.readouterr().out
+    check.validate(config)
+    assert capsys.readouterr().out.startswith("warning: max_tokens is 256, and the model was")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gemma3_text", "llama", "gpt2"])
+def test_the_stand_in_of_a_large_model_is_small_and_has_every_kind_of_layer(kind):
+    config = AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(config)
+    small = stand_in.stand_in(large)
+    assert type(small) is type(large)
+    assert small.num_parameters() < 60e6 < large.num_parameters()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    assert set(getattr(small.config, "layer_types", None) or []) == kinds
+    assert gap_of(parse([]), small) < 5e-4
+
+
+def test_an_architecture_that_cannot_be_made_small_is_told(monkeypatch):
+    monkeypatch.setattr(stand_in, "MOST_PARAMETERS", 10)
+    (said,) = trial(model_of("qwen3", head_dim=8))
+    assert said.startswith("not tried: a small model of this architecture (it would")
