@@ -12,6 +12,11 @@ os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", HF_HUB_OFFLINE="1")
 PR_SET_CHILD_SUBREAPER = 36
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of whole runs go first: a process of tests that gets one last works on alone."""
+    items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+
+
 @pytest.fixture
 def no_stray_processes():
     """Fails a test that leaves processes behind, also those whose parent is gone (on Linux)."""

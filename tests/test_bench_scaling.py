@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole_run
+
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 
 

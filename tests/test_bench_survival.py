@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
-pytestmark = pytest.mark.usefixtures("no_stray_processes")
+pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
 
 
 def run(script: str, *flags: str, folder: Path) -> tuple[str, dict[str, float]]:

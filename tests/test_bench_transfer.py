@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.whole_run
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--max-steps 3 --eval-tasks-per-domain 4 --tasks-per-step 3 --eval-steps 0"
 

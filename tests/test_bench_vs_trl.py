@@ -10,6 +10,8 @@ from helpers import tokenizer
 
 from pipeline.tiny import tiny_model
 
+pytestmark = pytest.mark.whole_run
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "vs_trl.py"
 SMALL = ["--ranks", "1", "--steps", "1", "--tasks-per-step", "2", "--num-generations", "4"]
 QUANTITIES = ("s", "cpu_s", "episodes", "episodes_per_s", "tokens_per_s", "tokens_per_episode")

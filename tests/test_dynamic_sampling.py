@@ -25,6 +25,8 @@ from pipeline.tasks import Task
 from pipeline.tracking import StageProgress
 from pipeline.train import rewards_of, std_of_step
 
+pytestmark = pytest.mark.whole_run
+
 # A step whose episodes are scripted. Two siblings each; what they earn stands in the task's id.
 
 STAGE = Stage(

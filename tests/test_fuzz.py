@@ -1,6 +1,7 @@
 """Arbitrary input: the documented error or none, in time and memory that follow its size."""
 
 import json
+import os
 import re
 import time
 import tracemalloc
@@ -33,13 +34,16 @@ from pipeline.warm_start import read_demonstrations
 
 _home = TemporaryDirectory(prefix="hypothesis-")  # what it writes goes with it
 set_hypothesis_home_dir(_home.name)
-fuzz = settings(
-    max_examples=300,
+settings.register_profile(
+    "ci",
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+settings.register_profile("nightly", settings.get_profile("ci"), max_examples=2_000)
+fuzz = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ANY_TEXT = st.text(st.characters(exclude_categories=()))  # halves of characters, too
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT
 JSON = st.recursive(

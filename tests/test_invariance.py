@@ -7,6 +7,8 @@ import pytest
 from grid import LAYOUTS, LEVELS, LOSS_TYPES, Cell, difference, play_updates, update_cells
 from runs import play_run
 
+pytestmark = pytest.mark.whole_run
+
 # The update
 
 GRID = update_cells([1, 2, 3], [1, 4], "small")

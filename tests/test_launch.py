@@ -22,6 +22,8 @@ from pipeline import launch, run
 from pipeline.config import UserError
 from pipeline.launch import World, resolve
 
+pytestmark = pytest.mark.whole_run
+
 ROOT = Path(__file__).resolve().parent.parent
 RUN = str(ROOT / "pipeline" / "run.py")
 CONFIGS = ROOT / "accelerate_configs"

@@ -184,3 +184,16 @@ def test_nothing_is_left_to_do_in_the_code():
     notes = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
     found = {str(path.relative_to(ROOT)) for path in files if notes.search(path.read_text("utf-8"))}
     assert found == set()
+
+
+def test_files_of_whole_runs_are_tested_first():
+    flags = ["--collect-only", "-q", "-p", "no:cacheprovider"]
+    files = ["tests/test_layout.py", "tests/test_bench_survival.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("tests/test_bench_survival.py::")

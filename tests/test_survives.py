@@ -14,7 +14,7 @@ import psutil
 import pytest
 from test_train import ROOT, jsonl, metrics, results, run
 
-pytestmark = pytest.mark.usefixtures("no_stray_processes")
+pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
 CONFIGS = ROOT / "accelerate_configs"
 FLAGS = [
     *("--domains", "airline,retail", "--tasks-per-step", "4", "--num-generations", "4"),

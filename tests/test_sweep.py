@@ -11,6 +11,8 @@ from test_train import SHORT, results
 
 from pipeline.config import UserError
 
+pytestmark = pytest.mark.whole_run
+
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = importlib.util.spec_from_file_location("sweep", ROOT / "scripts" / "sweep.py")
 assert SPEC is not None and SPEC.loader is not None

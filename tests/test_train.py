@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.config import Config
 from pipeline.train import advantages_of
 
+pytestmark = pytest.mark.whole_run
+
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = [
     *("--warm-start-steps", "12", "--tasks-per-step", "4", "--num-generations", "4"),

@@ -16,6 +16,8 @@ from pipeline.policy import TokenLogprobs
 from pipeline.trajectory import RunRecord
 from pipeline.validation import divergences, scored
 
+pytestmark = pytest.mark.whole_run
+
 ALONE = Ranks(0, 1, 5)
 PROBED = [
     *(*SHORT, "--domains", "airline,retail", "--max-steps", "12", "--num-gpus", "2"),

@@ -31,6 +31,8 @@ from pipeline.wandb_extras import COLUMNS, episode_rows
 from pipeline.wandb_feed import has_wandb_key
 from pipeline.wandb_parts import close_parts, parts_of, records
 
+pytestmark = pytest.mark.whole_run
+
 ROOT = Path(__file__).parent.parent
 START = {"kind": "eval", "stage": "start", "after": "start", "step": 0, "eval/retail/success": 0.0}
 AFTER = {**START, "stage": "airline", "after": "airline", "step": 2, "eval/retail/success": 0.5}

@@ -15,6 +15,8 @@ from pipeline.config import UserError
 from pipeline.distributed import CollectiveError, Interrupted, Ranks
 from pipeline.watchdog import ToldElsewhere, Watchdog
 
+pytestmark = pytest.mark.whole_run
+
 TIMEOUT_S = 8
 
 
