@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
+    where = machine()
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         command = prepare(folder, options.num_gpus, options.warm_start_steps)
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         length_s = time.perf_counter() - begun
         tally = torment(command, folder, options.kills, Random(options.seed), length_s)
     figures = figures_of(tally, options.kills)
-    where = {**machine(), "num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
+    where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
     print("\n".join(f"{name:<28}{value:g}" for name, value in figures.items()))
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     print("\n".join(tally.faults))
@@ -152,10 +153,11 @@ def live(
         if process.returncode:
             tally.faults.append(f"exit code {process.returncode}:\n{log.read_text()[-4000:]}")
         return True
-    ranks = psutil.Process(process.pid).children(recursive=True)
+    launcher = psutil.Process(process.pid)  # before the kill: after it there may be none
+    ranks = launcher.children(recursive=True)
     kind, killed_at = kill(process, ranks, random), time.perf_counter()
     tally.kills[kind] += 1
-    alive = still_alive([*ranks, psutil.Process(process.pid)], LIMIT_S)
+    alive = still_alive([*ranks, launcher], LIMIT_S)
     took_s = time.perf_counter() - killed_at
     for stray in alive:
         tally.faults.append(f"{kind}: process {stray.pid} is alive after {LIMIT_S:.0f} s")
@@ -164,7 +166,7 @@ def live(
     if kind == "one rank" and ranks:
         tally.detect_s.append(took_s)
     reached = num_steps(run)
-    saved = max([0, *(int(p.name[5:]) for p in (run / "checkpoints").glob("step-*"))])
+    saved = max([0, *(int(p.name[5:11]) for p in (run / "checkpoints").glob("step-*"))])
     tally.steps_lost.append(max(0, reached - saved))
     return False
 

@@ -1,6 +1,8 @@
 """`pipeline/run.py` with a fault in it, for faults.py: FAULT=kind,phase,rank,file.
 
-The fault happens once, when that rank enters that phase; the file gets the time.
+The fault happens once, when that rank enters that phase; the file gets the time. In training the
+rewards of siblings are 0 and 1 in turns: every group lives, whatever the model has learned, so
+each rank has episodes to train in each step.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +39,7 @@ def install(kind: str, phase: str, rank: int, note: Path) -> None:
     from pipeline import session
     from pipeline.distributed import Ranks
 
+    make_groups_live()
     if rank != int(os.environ["RANK"]):
         return
 
@@ -65,6 +69,21 @@ def install(kind: str, phase: str, rank: int, note: Path) -> None:
         Ranks.phase = phase_with_fault  # type: ignore[method-assign]
 
 
+def make_groups_live() -> None:
+    """Give siblings different rewards; evaluations, which have one trial a task, keep theirs."""
+    from pipeline.rollout import Rollout
+
+    play = Rollout.__call__
+
+    def play_live(self: Rollout, *arguments: Any, **options: Any) -> Any:
+        trajectories = play(self, *arguments, **options)
+        if all(t.trial == 0 for t in trajectories):
+            return trajectories
+        return [replace(t, reward=float(t.trial % 2)) for t in trajectories]
+
+    Rollout.__call__ = play_live  # type: ignore[method-assign]
+
+
 def install_nan(phase: str, note: Path) -> None:
     """Make one loss of the update, or the sampler's log-probabilities of one step, NaN."""
     from pipeline import updater
@@ -81,7 +100,7 @@ def install_nan(phase: str, note: Path) -> None:
 
     def play_with_nan(self: Rollout, *arguments: Any, **options: Any) -> Any:
         trajectories = play(self, *arguments, **options)
-        if not note.exists() and len({t.trial for t in trajectories}) > 1:
+        if not note.exists() and any(t.trial > 0 for t in trajectories):
             note.write_text(str(time.time()), encoding="utf-8")
             for trajectory in trajectories:
                 trajectory.logprobs[:] = [float("nan")] * len(trajectory.logprobs)
