@@ -55,11 +55,12 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     # Imported where they are needed: a mistake is told before anything heavy is loaded.
-    from pipeline import launch
+    from pipeline import launch, variables
     from pipeline.cli import parse
     from pipeline.run_folder import check_folder, restarted
 
     config = restarted(parse(argv))
+    variables.refuse()
     if config.run.check:
         return _check(config)
     world = launch.resolve(config.run.num_gpus)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin
 from transformers.utils import logging as transformers_logging
 
-from pipeline import checkpoint, lora
+from pipeline import checkpoint, lora, variables
 from pipeline.chat import Chat
 from pipeline.check import refuse_changed_logits, validate, why_generate
 from pipeline.checkpoint import TrainState
@@ -88,8 +89,12 @@ def connect(config: Config) -> tuple[Accelerator, Ranks]:
     # Accelerate knows the old name of this setting only, torch 2.13 warns of it.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     meet_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
+    mixed_precision = "bf16" if uses_bf16(config.model) else "no"
+    variables.pin(mixed_precision)
     accelerator = Accelerator(
-        mixed_precision="bf16" if uses_bf16(config.model) else "no",
+        mixed_precision=mixed_precision,
+        # Without it, ACCELERATE_GRADIENT_ACCUMULATION_STEPS would divide every gradient.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
             # The watchdog speaks first: it knows more.
             InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 LAYERS = (  # a module imports from earlier lines only
     "config manifest",
-    "untrusted wandb_parts wandb_extras",
+    "untrusted variables wandb_parts wandb_extras",
     "draws recipe task_rows dataset_files wandb_feed",
     "continual",
     "transfer",

@@ -19,6 +19,7 @@ from threading import Thread, Timer
 from typing import Any
 
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin
 
 from pipeline.config import Config
 from pipeline.distributed import Board, Ranks
@@ -59,7 +60,10 @@ def connect(config: Config, deadline_s: float) -> Place:
     # process without a word of the doctor's, so it comes after.
     early_s = EARLY * deadline_s
     timeout = timedelta(seconds=2 * deadline_s if on_gpu() else early_s)
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # as a run does
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+    )
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     assert config.run.num_gpus in (None, num_ranks), "ranks do not know each other"
     return Place(
