@@ -11,14 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, get_type_hints
 
 import torch
 from peft import PeftModel
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic takes that of Python from 3.12 on
 
 from pipeline import lora
+from pipeline.config import UserError
 from pipeline.manifest import (
     PREVIOUS,
     WRITING,
@@ -28,6 +32,8 @@ from pipeline.manifest import (
     write_manifest,
     write_text,
 )
+from pipeline.run_folder import FORMAT, read_state
+from pipeline.untrusted import reason_of, shown
 
 
 @dataclass(kw_only=True)
@@ -114,18 +120,52 @@ def _write(
     tokenizer.save_pretrained(folder)
     if optimizer_state is not None:
         torch.save(optimizer_state, folder / "optimizer.pt")
-    content = {**asdict(state), "config_hash": state.config_hash}
+    content = {"format": FORMAT, **asdict(state), "config_hash": state.config_hash}
     (folder / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
+class _Validation(TypedDict):
+    """What is read of a validation, whatever else it holds."""
+
+    step: int
+    success: dict[str, dict[str, Any]]
+
+
+class _Evaluation(_Validation):
+    after: str
+
+
+_ENTRIES = {"evaluations": list[_Evaluation], "validations": list[_Validation]}
+
+
 def load_state(path: Path) -> TrainState:
-    content = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return TrainState(**{f.name: content[f.name] for f in fields(TrainState)})
+    """The state of a checkpoint; what an earlier version did not write has its default.
+
+    Raises UserError where the format is newer than FORMAT, or a value of another type.
+    """
+    content, known = read_state(path), {}
+    types: dict[str, Any] = get_type_hints(TrainState)
+    for name in types.keys() & content.keys():
+        known[name] = value = content[name]
+        try:
+            TypeAdapter(_ENTRIES.get(name, types[name])).validate_python(value, strict=True)
+        except ValidationError:
+            raise UserError(
+                f"resume_from_checkpoint: {path.name}: state.json has {name} {shown(value)}, which "
+                "is not what a run writes; give another checkpoint"
+            ) from None
+    return TrainState(**known)
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
     """Restore the optimizer if the checkpoint has one (that of the warm start has none)."""
-    if (path / "optimizer.pt").is_file():
-        optimizer.load_state_dict(
-            torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-        )
+    file = path / "optimizer.pt"
+    if not file.is_file():
+        return
+    try:
+        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except (UnpicklingError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"resume_from_checkpoint: {path.name}: optimizer.pt does not fit what is trained "
+            f"({reason_of(error)}); give another checkpoint"
+        ) from None

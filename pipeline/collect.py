@@ -6,8 +6,10 @@ import gzip
 import json
 import os
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from pipeline import checkpoint, error_shares, report
 from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
@@ -19,6 +21,7 @@ from pipeline.manifest import prune, sync, write_text
 from pipeline.session import Run
 from pipeline.trajectory import RunRecord, StopReason, Trajectory
 from pipeline.transfer import summary
+from pipeline.untrusted import reason_of
 
 
 def stop_on_errors(
@@ -168,11 +171,22 @@ def _earlier_records(run: Run, stage: Stage) -> list[RunRecord]:
     for path in paths:
         rank = int(path.name.split(".")[1].removeprefix("rank-"))
         if rank % run.ranks.num_ranks == run.ranks.rank:
-            with gzip.open(path, "rt", encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file]
-            names = [field.name for field in fields(RunRecord)]
-            records += [RunRecord(**{name: row[name] for name in names}) for row in rows]
+            records += _records_in(path)
     return records
+
+
+def _records_in(path: Path) -> list[RunRecord]:
+    """Of transcripts that may be of an earlier version, which left some of a record out."""
+    names = {field.name for field in fields(RunRecord)}
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [json.loads(line).items() for line in file]
+        return [RunRecord(**{name: of for name, of in row if name in names}) for row in rows]
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
+        raise UserError(
+            f"resume_from_checkpoint: {path} cannot be read as transcripts ({reason_of(error)}); "
+            "restore it, or start anew"
+        ) from None
 
 
 def collect_records(run: Run, stage: Stage) -> None:

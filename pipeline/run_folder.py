@@ -44,6 +44,11 @@ HARMLESS |= {
 }
 
 
+# Of checkpoints, as their state.json names it; raised only where older code would misread newer
+# ones. A field that is added needs no new format: where it is missing, it has its default.
+FORMAT = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Opened:
     """A run folder that is ours, and where to go on from."""
@@ -156,6 +161,29 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
     )
 
 
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint's state.json holds, `config` among it; UserError where it is not readable.
+
+    The first files named no format.
+    """
+    name = f"resume_from_checkpoint: {checkpoint.name}"
+    try:
+        found = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        number, config = found.get("format", 1), found.setdefault("config", {})
+        sound = type(number) is int and isinstance(config, dict)
+        sound &= all(isinstance(config.get(section, {}), dict) for section, _ in SETTINGS)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        sound = False
+    if not sound:
+        raise UserError(f"{name}: state.json is not that of a run; give another checkpoint")
+    if number > FORMAT:
+        raise UserError(
+            f"{name} has format {number}, and this version of the pipeline reads formats up to "
+            f"{FORMAT}; resume it with the version that wrote it, or a newer one"
+        )
+    return dict(found)
+
+
 def open_folder(config: Config) -> Opened:
     """Make or reopen the folder, and keep others out; on rank 0 alone.
 
@@ -173,8 +201,7 @@ def open_folder(config: Config) -> Opened:
         ) from None
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
     if checkpoint is not None:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        notes += refuse_changes(config, state["config"], checkpoint.name)
+        notes += refuse_changes(config, read_state(checkpoint)["config"], checkpoint.name)
     return Opened(folder=folder, checkpoint=checkpoint, notes=notes, lock=lock)
 
 

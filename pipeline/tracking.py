@@ -60,7 +60,7 @@ class RunLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TIMINGS):
-            self._files[name] = LinesFile(folder / name, 0 if sizes is None else sizes[name])
+            self._files[name] = LinesFile(folder / name, (sizes or {}).get(name, 0))
         sync(folder)
         if sizes is not None and tracker_run_id is not None:
             remember_id(folder, tracker_run_id)

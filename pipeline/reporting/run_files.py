@@ -83,7 +83,11 @@ def _transfer(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else missing
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {**missing, **found}
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"report: {path} is not what a run writes; restore it") from None
 
 
 def domains_of(evaluations: Iterable[Evaluation]) -> list[str]:
