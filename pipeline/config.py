@@ -44,6 +44,10 @@ class UserError(ValueError):
     is_first = False  # of several ranks that found it, this one tells it
 
 
+class CtrlC(KeyboardInterrupt):
+    """Raised where a person at the keyboard interrupts; code can raise KeyboardInterrupt too."""
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
     """The one of `names` that was probably meant, or the empty string where none is near."""
     return next(iter(get_close_matches(word, list(names), n=1)), "")

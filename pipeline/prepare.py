@@ -21,7 +21,7 @@ from pipeline.curriculum import Stage, make_stages
 from pipeline.dataset_files import refuse_files_elsewhere, refuse_sources_elsewhere
 from pipeline.environments import environment_classes
 from pipeline.environments.base import EnvironmentFault, guarded, started, tool_schemas
-from pipeline.environments.deadline import FAULTS, alarms, describe
+from pipeline.environments.deadline import alarms, describe, only_faults
 from pipeline.environments.experts import play_expert
 from pipeline.policy import hub_reachable, load_tokenizer
 from pipeline.task_rows import DatasetRows, Row
@@ -124,8 +124,9 @@ def environment_of(domain: str, own: dict[str, str]) -> type[Any]:
         found = environment_classes([domain], own)[domain]
     except UserError:
         raise
-    except FAULTS as error:  # whatever a module does when it is imported
-        raise UserError(f"{where}, which fails on import ({describe(error)}); mend it") from None
+    except BaseException as error:  # whatever a module does when it is imported
+        why = describe(only_faults(error))
+        raise UserError(f"{where}, which fails on import ({why}); mend it") from None
     if not isinstance(found, type):
         raise UserError(f"{where}, which is {shown(found)}; name a class")
     for name in ("reset", "get_reward"):
@@ -133,9 +134,10 @@ def environment_of(domain: str, own: dict[str, str]) -> type[Any]:
             raise UserError(f"{where}, which has no {name}(); add it")
     try:
         tool_schemas(found)
-    except FAULTS as error:
+    except BaseException as error:
+        why = describe(only_faults(error))
         raise UserError(
-            f"{where}, whose tools cannot be told to a model ({describe(error)}); give each public "
+            f"{where}, whose tools cannot be told to a model ({why}); give each public "
             "method type hints and a Google docstring, or a name with _"
         ) from None
     return found
@@ -314,7 +316,8 @@ def generated(config: Config, domain: str, count: int, split: str) -> list[Task]
         tasks = module.generate_tasks(*arguments)
     except ValueError as error:
         raise UserError(f"tasks of {domain}: {one_line(str(error))}") from None
-    except FAULTS as error:
+    except BaseException as error:
+        only_faults(error)
         if not own:
             raise
         raise UserError(

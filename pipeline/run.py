@@ -11,11 +11,14 @@ if __name__ == "__main__":  # Python put this file's own folder there, from wher
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import signal
+import threading
 import time
 import traceback
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
-from pipeline.config import STARTED_BY_US, Config, UserError
+from pipeline.config import STARTED_BY_US, Config, CtrlC, UserError
 
 # A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
 # another rank failed already and said why.
@@ -27,23 +30,25 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
 def main(argv: list[str]) -> int:
     """Run what `argv` (without the program's name) asks for, and return the exit code."""
     try:
-        return _run(argv)
+        with _keyboard():
+            return _run(argv)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not error.is_first:
             time.sleep(SILENT_S)  # most mistakes are every rank's
         print(f"error: {error}", file=sys.stderr, flush=True)
         _end_restarts()
         return 2
-    except KeyboardInterrupt:
+    except CtrlC:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
         return 1
     except BaseException as error:
-        if (code := getattr(error, "exit_code", None)) is not None:
-            return int(code)
-        if not isinstance(error, Exception):
-            raise
+        watchdog: Any = sys.modules.get("pipeline.watchdog")
+        if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
+            return int(error.exit_code)
+        if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
+            raise  # --help, not code of the user's in a run, to which the watchdog adds a note
         if any(text in str(error) for text in LOST_RANK):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
@@ -51,6 +56,28 @@ def main(argv: list[str]) -> int:
         # One write, so that the tracebacks of several ranks do not mix.
         sys.stderr.write(heading + traceback.format_exc())
         return 1
+
+
+@contextmanager
+def _keyboard() -> Iterator[None]:
+    """Around all that a person may interrupt by Ctrl-C, which raises CtrlC inside."""
+
+    def interrupt(*_: object) -> None:
+        raise CtrlC
+
+    before = signal.getsignal(signal.SIGINT)
+    if (
+        before is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
 
 
 def _run(argv: list[str]) -> int:

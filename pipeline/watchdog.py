@@ -26,7 +26,7 @@ from typing import Any, Self
 import psutil
 
 from pipeline.config import INTERRUPTED, UserError
-from pipeline.distributed import Board, CollectiveError, Ranks
+from pipeline.distributed import Board, CollectiveError, Interrupted, Ranks
 
 TICK_S = 0.5
 SAME_SIGNAL_S = 2.0  # Ctrl-C arrives twice: from the terminal and from the launcher
@@ -115,7 +115,7 @@ class Watchdog:
                 if fault["rank"] != self._ranks.rank:
                     raise ToldElsewhere(fault) from error
                 error.is_first = True
-            elif isinstance(error, Exception):
+            elif error is not None and not isinstance(error, Interrupted):
                 self._blame(error)
         finally:
             self._close()
@@ -136,7 +136,7 @@ class Watchdog:
         with suppress(RuntimeError):  # nobody may be left to hear it
             self._board.post(f"beat {self._ranks.rank}", asdict(self._own))
 
-    def _blame(self, error: Exception) -> None:
+    def _blame(self, error: BaseException) -> None:
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in OF_CONNECTIONS)
         if self._ranks.stop_wanted and lost:  # others left because of the same signal
             raise ToldElsewhere({"kind": "stop", "text": ""}) from error
@@ -268,7 +268,7 @@ class Watchdog:
                 return False
         return not self._board.read_all([f"beat {rank}"])[0]["left"]
 
-    def _name_culprits(self, error: Exception | None) -> None:
+    def _name_culprits(self, error: BaseException | None) -> None:
         """Name who did not come to the collective that this rank waited for in vain."""
         self._look_for_gone_ranks()
         if self._fault:

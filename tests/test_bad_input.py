@@ -968,7 +968,14 @@ ENVIRONMENTS = [
     (
         "an end of the process",
         "raise SystemExit(0)",
-        "bank: got 'bad_bank:Bank', which fails on import (SystemExit: 0); mend it",
+        "bank: got 'bad_bank:Bank', which fails on import (SystemExit: 0, in bad_bank.py, line "
+        "1); mend it",
+    ),
+    (
+        "what a person may do",
+        "raise KeyboardInterrupt",
+        "bank: got 'bad_bank:Bank', which fails on import (KeyboardInterrupt, in bad_bank.py, line "
+        "1); mend it",
     ),
     ("no class but a number", "Bank = 3", "bank: got 'bad_bank:Bank', which is 3; name a class"),
     (

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import CtrlC
 from pipeline.environments import calls, deadline
 from pipeline.environments.calls import Calls
 from pipeline.environments.deadline import CallTimeout, EnvironmentFault, guarded, settled
@@ -232,6 +233,15 @@ def raises(error):
     return function
 
 
+def fails():
+    pytest.fail("no")
+
+
+def place(function):
+    """Of the line that raises, the one below the innermost `def`."""
+    return f", in test_deadline.py, line {function.__code__.co_firstlineno + 1}"
+
+
 def awaits(function):
     async def later():
         return function()
@@ -247,9 +257,10 @@ def awaits(function):
         (raises(RuntimeError), "RuntimeError"),
         (raises(MemoryError("no room")), "MemoryError: no room"),
         (deeper, "RecursionError: maximum recursion depth exceeded"),
-        (raises(SystemExit(3)), "SystemExit: 3"),
-        (raises(GeneratorExit()), "GeneratorExit"),
-        (raises(asyncio.CancelledError()), "CancelledError"),
+        (raises(SystemExit(3)), f"SystemExit: 3{place(raises(None))}"),
+        (raises(GeneratorExit()), f"GeneratorExit{place(raises(None))}"),
+        (raises(asyncio.CancelledError()), f"CancelledError{place(raises(None))}"),
+        (fails, f"Failed: no{place(fails)}"),
         (raises(Unspeakable()), "Unspeakable: its text cannot be made"),
         (raises(ValueError("two\nlines and half a \ud800")), "ValueError: two lines and half a ?"),
         (raises(ValueError("x" * 1000)), "ValueError: " + "x" * 500),
@@ -265,6 +276,28 @@ def test_whatever_a_call_raises_is_a_fault_of_one_line(function, text, kind):
 def test_a_person_at_the_keyboard_is_heard():
     with pytest.raises(KeyboardInterrupt):
         guarded("look", LONG_S, raises(KeyboardInterrupt()))
+
+
+def test_where_it_cannot_be_a_person_an_interrupt_is_a_fault_of_the_code_that_raised_it():
+    """In a run, whose watchdog hears the signal; in a thread; under the handler of `run.py`."""
+
+    def interrupts():
+        raise KeyboardInterrupt
+
+    said = f"KeyboardInterrupt{place(interrupts)}"
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with pytest.raises(EnvironmentFault, match=f"^{said}$"):
+            guarded("look", LONG_S, interrupts)
+        with pytest.raises(CtrlC):
+            guarded("look", LONG_S, raises(CtrlC()))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait = Calls(LONG_S, lambda key: None).beside(
+        ("desk", "t1"), lambda guard: guard("look", interrupts)
+    )
+    with pytest.raises(EnvironmentFault, match=f"^{said}$"):
+        wait()
 
 
 # Calls in the background

@@ -4,6 +4,7 @@ The real processes run the real `pipeline/run.py`; in place of the training, a `
 their path puts a short one that connects the ranks through Accelerate and says what they found.
 """
 
+import asyncio
 import os
 import re
 import shutil
@@ -244,13 +245,31 @@ def test_a_check_needs_no_ranks_and_is_made_once(replaced, monkeypatch):
 
 def test_an_interrupted_run_says_so_without_a_traceback(replaced, monkeypatch, capsys):
     def interrupted(config):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
     replaced("train", interrupted)
-    assert run.main([]) == 1
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert run.main([]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "running on CPU: 1 rank\ninterrupted\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), asyncio.CancelledError()])
+def test_what_code_raises_besides_exceptions_has_its_traceback(replaced, error, capsys):
+    """A note is what the watchdog of a run adds: which rank, and in what."""
+
+    def broken(config):
+        error.add_note("rank 0 on host, in sample airline step 2, task airline/t7")
+        raise error
+
+    replaced("train", broken)
+    assert run.main([]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "test_launch.py" in said and "in broken" in said
+    assert "rank 0 on host, in sample airline step 2, task airline/t7" in said
 
 
 def test_a_mistake_is_told_before_anything_heavy_is_imported(environment):

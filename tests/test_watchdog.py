@@ -41,7 +41,7 @@ def work(kind: str, num_ranks: int, stderr: str):
                     ranks.agree("end of rollouts")
                 with ranks.phase("update", "airline", step):
                     ranks.sum([1.0])
-    except (ToldElsewhere, CollectiveError, ValueError, Interrupted) as error:
+    except (ToldElsewhere, CollectiveError, ValueError, Interrupted, KeyboardInterrupt) as error:
         notes = getattr(error, "__notes__", [])
         code = getattr(error, "exit_code", None)
         return type(error).__name__, code, notes, step, time.monotonic() - begun
@@ -51,6 +51,8 @@ def work(kind: str, num_ranks: int, stderr: str):
 def befall(kind: str, ranks: Ranks) -> None:
     if kind == "raise":
         raise ValueError("no such seat")
+    if kind == "raise no Exception":
+        raise KeyboardInterrupt
     if kind == "mistake":
         raise UserError("seat: got 9, give 1 to 6")
     if kind == "exit":
@@ -79,10 +81,17 @@ def played(tmp_path):
     return play
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_of_a_rank_that_raises_only_its_own_exception_is_told(played, num_ranks):
-    (*others, last), said = played("raise", num_ranks)
-    assert last[:2] == ("ValueError", None)
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "name"),
+    [
+        (2, "raise", "ValueError"),
+        (3, "raise", "ValueError"),
+        (2, "raise no Exception", "KeyboardInterrupt"),
+    ],
+)
+def test_of_a_rank_that_raises_only_its_own_exception_is_told(played, num_ranks, kind, name):
+    (*others, last), said = played(kind, num_ranks)
+    assert last[:2] == (name, None)
     place = f"rank {num_ranks - 1} on {os.uname().nodename}, in sample airline step 2, "
     assert last[2] == [f"{place}task airline/t7"]
     assert [other[:2] for other in others] == [("ToldElsewhere", 1)] * len(others)

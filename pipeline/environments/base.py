@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.environments.deadline import FAULTS, text_of, writable
 from pipeline.environments.deadline import EnvironmentFault as EnvironmentFault
 from pipeline.environments.deadline import guarded as guarded
+from pipeline.environments.deadline import only_faults, text_of, writable
 from pipeline.environments.deadline import settled as settled
 
 Value = TypeVar("Value")
@@ -98,7 +98,8 @@ def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolA
     is_error = raised = False
     try:
         content = _call(environment, name, arguments)
-    except FAULTS as error:  # code that is not ours: the model sees what went wrong
+    except BaseException as error:  # code that is not ours: the model sees what went wrong
+        only_faults(error)
         is_error, raised = True, not isinstance(error, ToolError)
         content = error_result(text_of(error) or type(error).__name__)
     return ToolAnswer(content, is_error, raised, bool(getattr(environment, "done", False)))

@@ -12,21 +12,25 @@ import inspect
 import math
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from pipeline.config import CtrlC
 
 REPEAT_S = 1.0  # between the alarms of a call that is late: code may swallow one
 GRACE_S = 5.0  # after which an event loop that should have cancelled a call is held up by one
 MAX_CHARACTERS = 10_000_000  # of a text that an environment returns; more would be tokenized long
 FAULT_CHARACTERS = 500  # of the text of a fault
 
-# What code of an environment may raise: SystemExit must not end a rank. KeyboardInterrupt is left
-# to the person at the keyboard.
-FAULTS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
+# Files that are not looked at for the place of a fault.
+_OTHERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ", __file__)
 
 
 class CallTimeout(BaseException):
@@ -73,8 +77,8 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
             result = settled(call())
     except CallTimeout:
         late = True
-    except FAULTS as error:
-        fault = describe(error)
+    except BaseException as error:
+        fault = describe(only_faults(error))
     finally:
         _here.until = outer
     if late or time.monotonic() - begun > seconds:  # what came too late does not count
@@ -92,16 +96,40 @@ def too_long(name: str, seconds: float) -> EnvironmentFault:
     return EnvironmentFault(f"CallTimeout: {name} took more than {seconds:g} s", timed_out=True)
 
 
+def only_faults(error: BaseException) -> BaseException:
+    """What code that is not ours has raised, be it SystemExit; whatever else is raised again here.
+
+    That is a call's deadline, and a person at the keyboard: `run.py` raises CtrlC then, Python's
+    own handler of the signal KeyboardInterrupt, which no code may be blamed for.
+    """
+    by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and _in_main_thread()
+    if isinstance(error, CallTimeout | CtrlC):
+        raise error
+    if isinstance(error, KeyboardInterrupt) and by_python:
+        raise error
+    return error
+
+
 def describe(error: BaseException) -> str:
-    """Its type and text, in one line of bounded length."""
+    """Its type and text, in one line of bounded length; if it is no Exception, with its place."""
     name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
-    return f"{name}: {text}" if text else name
+    place = "" if isinstance(error, Exception) else _place_of(error)
+    return (f"{name}: {text}" if text else name) + place
+
+
+def _place_of(error: BaseException) -> str:
+    """`, in bank.py, line 7`: the last line outside of libraries before it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_OTHERS)]
+    last = next(iter([*own[-1:], *frames[-1:]]), None)
+    return "" if last is None else f", in {Path(last.filename).name}, line {last.lineno}"
 
 
 def text_of(error: BaseException) -> str:
     try:
         return writable(str(error)[:MAX_CHARACTERS])
-    except FAULTS:  # such a text is code of an environment as well
+    except BaseException as unspeakable:  # such a text is code of an environment as well
+        only_faults(unspeakable)
         return "its text cannot be made"
 
 
@@ -221,7 +249,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     while not loop.is_closed():  # a task that raises SystemExit ends `run_forever`
         try:
             loop.run_forever()
-        except FAULTS as error:
+        except BaseException as error:
             loop.call_exception_handler({"message": "in a task", "exception": error})
 
 
