@@ -32,6 +32,7 @@ from pipeline.trajectory import RunRecord, StopReason, Trajectory
 Success = dict[str, Any]
 ATTEMPTS = 3  # to play a trial whose environment fails
 FAILED = (StopReason.ENVIRONMENT_ERROR,)
+LOOKUPS = ("find", "get")  # beginnings of tools that change nothing
 ID = r"\w*\d\w*"  # a word with a digit
 
 
@@ -162,8 +163,9 @@ def floors(
 ) -> dict[str, dict[str, float]]:
     """What policies earn that never look.
 
-    They do nothing, always transfer (best single reason), or call every tool in turn. Where an
-    environment fails, or a call of it takes more than so many seconds, they earn nothing.
+    They do nothing, look everything up and transfer whatever it says (best single reason), or call
+    every tool in turn. Where an environment fails, or a call of it takes more than so many seconds,
+    they earn nothing.
     """
     calls = Calls(call_timeout, lambda _: None)
     with alarms():
@@ -177,11 +179,10 @@ def _floor(calls: Calls, environment_class: type[Any], tasks: Sequence[Task]) ->
     schemas = [schema["function"] for schema in tool_schemas(environment_class)]
     nothing, every = earned([]), earned(schemas)
     transfer = next((schema for schema in schemas if schema["name"].startswith("transfer")), None)
-    reasons = _first_enum(transfer) if transfer else []
+    lookups = [schema for schema in schemas if schema["name"].startswith(LOOKUPS)]
     best = 0.0
-    for reason in reasons:
-        fixed = [{**transfer, "fixed": reason}] if transfer else []
-        best = max(best, earned(fixed))
+    for reason in _first_enum(transfer) if transfer else []:
+        best = max(best, earned([*lookups, {**(transfer or {}), "fixed": reason}]))
     return {"nothing": nothing, "transfer": best, "every_tool": every}
 
 
@@ -218,7 +219,7 @@ def _play_blind(
     """
     environment, *_ = guard("reset", partial(started, environment_class, task.row()))
     ids = re.findall(ID, task.prompt[-1]["content"]) or ["x"]
-    for schema in sorted(schemas, key=lambda s: not s["name"].startswith(("find", "get"))):
+    for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
         properties = schema["parameters"]["properties"]
         for known in islice(product(reversed(ids), repeat=len(properties)), 100):
             choices = zip(properties.items(), known, strict=True)

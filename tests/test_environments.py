@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from datetime import date
 from importlib import import_module
 from itertools import pairwise, product
@@ -268,6 +269,208 @@ def test_a_transfer_after_the_work_earns_nothing():
             assert replay(task, [*work, call("transfer", reason=reason), last]) == 0.0
 
 
+# Order and duplicates
+
+
+# What the policy text asks for in each branch, lookups (get, flights, variant) among it.
+STEPS = {
+    "airline": {
+        "flown": "get transfer",
+        "flex": "get cancel",
+        "uninsured": "get transfer",
+        "sick": "get ask cancel",
+        "plans": "get ask transfer",
+        "fare": "get transfer",
+        "move": "get find_flights move",
+        **dict.fromkeys(("gold", "silver", "none"), "get add_bag"),
+    },
+    "retail": {
+        "pending": "get ask cancel",
+        "cancel/shipped": "get recall",
+        "delivered": "get transfer",
+        "undelivered": "get transfer",
+        "in": "get find_variant exchange",
+        "out": "get find_variant transfer",
+        "refund/shipped": "get transfer",
+        **dict.fromkeys(("card", "gift", "cash"), "get refund"),
+    },
+    "telecom": {
+        **dict.fromkeys(("ended", "no_data", "no_roaming"), "get transfer"),
+        "due": "get send_bill ask_user:pay resume",
+        "paid": "get resume",
+        "over": "get ask add_data",
+        "off": "get enable_roaming",
+        "check": "get ask_user:check ask_user:remedy",
+    },
+}
+STEPS["telecom_chat"] = STEPS["telecom"]
+RECORDS = ("get_reservation", "get_order", "get_line")
+FINDS = ("find_reservation", "find_order", "find_line")
+
+
+def step_of(message):
+    """What a message of the expert does, in the words of `STEPS`; None for its closing words."""
+    name, arguments = function_of(message)
+    action = arguments.get("action") or next(
+        (action for action, words in REQUESTS.items() if words == message["content"]), None
+    )
+    if action:
+        return f"ask_user:{action if action in ('check', 'pay') else 'remedy'}"
+    if name:
+        return "get" if name in RECORDS else name
+    return "ask" if "?" in message["content"] else None
+
+
+def worked(task):
+    """The expert's messages without the search for a customer's record, and their steps."""
+    messages = [m for m in expert_messages(task) if function_of(m)[0] not in FINDS]
+    return messages, [step_of(message) for message in messages if step_of(message)]
+
+
+def found_first(task, messages):
+    """The messages after the search for the record, as the expert has begun with it."""
+    first = expert_messages(task)[0]
+    return [first, *messages] if function_of(first)[0] in FINDS else messages
+
+
+@in_every_domain
+def test_the_expert_takes_the_steps_of_the_policy_text(domain):
+    met = set()
+    for task in (task for task in some_of_all(120) if task.domain == domain):
+        key = next(k for k in (task.branch, f"{task.family}/{task.branch}") if k in STEPS[domain])
+        assert " ".join(worked(task)[1]) == STEPS[domain][key], task
+        met.add(key)
+    assert met == set(STEPS[domain])
+
+
+@in_every_domain
+def test_a_step_earlier_or_later_than_the_policy_says_earns_nothing(domain):
+    """Every exchange of two neighbours; a step that ends the episode stays the last."""
+    tried = Counter()
+    for task in (task for task in some_of_all(60) if task.domain == domain):
+        messages, steps = worked(task)
+        for i, (first, second) in enumerate(pairwise(steps)):
+            swapped = [*messages[:i], messages[i + 1], messages[i], *messages[i + 2 :]]
+            assert replay(task, found_first(task, swapped)) == 0.0, (task, steps)
+            tried[f"{first} {second}"] += 1
+    assert set(tried) == {
+        f"{a} {b}" for steps in STEPS[domain].values() for a, b in pairwise(steps.split())
+    }
+
+
+@in_every_domain
+def test_a_step_left_out_earns_nothing(domain):
+    for task in (task for task in some_of_all(60) if task.domain == domain):
+        messages, steps = worked(task)
+        for i in range(len(steps)):
+            left = found_first(task, replaced(messages, i))
+            assert replay(task, [*left, say("Done.")]) == 0.0, (task, steps[i])
+
+
+@in_every_domain
+def test_a_write_or_a_question_twice_earns_nothing_and_lookups_are_free(domain):
+    for task in (task for task in some_of_all(60) if task.domain == domain):
+        messages, steps = worked(task)
+        for i, step in enumerate(steps):
+            twice = found_first(task, [*messages[: i + 1], messages[i], *messages[i + 1 :]])
+            is_free = step.startswith(("get", "find")) or step == "transfer"  # the episode is over
+            assert replay(task, twice) == float(is_free), (task, step)
+
+
+@in_every_domain
+def test_another_choice_before_the_right_one_earns_nothing(domain):
+    """Three refunds, the right one last; every bag fee; every amount; every remedy; two flights."""
+    tried = Counter()
+    for task in (task for task in some_of_all(60) if task.domain == domain):
+        messages, payload = expert_messages(task), json.loads(task.payload)
+        for position, message in enumerate(messages):
+            name, arguments = function_of(message)
+            for key, value in arguments.items() if is_write(message) and name != "transfer" else ():
+                schema = {s["function"]["name"]: s["function"] for s in schemas_of(task)}[name]
+                others = schema["parameters"]["properties"][key].get("enum") or [
+                    *payload["database"].get(f"{key}s", {})
+                ]
+                wrong = [call(name, **{**arguments, key: o}) for o in others if o != value]
+                both = [*messages[:position], *wrong, *messages[position:]]
+                assert replay(task, both) == 0.0, (task, name, key)
+                tried[name, key] += 1
+    wanted = {
+        "airline": {"add_bag", "move", "cancel"},
+        "retail": {"cancel", "recall", "exchange", "refund"},
+        "telecom": {"send_bill", "resume", "add_data", "enable_roaming", "ask_user"},
+        "telecom_chat": {"send_bill", "resume", "add_data", "enable_roaming"},
+    }
+    assert {name for name, _ in tried} == wanted[domain]
+
+
+@pytest.mark.parametrize("domain", ["telecom", "telecom_chat"])
+def test_a_phone_is_checked_only_where_the_policy_says_so_and_before_its_remedy(domain):
+    for task in make_tasks(domain, 60):
+        messages, steps = worked(task)
+        check = say(REQUESTS["check"])
+        if domain == "telecom":
+            check = call("ask_user", action="check")
+        if "ask_user:check" not in steps:
+            assert replay(task, [messages[0], check, *messages[1:]]) == 0.0, steps
+
+
+def test_a_check_in_one_message_with_a_remedy_earns_nothing():
+    for task in filter(lambda task: task.branch == "check", make_tasks("telecom_chat")):
+        look, check, remedy, final = worked(task)[0]
+        assert replay(task, [look, check, remedy, final]) == 1.0
+        both = say(f"{check['content']} {remedy['content']}")
+        assert replay(task, [look, both, final]) == 0.0
+
+
+def test_what_was_done_in_the_wrong_order_is_shown_beside_the_right_one():
+    task = next(t for t in make_tasks("retail") if t.branch == "gift")
+    order = json.loads(task.payload)["goal"]["record"]
+    environment = CLASSES["retail"]()
+    refunds = [call("refund", order=order, to=to) for to in ("card", "bank", "voucher")]
+    assert replay(task, [*refunds, say("It is a voucher.")], environment) == 0.0
+    assert environment.reward_breakdown == {
+        "ended": True,
+        "facts": True,
+        "database": True,
+        "steps": False,
+    }
+    assert environment.difference == {
+        "steps": [
+            f"refund({order}, card), refund({order}, bank), refund({order}, voucher)",
+            f"get_order({order}), refund({order}, voucher)",
+        ]
+    }
+
+
+def test_a_call_after_the_transfer_earns_nothing():
+    for task in filter(lambda task: task.branch == "shipped", make_tasks("retail")):
+        *_, transfer = expert_messages(task)
+        if function_of(transfer)[0] != "transfer":
+            continue
+        environment = CLASSES["retail"]()
+        assert replay(task, expert_messages(task), environment) == 1.0
+        call_tool(environment, *function_of(transfer))
+        assert environment.get_reward() == 0.0
+
+
+def test_steps_do_not_depend_on_the_order_of_arguments():
+    task = next(t for t in make_tasks("retail") if t.branch == "gift")
+    look, refund, final = expert_messages(task)
+    name, arguments = function_of(refund)
+    turned = call(name, **dict(reversed(arguments.items())))
+    assert list(function_of(turned)[1]) == ["to", "order"]
+    assert replay(task, [look, turned, final]) == 1.0
+
+
+def test_a_task_without_a_goal_leaves_the_steps_open():
+    task = next(t for t in make_tasks("retail") if t.branch == "gift")
+    payload = json.loads(task.payload)
+    del payload["goal"]
+    _, refund, final = expert_messages(task)
+    assert replay(replace(task, payload=json.dumps(payload)), [refund, final]) == 1.0
+    assert replay(task, [refund, final]) == 0.0
+
+
 # One episode of each domain, in words
 
 
@@ -306,8 +509,6 @@ def test_a_telecom_episode():
     environment = CLASSES["telecom"]()
     environment.reset(**task.row())
     line = json.loads(call_tool(environment, "find_line", {"customer": customer}))["line"]
-    assert json.loads(call_tool(environment, "get_line", {"line": line}))["bill"] == "due"
-    call_tool(environment, "ask_user", {"action": "pay"})  # nothing to pay: no bill was sent
     assert json.loads(call_tool(environment, "get_line", {"line": line}))["bill"] == "due"
     call_tool(environment, "send_bill", {"line": line})
     call_tool(environment, "ask_user", {"action": "pay"})

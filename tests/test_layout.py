@@ -87,7 +87,7 @@ def test_imports_go_one_way(path):
 
 
 def test_domains_do_not_import_each_other_and_what_they_share_goes_one_way():
-    shared = ("deadline", "calls", "base", "cases", "experts", "generation")
+    shared = ("deadline", "calls", "base", "experts", "cases", "generation")
     variant_of = {"telecom_chat": {"telecom"}}
     for path in (PACKAGE / "environments").glob("*.py"):
         inside = {name for name in imports(TREES[path]) if name.startswith("pipeline.environments")}

@@ -112,7 +112,8 @@ def test_the_final_message_is_handed_over():
     task = next(task for task in make_tasks("airline") if task.branch == "gold")
     record = task.prompt[-1]["content"].rpartition(" ")[2]
     environment = factories(CLASSES)["airline"]()
-    work = [call("add_bag", reservation=record, fee="0")]
+    look = call("get_reservation", reservation=record)
+    work = [look, call("add_bag", reservation=record, fee="0")]
     for final, earned in (("The fee is 0.", 1.0), ("The fee is 20.", 0.0), ("Done.", 0.0)):
         completion = played(environment, task.row(), [*work, say(final)])
         assert reward(environment, completion) == earned
@@ -122,7 +123,7 @@ def test_an_episode_without_a_closing_message_earns_nothing():
     task = next(task for task in make_tasks("telecom") if task.branch == "off")
     record = next(word for word in task.prompt[-1]["content"].split() if word[0] == "K")
     environment = factories(CLASSES)["telecom"]()
-    work = [call("enable_roaming", line=record)]
+    work = [call("get_line", line=record), call("enable_roaming", line=record)]
     assert reward(environment, played(environment, task.row(), [*work, say("Done.")])) == 1.0
     completion = played(environment, task.row(), work)
     assert reward(environment, completion) == 0.0  # the last message is a result
@@ -135,9 +136,10 @@ def test_nothing_changes_after_a_transfer():
     task = next(task for task in make_tasks("airline") if task.branch == "fare")
     record = next(word for word in task.prompt[-1]["content"].split() if word[0] == "K")
     environment = factories(CLASSES)["airline"]()
-    more = [call("transfer", reason="fare"), call("cancel", reservation=record), say("Done.")]
+    work = [call("get_reservation", reservation=record), call("transfer", reason="fare")]
+    more = [*work, call("cancel", reservation=record), say("Done.")]
     completion = played(environment, task.row(), more)
-    assert completion[3]["content"] == '{"error": "the conversation has ended"}'
+    assert completion[5]["content"] == '{"error": "the conversation has ended"}'
     assert reward(environment, completion) == 1.0
 
 
@@ -154,7 +156,9 @@ def test_a_reset_erases_the_last_episode():
     environment = factories(CLASSES)["airline"]()
     tasks, rows = alone("airline")
     first = next(n for n, task in enumerate(tasks) if task.branch == "fare")
-    played(environment, rows[first], [call("transfer", reason="fare")])
+    record = next(word for word in tasks[first].prompt[-1]["content"].split() if word[0] == "K")
+    work = [call("get_reservation", reservation=record), call("transfer", reason="fare")]
+    played(environment, rows[first], work)
     assert reward(environment, [say("Done.")]) == 1.0
     played(environment, rows[first], [])
     assert reward(environment, [say("Done.")]) == 0.0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from random import Random
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, TypeAdapter
 
 from pipeline.environments.base import ToolError, User
+from pipeline.environments.experts import Agent, ScriptedAgent
 
 
 class Case(BaseModel):
@@ -33,24 +38,41 @@ class Answer(BaseModel):
 
 
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
+LOOKUPS = ("find_", "get_")  # tools that change nothing
 
 
 @dataclass
 class ScriptedUser:
     """A customer who answers one question with what the task says, and else says goodbye.
 
-    The answer is noted in the case.
+    The answer is noted in the case, and the question among the steps of the episode.
     """
 
     topic: str
     answer: str
     case: Case
+    steps: list[str] = field(default_factory=list)
 
     def reply(self, message: str) -> str | None:
         if "?" not in message or self.topic in self.case.asked:
             return None
         self.case.asked.append(self.topic)
+        self.steps.append(f"ask({self.topic})")
         return self.answer
+
+
+def _noted(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool, which notes each call that succeeds as a step: `refund(K01, card)`."""
+    signature = inspect.signature(tool)
+
+    @wraps(tool)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = tool(self, *args, **kwargs)
+        _, *given = signature.bind(self, *args, **kwargs).arguments.values()
+        self._steps.append(f"{tool.__name__}({', '.join(map(str, given))})")
+        return result
+
+    return noted
 
 
 class CaseEnvironment:
@@ -59,7 +81,10 @@ class CaseEnvironment:
     Payload: `goal` (what the request says), `database`, `expected` (the database at the end),
     `facts` (words that the final message must hold), `answer` (topic and words of the customer, or
     null). The reward is 1.0 when the episode was brought to its end, the final database equals the
-    expected one and every fact was told, else 0.0.
+    expected one, every fact was told and the steps were those of the policy text, else 0.0. The
+    steps are those of the domain's expert: its lookups, questions and writes in this order, and
+    besides nothing but lookups. A payload without a goal, which no expert can serve, leaves them
+    open.
     """
 
     database_class: ClassVar[type[Database]]
@@ -69,13 +94,23 @@ class CaseEnvironment:
     reward_breakdown: dict[str, float]
     difference: dict[str, list[str]]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, member in list(vars(cls).items()):
+            is_tool = inspect.isfunction(member) and not name.startswith("_")
+            if is_tool and name not in ("reset", "get_reward"):
+                setattr(cls, name, _noted(member))
+
     def reset(self, **row: Any) -> str | None:
+        self._row, self._steps = row, list[str]()
         payload = json.loads(row["payload"])
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
         self._facts = _FACTS.validate_python(payload["facts"])
         answer = _ANSWER.validate_python(payload["answer"])
-        self.user = ScriptedUser(answer.topic, answer.words, self._db.case) if answer else None
+        case, steps = self._db.case, self._steps
+        self.user = ScriptedUser(answer.topic, answer.words, case, steps) if answer else None
+        self._goal: dict[str, str] = payload.get("goal") or {}
         self.done = False
         self.final_message = ""
         self.reward_breakdown, self.difference = {}, {}
@@ -86,10 +121,26 @@ class CaseEnvironment:
         told = all(fact in words for fact in self._facts)
         ended = self.done or bool(self.final_message)
         is_right = self._db == self._expected
-        self.reward_breakdown = {"ended": ended, "facts": told, "database": is_right}
+        wanted = self._expert_steps() if self._goal else self._steps
+        in_order = follows(self._steps, wanted)
+        parts = {"ended": ended, "facts": told, "database": is_right, "steps": in_order}
+        self.reward_breakdown, self.difference = {**parts}, {}
+        if not in_order:
+            self.difference["steps"] = [", ".join(self._steps), ", ".join(wanted)]
         if not is_right:
-            self.difference = difference(self._db.model_dump(), self._expected.model_dump())
-        return float(ended and told and is_right)
+            self.difference |= difference(self._db.model_dump(), self._expected.model_dump())
+        return float(all(parts.values()))
+
+    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
+        """Serve the request by the policy text, which each domain's expert does."""
+        raise NotImplementedError
+
+    def _expert_steps(self) -> list[str]:
+        """The steps of the expert on this task, in an environment of its own."""
+        environment = type(self)()
+        environment.reset(**self._row)
+        self._serve(ScriptedAgent(environment, Random(0)), self._goal)
+        return environment._steps
 
     def _transfer(self, reason: str) -> dict[str, str]:
         self._db.case.transferred = reason
@@ -106,6 +157,16 @@ class CaseEnvironment:
         if key not in records:
             raise ToolError(f"no {key}")
         return records[key]
+
+
+def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether all wanted steps were taken, in their order, and besides nothing but lookups."""
+    rest = iter(steps)
+    return all(step in rest for step in wanted) and _acts(steps) == _acts(wanted)
+
+
+def _acts(steps: Sequence[str]) -> list[str]:
+    return [step for step in steps if not step.startswith(LOOKUPS)]
 
 
 def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:

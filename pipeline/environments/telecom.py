@@ -171,6 +171,9 @@ class TelecomEnvironment(CaseEnvironment):
         """
         return self._transfer(reason)
 
+    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
+        return expert(agent, goal)
+
 
 def expert(agent: Agent, goal: dict[str, str]) -> str:
     """Serve one request by the policy."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.environments import telecom
@@ -111,9 +111,13 @@ class PhoneUser:
 
     database: TelecomDatabase
     answers: User | None
+    steps: list[str] = field(default_factory=list)  # of the episode
 
     def reply(self, message: str) -> str | None:
         if actions := asked_for(message):
+            # A check in one message with something else is a step of no policy.
+            joined = [" ".join(actions)] if "check" in actions else actions
+            self.steps += [f"ask_user({asked})" for asked in joined]
             return " ".join(self._do(action) for action in actions)
         return self.answers.reply(message) if self.answers else None
 
@@ -133,8 +137,11 @@ class TelecomChatEnvironment(TelecomEnvironment):
 
     def reset(self, **row: Any) -> str | None:
         addition = super().reset(**row)
-        self.user = PhoneUser(self._db, self.user)
+        self.user = PhoneUser(self._db, self.user, self._steps)
         return addition
+
+    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
+        return expert(agent, goal)
 
 
 @dataclass
