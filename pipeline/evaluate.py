@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
 from statistics import fmean
@@ -23,7 +23,9 @@ from pipeline.environments.base import (
     started,
     tool_schemas,
 )
+from pipeline.environments.blind import Trace, blind_baselines, blind_trace
 from pipeline.environments.calls import Calls, Guard
+from pipeline.environments.cases import CaseEnvironment
 from pipeline.environments.deadline import alarms
 from pipeline.rollout import Rollout, Start
 from pipeline.tasks import Task, shard_tasks
@@ -34,6 +36,8 @@ ATTEMPTS = 3  # to play a trial whose environment fails
 FAILED = (StopReason.ENVIRONMENT_ERROR,)
 LOOKUPS = ("find", "get")  # beginnings of tools that change nothing
 ID = r"\w*\d\w*"  # a word with a digit
+# Of each environment, the tasks of the last call and what their floors are.
+_FLOORS: dict[type[Any], tuple[list[Task], dict[str, float]]] = {}
 
 
 def evaluate(
@@ -161,11 +165,12 @@ def floors(
     tasks: Mapping[str, Sequence[Task]],
     call_timeout: float = RolloutSettings().call_timeout,
 ) -> dict[str, dict[str, float]]:
-    """What policies earn that never look.
+    """What policies earn that never read the record of a request.
 
-    They do nothing, look everything up and transfer whatever it says (best single reason), or call
-    every tool in turn. Where an environment fails, or a call of it takes more than so many seconds,
-    they earn nothing.
+    They do nothing, always transfer (best single reason; in the embedded domains after the
+    lookups), or call every tool in turn. For the embedded domains, also the best of all such
+    policies (`environments.blind`). Where an environment fails, or a call of it takes more than so
+    many seconds, they earn nothing. Where nothing failed, the same tasks are not played again.
     """
     calls = Calls(call_timeout, lambda _: None)
     with alarms():
@@ -173,17 +178,49 @@ def floors(
 
 
 def _floor(calls: Calls, environment_class: type[Any], tasks: Sequence[Task]) -> dict[str, float]:
-    def earned(schemas: Sequence[dict[str, Any]]) -> float:
-        return fmean(_play(calls, environment_class, task, schemas) for task in tasks)
+    known = _FLOORS.get(environment_class)
+    if known and known[0] == list(tasks):
+        return dict(known[1])
+    failed: list[Task] = []
 
+    def played(play: Callable[[Task, list[Any], Guard], None]) -> list[Any]:
+        """What came of every task; None where it failed."""
+        found: list[Any] = []
+        for task in tasks:
+            outcome: list[Any] = []
+            try:
+                calls.here(task.key, partial(play, task, outcome))
+            except EnvironmentFault:  # as in a rollout
+                failed.append(task)
+            found.append(outcome[0] if outcome else None)
+        return found
+
+    def earned(schemas: Sequence[dict[str, Any]]) -> float:
+        return fmean(
+            reward or 0.0 for reward in played(partial(_play_blind, environment_class, schemas))
+        )
+
+    is_embedded = issubclass(environment_class, CaseEnvironment)
     schemas = [schema["function"] for schema in tool_schemas(environment_class)]
-    nothing, every = earned([]), earned(schemas)
-    transfer = next((schema for schema in schemas if schema["name"].startswith("transfer")), None)
-    lookups = [schema for schema in schemas if schema["name"].startswith(LOOKUPS)]
-    best = 0.0
-    for reason in _first_enum(transfer) if transfer else []:
-        best = max(best, earned([*lookups, {**(transfer or {}), "fixed": reason}]))
-    return {"nothing": nothing, "transfer": best, "every_tool": every}
+    lookups = [s for s in schemas if is_embedded and s["name"].startswith(LOOKUPS)]
+    transfers = [schema for schema in schemas if schema["name"].startswith("transfer")][:1]
+    fixed = [{**s, "fixed": reason} for s in transfers for reason in _first_enum(s)]
+    found = {
+        "nothing": earned([]),
+        "transfer": max((earned([*lookups, transfer]) for transfer in fixed), default=0.0),
+        "every_tool": earned(schemas),
+    }
+    if is_embedded:
+        found |= blind_baselines(played(partial(_trace, environment_class)), tasks)
+    if not failed:
+        _FLOORS[environment_class] = (list(tasks), dict(found))
+    return found
+
+
+def _trace(
+    environment_class: type[Any], task: Task, outcome: list[Trace | None], guard: Guard
+) -> None:
+    outcome.append(guard("expert", partial(blind_trace, environment_class, task)))
 
 
 def _first_enum(schema: dict[str, Any]) -> list[str]:
@@ -193,22 +230,10 @@ def _first_enum(schema: dict[str, Any]) -> list[str]:
     return []
 
 
-def _play(
-    calls: Calls, environment_class: type[Any], task: Task, schemas: Sequence[dict[str, Any]]
-) -> float:
-    rewards: list[float] = []
-    play = partial(_play_blind, environment_class, task, schemas, rewards)
-    try:
-        calls.here(task.key, play)
-    except EnvironmentFault:  # as in a rollout
-        return 0.0
-    return rewards[0]
-
-
 def _play_blind(
     environment_class: type[Any],
-    task: Task,
     schemas: Sequence[dict[str, Any]],
+    task: Task,
     rewards: list[float],
     guard: Guard,
 ) -> None:

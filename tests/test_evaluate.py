@@ -2,8 +2,11 @@
 records.
 """
 
+import json
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
+from statistics import fmean
 from threading import Event
 
 import pytest
@@ -12,7 +15,9 @@ from helpers import Desk, ScriptedSampler, chat, make_task, make_trajectory, pla
 
 from pipeline.config import EMBEDDED_DOMAINS, RolloutSettings
 from pipeline.distributed import Ranks
-from pipeline.environments import environment_classes
+from pipeline.environments import environment_classes, telecom
+from pipeline.environments.base import call_tool, tool_schemas
+from pipeline.environments.blind import most_solved
 from pipeline.evaluate import evaluate, failed_trials, floors, success
 from pipeline.rollout import Rollout
 
@@ -315,3 +320,94 @@ def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(d
     assert floor["nothing"] == 0.0
     assert floor["transfer"] <= 0.12
     assert floor["every_tool"] <= 0.05
+    assert floor["transfer"] <= floor["unread"] <= floor["unread_by_family"] < 0.5
+
+
+def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_not_read_the_line():
+    tasks = telecom.generate_tasks(1, 120, "test", "medium")
+    rewards = []
+    for task in tasks:
+        environment = telecom.TelecomEnvironment()
+        environment.reset(**task.row())
+        line = json.loads(task.payload)["goal"]["record"]
+        call_tool(environment, "get_line", {"line": line})
+        fault = json.loads(call_tool(environment, "ask_user", {"action": "check"}))["fault"]
+        call_tool(environment, "ask_user", {"action": telecom.REMEDIES[fault]})
+        environment.final_message = "Done."
+        rewards.append(environment.get_reward())
+    found = floors({"telecom": telecom.TelecomEnvironment}, {"telecom": tasks})["telecom"]
+    assert found["unread"] == fmean(rewards) == 45 / 120
+    more = telecom.generate_tasks(1, 400, "test", "medium")
+    found = floors({"telecom": telecom.TelecomEnvironment}, {"telecom": more})["telecom"]
+    assert found["unread"] >= 0.377
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
+    """After all lookups that the request names; the closing words hold the chosen value."""
+    classes = environment_classes([domain], {})
+    tasks = import_module(f"pipeline.environments.{domain}").generate_tasks(3, 60, "test", "medium")
+    schemas = [schema["function"] for schema in tool_schemas(classes[domain])]
+    lookups = [s for s in schemas if s["name"].startswith("get_")]
+    lookups += [s for s in schemas if s["name"].startswith("find_")]
+    earned = {}
+    for schema in (schema for schema in schemas if schema not in lookups):
+        given = schema["parameters"]["properties"]
+        for values in product(*(p.get("enum", ["goal"]) for p in given.values())):
+            arguments = dict(zip(given, values, strict=True))
+            earned[schema["name"], values] = fmean(
+                blindly(classes[domain](), task, lookups, schema["name"], arguments)
+                for task in tasks
+            )
+    unread = floors(classes, {domain: tasks})[domain]["unread"]
+    assert len(earned) > 5
+    assert 0.05 < max(earned.values()) <= unread
+    turned = floors(classes, {domain: tasks[::-1]})[domain]
+    assert turned == floors(classes, {domain: tasks})[domain]
+
+
+def blindly(environment, task, lookups, tool, arguments):
+    """Look up what the request names, do one thing and say its value; returns the reward."""
+    environment.reset(**task.row())
+    goal = json.loads(task.payload)["goal"]
+    for schema in lookups:
+        (given,) = schema["parameters"]["properties"]
+        call_tool(environment, schema["name"], {given: goal.get(given, goal["record"])})
+    right = {name: goal["record"] if v == "goal" else v for name, v in arguments.items()}
+    call_tool(environment, tool, right)
+    environment.final_message = f"Done. {' '.join(right.values())}"
+    return environment.get_reward()
+
+
+def test_a_policy_chooses_each_step_by_what_came_of_those_before():
+    look, ask = ("look", ""), ("ask", "sick")
+    traces = [
+        (look, ask, ("cancel", "")),
+        (look, ("ask", "plans"), ("transfer", "")),
+        (look, ask, ("refund", "")),
+        (look, ("cancel", "")),
+        (look, ("cancel", "")),
+        (look,),
+    ]
+    assert most_solved(traces) == 2
+    assert most_solved(traces[:4]) == 2  # ask; sick: cancel; plans: transfer
+    assert most_solved([*traces, (look, ask, ("cancel", ""))]) == 3
+    assert most_solved([]) == 0
+
+
+def test_the_same_tasks_are_played_once():
+    calls = []
+
+    class Counted(telecom.TelecomEnvironment):
+        def reset(self, **row):
+            calls.append(row["id"])
+            return super().reset(**row)
+
+    tasks = telecom.generate_tasks(0, 4, "test", "medium")
+    first = floors({"telecom": Counted}, {"telecom": tasks})
+    count = len(calls)
+    assert count > 4
+    assert floors({"telecom": Counted}, {"telecom": list(tasks)}) == first
+    assert len(calls) == count
+    floors({"telecom": Counted}, {"telecom": tasks[:2]})
+    assert len(calls) > count

@@ -136,7 +136,8 @@ def test_results_hold_every_evaluation_in_order(two_ranks: tuple[Path, str]) -> 
             assert 0 <= success["mean"] <= 1
             assert 0 <= success["greedy"] <= 1
             assert (success["num_tasks"], success["num_trials"]) == (4, 1)
-    assert set(found["floors"]["telecom"]) == {"nothing", "transfer", "every_tool"}
+    kinds = {"nothing", "transfer", "every_tool", "unread", "unread_by_family"}
+    assert set(found["floors"]["telecom"]) == kinds
     assert found["split"] == "test"
     assert found["training"]["retail"]["episodes_per_rank"] == [16, 16]
 

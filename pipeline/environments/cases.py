@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, TypeAdapter
 
-from pipeline.environments.base import ToolError, User
+from pipeline.environments.base import ToolError, User, started
 from pipeline.environments.experts import Agent, ScriptedAgent
 
 
@@ -137,10 +137,10 @@ class CaseEnvironment:
 
     def _expert_steps(self) -> list[str]:
         """The steps of the expert on this task, in an environment of its own."""
-        environment = type(self)()
-        environment.reset(**self._row)
+        environment = started(type(self), self._row).environment
         self._serve(ScriptedAgent(environment, Random(0)), self._goal)
-        return environment._steps
+        steps: list[str] = environment._steps
+        return steps
 
     def _transfer(self, reason: str) -> dict[str, str]:
         self._db.case.transferred = reason

@@ -34,7 +34,7 @@ GREEDY: Handle = (
     "greedy",
     {"marker": "D", "color": "black", "markerfacecolor": "white", "linestyle": "none"},
 )
-FLOOR: Handle = ("best policy that never looks", {"linestyle": ":", "linewidth": 1})
+FLOOR: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
 
 
 def learning_curves(run: Run) -> Figure:

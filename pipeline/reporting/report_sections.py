@@ -28,6 +28,8 @@ FLOORS = {
     "nothing": "doing nothing",
     "transfer": "always transferring (best single reason)",
     "every_tool": "every tool in turn",
+    "unread": "best that never reads the record",
+    "unread_by_family": "best of each family",
 }
 PHASES = {
     "sample_s": "sampling",
@@ -203,7 +205,11 @@ def _floors(run: Run) -> list[Section]:
         return []
     rows = [[d, *(number(of.get(key)) for key in FLOORS)] for d, of in floors.items()]
     table = Table(header=["domain", *FLOORS.values()], rows=rows)
-    text = "What policies earn that never look at the request."
+    text = (
+        "What policies earn that never read the record of a request. The last two are the best of "
+        "all such policies: one for every request, and one for each family of requests. They may "
+        "use what the customer answers, and are chosen on these tasks, so others earn less."
+    )
     return [Section(title="Floors", blocks=[text, table])]
 
 
