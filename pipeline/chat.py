@@ -20,8 +20,21 @@ from functools import lru_cache
 from typing import Any
 
 from pipeline.config import STARTED_BY_US, UserError
-from pipeline.probes import ANSWER, ASKED, CALL, REPLIES, RESULT, STUB_TURN, TOOL, conversations
-from pipeline.response_reader import ResponseTemplate, steady
+from pipeline.probes import (
+    ANSWER,
+    ASKED,
+    CALL,
+    CALLED,
+    REPLIES,
+    RESULT,
+    STUB_TURN,
+    TOOL,
+    conversations,
+    in_hermes,
+    lost_arguments,
+    unread_call,
+)
+from pipeline.response_reader import ResponseTemplate, steady, take_from_trl, values_are_text
 from pipeline.special_text import GUARD, STUB, Guards, Special
 from pipeline.tasks import Message
 from pipeline.tool_calls import Parsed, is_call, parse_hermes
@@ -29,6 +42,7 @@ from pipeline.untrusted import reason_of
 
 _CACHE_SIZE = 65536  # renderings and parses kept: what a small model says, it says many times
 
+_THINK = "<think>"
 _THOUGHT, _ANSWERED = "probe_thought", "probe_answer"
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -37,8 +51,9 @@ class Chat:
     """A tokenizer's chat template and tool-call format.
 
     Raises UserError for a tokenizer without a template, a template that ignores tools or refuses a
-    conversation with them, that does not close an assistant message with a special token, or whose
-    rendering of a reply depends on earlier text. Warns where a template drops earlier thoughts.
+    conversation with them, that does not close an assistant message with a special token, whose
+    rendering of a reply depends on earlier text, or whose calls are not read back. Warns where a
+    template drops earlier thoughts, leaves calls out, or cannot hold some arguments of calls.
     """
 
     def __init__(
@@ -68,14 +83,16 @@ class Chat:
         self._check_deltas()
         self._renders_calls = "probe_tool" in self._template([ASKED, CALL])
         self._opening = self._template([ASKED], add_generation_prompt=True)
+        self._spell = lru_cache(_CACHE_SIZE)(self._spell_text)
+        self._opens_thought = self._opening.rstrip().endswith(_THINK)
         self._reader: ResponseTemplate | None = None
         self._prefix = ""  # of a message, for the reader of calls
         self._reader = self._choose_reader(tool_call_format)
+        self._check_calls(tool_call_format)
         self._warn_of_lost_thoughts()
         self._reply_ids = lru_cache(_CACHE_SIZE)(self._render_reply)
         self._message_ids = lru_cache(_CACHE_SIZE)(self._render_message)
         self._prompt_ids = lru_cache(_CACHE_SIZE)(self._render_prompt)
-        self._spell = lru_cache(_CACHE_SIZE)(self._spell_text)
         self._parse = lru_cache(_CACHE_SIZE)(self._parse_text)
         self.num_content_tokens = lru_cache(_CACHE_SIZE)(self._num_content_tokens)
 
@@ -132,8 +149,12 @@ class Chat:
                 "model: its chat template leaves tool calls out, so a demonstration would teach "
                 "none; write them into the content, or set warm_start.steps 0"
             )
+        return self._encode_message(text[len(self._opening) :], guards)
+
+    def _encode_message(self, text: str, guards: Guards) -> list[int]:
+        """Ids of a text up to its last end of turn."""
         end = text.rindex(self.end_of_turn) + len(self.end_of_turn)
-        return self._encode_guarded(text[len(self._opening) : end], guards)
+        return self._encode_guarded(text[:end], guards)
 
     def _render(
         self, own: list[Message], messages: list[Message], **options: Any
@@ -215,24 +236,40 @@ class Chat:
 
     # -- tokens to messages --
 
-    def parse(self, ids: Sequence[int]) -> Parsed:
-        """Read a sampled message (its end of turn, if it has one, is no part of the content)."""
-        ended = bool(ids) and ids[-1] == self.end_of_turn_id
-        text = self.tokenizer.decode(list(ids[:-1] if ended else ids))
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
+        finished: bool | None = None,
+    ) -> Parsed:
+        """Read a sampled message; the token that ended it, if one did, is no part of the content.
+
+        `tools` tell the types of arguments where the format of calls writes all as text. `finished`
+        says that the last id ended the message, whichever it is; if missing, the template's end of
+        turn does.
+        """
+        if finished is None:
+            finished = bool(ids) and ids[-1] == self.end_of_turn_id
+        text = self._decode(ids[:-1] if finished else ids)
+        typed_by = json.dumps(list(tools)) if values_are_text(self._reader) else "[]"
         try:
-            parsed = self._parse(text, ended)
+            parsed = self._parse(text, finished, typed_by)
             calls = [(name, deepcopy(arguments)) for name, arguments in parsed.calls]
             return replace(parsed, calls=calls)  # tools may alter arguments
         except RecursionError:
             return Parsed(content=text, malformed="nested too deeply")
 
-    def _parse_text(self, text: str, ended: bool) -> Parsed:
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return text
+
+    def _parse_text(self, text: str, ended: bool, tools: str) -> Parsed:
         if self._reader is None:
-            opened = self._opening.rstrip().endswith("<think>")
-            return parse_hermes("<think>" + text if opened and "</think>" in text else text)
+            in_thought = self._opens_thought and "</think>" in text
+            return parse_hermes(_THINK + text if in_thought else text)
         whole = text + self.end_of_turn if ended else text
         try:
-            message = self._read(whole, self._prefix)
+            message = self._read(whole, self._prefix, json.loads(tools))
         except RecursionError:
             raise
         except Exception as error:  # a template is not ours, and what it reads may be anything
@@ -251,8 +288,10 @@ class Chat:
             calls.append((function["name"], function.get("arguments") or {}))
         return Parsed(content=said.strip(), calls=calls)
 
-    def _read(self, text: str, prefix: str) -> dict[str, Any]:
-        message: dict[str, Any] = self.tokenizer.parse_response(text, self._reader, prefix=prefix)
+    def _read(self, text: str, prefix: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        message: dict[str, Any] = self.tokenizer.parse_response(
+            text, self._reader, prefix=prefix, tools=list(tools)
+        )
         return message
 
     # -- checks at start --
@@ -261,22 +300,13 @@ class Chat:
         """The tokenizer's response template; None where our Hermes parser reads the calls."""
         if tool_call_format == "hermes":
             return None
-        if getattr(self.tokenizer, "response_template", None) is None:
-            from trl.chat_template_utils import add_response_schema
-
-            try:
-                add_response_schema(self.tokenizer)
-            except ValueError:
-                _warn(
-                    "the tokenizer carries no response template and TRL knows none for its chat "
-                    "template: tool calls are read as <tool_call>{...}</tool_call>; set "
-                    "tool_call_format: hermes to silence this"
-                )
-                return None
+        own = getattr(self.tokenizer, "response_template", None)
+        if own is None and not take_from_trl(self.tokenizer):
+            return None
         try:
             self._reader = steady(self.tokenizer.response_template)
             # A template may open a message itself, with <think>, which its reader must know.
-            nothing = self._read(self.end_of_turn, self._opening)
+            nothing = self._read(self.end_of_turn, self._opening, ())
         except Exception as error:  # it came with the model and may hold anything
             raise UserError(
                 f"model: its tokenizer's response template cannot be used ({reason_of(error)}); "
@@ -285,6 +315,74 @@ class Chat:
         if not nothing.get("content"):  # it finds where the message starts
             self._prefix = self._opening
         return self._reader
+
+    def _check_calls(self, tool_call_format: str) -> None:
+        """UserError where calls that the template writes are not read back as they were said."""
+        if not self._renders_calls and self._reader is None and tool_call_format == "auto":
+            _warn(
+                "the chat template leaves tool calls out and the tokenizer carries no response "
+                "template: tool calls are read as <tool_call>{...}</tool_call>; set "
+                "tool_call_format: hermes to silence this"
+            )
+        unread = unread_call(self._read_back)
+        if unread:
+            reader = "as Hermes" if self._reader is None else "by its response template"
+            raise UserError(
+                f"model: its chat template writes tool calls that are not read back {reader} "
+                f"({unread}), so none would work; {self._remedy(tool_call_format)}"
+            )
+        if lost := lost_arguments(self._read_back):
+            _warn(
+                f"the chat template's tool calls cannot hold {' or '.join(lost)} in arguments: "
+                "where a model writes them, a tool is given something else"
+            )
+
+    def _remedy(self, tool_call_format: str) -> str:
+        if tool_call_format == "hermes":
+            return "leave tool_call_format at auto, or use another template"
+        if self._reader is not None:
+            self._reader = None
+            if not unread_call(self._read_back):
+                return "set tool_call_format: hermes"
+        return "set tokenizer.response_template to one that reads them, or use another template"
+
+    def _read_back(self, message: Message) -> Parsed | None:
+        """What is read of a message that was encoded as a policy would have to sample it.
+
+        None where the template does not write all its calls, or refuses several.
+        """
+        calls = message["tool_calls"]
+        if self._renders_calls:
+            try:
+                text, guards = self._render([ASKED], [message])
+            except UserError:
+                if len(calls) == 1:
+                    raise
+                return None
+            if any(call["function"]["name"] not in text for call in calls):
+                return None
+            ids = self._encode_message(self._continuation(text), guards)
+        elif self._reader is None:
+            ids = self._encode(in_hermes(message) + self.end_of_turn)
+        else:  # nobody says how it would be written
+            return None
+        return self._parse_text(self._decode(ids[:-1]), True, json.dumps(CALLED))
+
+    def _continuation(self, text: str) -> str:
+        """What a policy would say of a rendered message, also where the template adds to both.
+
+        It closes a thought that it is asked to begin, if the message has none.
+        """
+        in_thought = self._opens_thought and not text.startswith(self._opening)
+        opening = self._opening
+        if in_thought:
+            opening = opening.rstrip().removesuffix(_THINK)
+        shared = os.path.commonprefix([text, opening])  # noqa: RUF071  # these are texts
+        said = text[len(shared) :]
+        if in_thought:
+            said = said.removeprefix(_THINK)
+            said = said if "</think>" in said else "</think>" + said
+        return said
 
     def _warn_of_lost_thoughts(self) -> None:
         tagged = {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWERED}"}

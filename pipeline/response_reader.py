@@ -21,6 +21,37 @@ MAX_NOTATION = 8192  # characters of a call that is no plain JSON: its patterns 
 _IS_AHEAD = r"(?=[\s\S]*?"  # begins a pattern that matches everywhere before what it names
 
 
+def take_from_trl(tokenizer: Any) -> bool:
+    """Give a tokenizer the response template that TRL has for its chat template, if it has one.
+
+    TRL has them for the templates of models; its own variants of these for training, which write
+    calls in the same way, take theirs.
+    """
+    from trl import chat_template_utils as known
+
+    template, texts = tokenizer.chat_template, vars(known)
+    variants = {
+        text: texts.get(name.replace("_training_", "_"))
+        for name, text in texts.items()
+        if name.endswith("_training_chat_template")
+    }
+    try:
+        if isinstance(template, str):
+            tokenizer.chat_template = variants.get(template) or template
+        known.add_response_schema(tokenizer)
+    except ValueError:
+        return False
+    finally:
+        tokenizer.chat_template = template
+    return True
+
+
+def values_are_text(template: ResponseTemplate | None) -> bool:
+    """Whether a format writes a call's arguments as text, whose types only the tool tells."""
+    fields = {} if template is None else template.fields
+    return any(field.content in ("xml-inline", "kv-lines") for field in fields.values())
+
+
 def steady(template: dict[str, Any]) -> ResponseTemplate:
     """The same template, whose marks are searched for once."""
     loaded = load_response_template(template)

@@ -1,6 +1,7 @@
 """Text that must not become control tokens, and guards that stand for it in a template.
 
-A guard is a number between two private-use characters, which no template holds.
+A guard is a number between two rare characters, which no template holds. They are printable:
+Python, and so a template that writes a list as Python does, would escape others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 STUB = "\ue000stub\ue001"  # an answer that no conversation holds
-GUARD = re.compile("(\ue002\\d+\ue003)")
+GUARD = re.compile("(\u29d8\\d+\u29d9)")
 
 
 class Special:
@@ -19,7 +20,7 @@ class Special:
     def __init__(self, texts: set[str]) -> None:
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
         self.tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._whole = re.compile(f"{self.tokens.pattern}|[\ue000-\ue003]")
+        self._whole = re.compile(f"{self.tokens.pattern}|[\ue000\ue001\u29d8\u29d9]")
         self._starts = {text[:n] for text in texts for n in range(1, len(text))}
         self._ends = {text[n:] for text in texts for n in range(1, len(text))}
         self._inside = "\n".join(texts)
@@ -46,14 +47,14 @@ class Special:
 
 
 class Guards:
-    """Strings taken out of messages, where private-use characters stand for them."""
+    """Strings taken out of messages, where guards stand for them."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def _take(self, text: str) -> str:
         self.texts.append(text)
-        return f"\ue002{len(self.texts) - 1}\ue003"
+        return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
         """`value` with guards in all its strings but names that templates look up."""

@@ -303,14 +303,14 @@ def test_a_call_that_no_file_could_hold_is_malformed(value):
 def test_a_response_template_that_breaks_on_a_call_makes_it_malformed():
     own, template = deepcopy(tokenizer()), deepcopy(RESPONSE_TEMPLATE)
     calls = template["fields"]["tool_calls"]
-    template["fields"]["tool_calls"] = {
-        **calls,
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": "("},
-    }
+    calls["transform"] = {"name": "{content.name}", "arguments": "{content.arguments}"}
     own.response_template = template
-    text = "<tool_call>{}</tool_call>"
-    assert Chat(own).parse(own(text)["input_ids"]).malformed == "missing ) at position 1"
+    text = '<tool_call>{"name": "a"}</tool_call>'
+    problem = "transform placeholder '{content.arguments}' is missing key 'arguments'. Available: "
+    assert Chat(own).parse(own(text)["input_ids"]).malformed == f"{problem}['name']"
+    calls |= {"content": "xml-inline", "content_args": {"tag_pattern": "("}}
+    with pytest.raises(UserError, match=r"\(one with arguments: missing \) at position 1\), so"):
+        Chat(own)
 
 
 @fuzz
@@ -329,7 +329,7 @@ def test_a_response_template_reads_what_it_read_before_its_marks_remembered(name
 
 
 @fuzz
-@given(made_of(*SAID, "<|endoftext|>", "\ue002", "0", "\ue003", "\ue000stub\ue001"))
+@given(made_of(*SAID, "<|endoftext|>", "\u29d8", "0", "\u29d9", "\ue000stub\ue001"))
 def test_no_text_of_a_task_becomes_a_control_token(text):
     def num_control(content: str) -> int:
         messages = [{"role": "system", "content": "desk"}, {"role": "user", "content": content}]
@@ -343,7 +343,7 @@ def test_no_text_of_a_task_becomes_a_control_token(text):
 SIZE = 100_000
 REPEATED = (
     *("<tool_call>", "</tool_call>", "<tool_call>{}</tool_call>", "<think>", "<think></think>"),
-    *("</think>", "a", " ", "\n", "[", "{", '{"a":', '"', "\\", "9", "<|im_end|>", "\ue002"),
+    *("</think>", "a", " ", "\n", "[", "{", '{"a":', '"', "\\", "9", "<|im_end|>", "\u29d8"),
     *("<tool_call>\n<function=a>", "<parameter=a>", ", a", ", a(", "a=[[", "<|tool_call>call:a{"),
 )
 

@@ -71,9 +71,9 @@ TEXTS = [
     "مرحبا \u202eabc\u202c שלום",
     "\0\x01\x1b[0m\x7f\ufeff\ufffd",
     "\ue000stub\ue001",
-    "\ue002",
-    "\ue0020\ue003",
-    "\ue0027\ue003<|im_end|>\ue003",
+    "\u29d8",
+    "\u29d80\u29d9",
+    "\u29d87\u29d9<|im_end|>\u29d9",
     "\U000f0000<|im_end|>\U000f0001",
     "\u2028\x85",
     "{{ messages }}{% raise %}",
@@ -290,9 +290,33 @@ def tokenizer_of(template, tags=()):
     return made
 
 
+# TRL knows no reader for its calls: a call of this template is to=NAME<|message|> and this.
+RESPONSE_TEMPLATES = {
+    "muse_glimmer": {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r'<atem:invoke name="(?P<name>[^"]+)">',
+                "close": "</atem:invoke>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*?)</atem:p'
+                },
+                "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content": "text"},
+        },
+    }
+}
+
+
+@cache
 def shipped(name, **options):
     """A template that TRL ships, quietly."""
     made = tokenizer_of((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    made.response_template = RESPONSE_TEMPLATES.get(name.removesuffix("_training"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Chat(made, options)
@@ -545,12 +569,124 @@ def test_a_demonstration_of_a_call_that_a_template_leaves_out_is_refused():
         shipped("lfm2").message_ids(call("find_line", customer="K07"))
 
 
-@pytest.mark.parametrize("name", ["llama3_1", "qwen2_5", "qwen3_6", "lfm2_v2", "gemma4_v2"])
-def test_calls_are_read_in_the_format_of_each_template(name):
+class Booking:
+    """Tools whose parameters have types."""
+
+    def book(self, name: str, code: str, seats: int, price: float, window: bool) -> None:
+        """Book seats.
+
+        Args:
+            name: Whose.
+            code: Of the flight.
+            seats: How many.
+            price: Of each.
+            window: Whether at a window.
+        """
+
+    def change(self, stops: list[str], rules: dict[str, list[int]]) -> None:
+        """Change the way.
+
+        Args:
+            stops: On the way.
+            rules: To keep.
+        """
+
+
+BOOK = {"name": "K\u00f6hl, A.", "code": "007", "seats": 3, "price": 0.5, "window": True}
+CHANGE = {"stops": ["a", "b"], "rules": {"rows": [1, 2]}}
+SINGLE = ("llama3_1", "llama3_2")  # these take one call in a message
+WITHOUT_CALLS = ("lfm2", "lfm2_training")
+
+
+def said_with_calls(made, *calls):
+    """What a policy would sample that says calls, after the thought that it must begin."""
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    message = {**say(""), "tool_calls": [{"type": "function", "function": f} for f in functions]}
+    try:
+        return made.message_ids(message)
+    except UserError:
+        return made.message_ids({**message, "reasoning_content": "Hm."})
+
+
+@pytest.mark.parametrize("name", sorted({*WORK} - {*WITHOUT_CALLS}))
+def test_every_template_that_is_let_in_reads_its_own_calls(name):
+    made, tools = shipped(name), tool_schemas(Booking)
+    for calls in ([("book", BOOK)], [("change", CHANGE)], [("book", BOOK), ("change", CHANGE)]):
+        if len(calls) == 1 or name not in SINGLE:
+            assert made.parse(said_with_calls(made, *calls), tools).calls == calls
+
+
+@pytest.mark.parametrize("name", WITHOUT_CALLS)
+def test_a_template_that_leaves_calls_out_says_how_they_are_read(name):
+    (warning,) = told(name)
+    assert warning == (
+        "the chat template leaves tool calls out and the tokenizer carries no response template: "
+        "tool calls are read as <tool_call>{...}</tool_call>; set tool_call_format: hermes to "
+        "silence this"
+    )
+    text = '<tool_call>\n{"name": "book", "arguments": {"code": "007"}}\n</tool_call><|im_end|>'
     made = shipped(name)
-    ids = made.message_ids(call("find_line", customer="K07"))
-    assert made.parse(ids) == Parsed(content="", calls=[("find_line", {"customer": "K07"})])
-    assert made.parse(made.message_ids(say("Done."))) == Parsed(content="Done.")
+    assert made.parse(made.tokenizer(text)["input_ids"]).calls == [("book", {"code": "007"})]
+
+
+UNREAD = "model: its chat template writes tool calls that are not read back "
+NO_HERMES = "as Hermes (one with arguments: not JSON: Expecting value), so none would work; "
+ONE_FOUND = "as Hermes (one with arguments: 0 found of 1), so none would work; "
+GIVE_A_READER = "set tokenizer.response_template to one that reads them, or use another template"
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "tool_call_format", "problem"),
+    [
+        ("muse_glimmer", "", "auto", ONE_FOUND + GIVE_A_READER),
+        ("qwen3_6_training", "{#- mine -#}", "auto", NO_HERMES + GIVE_A_READER),
+        ("qwen3_6", "", "hermes", NO_HERMES + "leave tool_call_format at auto, or use another te"),
+        ("llama3_1", "", "hermes", ONE_FOUND + "leave tool_call_format at auto, or use another t"),
+    ],
+)
+def test_a_template_whose_calls_are_not_read_is_refused(name, edit, tool_call_format, problem):
+    made = tokenizer_of((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") + edit)
+    with pytest.raises(UserError) as caught:
+        Chat(made, tool_call_format=tool_call_format)
+    assert str(caught.value).startswith(UNREAD + problem)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_response_template_that_does_not_fit_the_template_is_refused():
+    made = tokenizer_of(CHAT_TEMPLATE)
+    made.response_template = RESPONSE_TEMPLATES["muse_glimmer"]
+    fitting = UNREAD + "by its response template (one with arguments: 0 found of 1), so none would"
+    with pytest.raises(UserError) as caught:
+        Chat(made)
+    assert str(caught.value) == f"{fitting} work; set tool_call_format: hermes"
+    assert made.chat_template == CHAT_TEMPLATE
+    made.chat_template = (TEMPLATES / "qwen3_6.jinja").read_text(encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        Chat(made)
+    assert str(caught.value) == f"{fitting} work; {GIVE_A_READER}"
+
+
+def test_what_a_format_of_calls_cannot_hold_is_told():
+    told_of_quotes = told("lfm2_v2")
+    assert told_of_quotes == [
+        "the chat template's tool calls cannot hold quotes or line breaks in arguments: where a "
+        "model writes them, a tool is given something else"
+    ]
+
+
+def test_a_template_that_writes_lists_as_python_does_writes_their_texts_whole():
+    made = shipped("lfm2_2_5")
+    text = made.tokenizer.decode(said_with_calls(made, ("change", {"stops": ["<think>", "a"]})))
+    assert "change(stops=['<think>', 'a'])" in text
+
+
+def test_texts_are_read_as_they_were_sampled():
+    """Some tokenizers remove the space before punctuation when they decode."""
+    made = tokenizer_of(CHAT_TEMPLATE)
+    made.clean_up_tokenization_spaces = True
+    made.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    made = Chat(made, tool_call_format="hermes")
+    assert made.parse(made.message_ids(say("a , b ?"))) == Parsed(content="a , b ?")
 
 
 # Thoughts
@@ -579,7 +715,7 @@ def told(name, **options):
     ],
 )
 def test_with_thinking_on_one_warning_says_that_a_server_drops_earlier_thoughts(name, options):
-    (warning,) = told(name, **options)
+    (warning,) = (text for text in told(name, **options) if "thoughts" in text)
     assert warning.startswith(LOST)
     assert warning.endswith(
         "set chat_template_kwargs: {enable_thinking: false}, or serve with token-level history"
@@ -617,16 +753,20 @@ def test_thoughts_in_a_field_of_their_own_are_seen_to_vanish_too():
 
 def test_a_sampled_thought_that_the_template_opened_is_no_content():
     """The prompt ends with <think>; both readers of calls must know."""
-    for made in (shipped("qwen3_6"), shipped("qwen3_6_training")):
+    header = "<|im_start|>assistant{{ '\n' }}"
+    opened = CHAT_TEMPLATE.replace(header, header + "<think>{{ '\n' }}")
+    assert opened != CHAT_TEMPLATE
+    by_hermes = Chat(tokenizer_of(opened, ["<think>", "</think>"]), tool_call_format="hermes")
+    for made in (shipped("qwen3_6"), shipped("qwen3_6_training"), by_hermes):
         sampled = made.tokenizer("Hm.\n</think>\n\nDone.<|im_end|>")["input_ids"]
         assert made.parse(sampled) == Parsed(content="Done.")
     assert made.parse(sampled[:2]) == Parsed(content="Hm")
 
 
 def test_of_several_ranks_the_first_warns():
-    both = told("nemotron_3_nano_training")
+    both = told("lfm2_2_5")
     assert len(both) == 2  # of the format of calls, and of thoughts
-    assert play_ranks(told, 2, "nemotron_3_nano_training") == [both, []]
+    assert play_ranks(told, 2, "lfm2_2_5") == [both, []]
 
 
 def test_the_ranks_of_a_process_that_warned_are_silent(monkeypatch):
