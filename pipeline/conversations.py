@@ -46,7 +46,7 @@ class SamplerEpisode:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One assistant message as it was sampled; `finished` when its last id is the end of turn."""
+    """One assistant message as it was sampled; `finished` when its last id ends messages."""
 
     ids: list[int]
     logprobs: list[float]

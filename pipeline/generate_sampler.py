@@ -39,6 +39,8 @@ class GenerateSampler:
         dtype: torch.dtype,
         top_k: int = 0,
         top_p: float = 1.0,
+        *,
+        other_stops: Sequence[int] = (),
     ) -> None:
         self.model = own_copy(model, next(model.parameters()).dtype)
         # A checkpoint's own way to sample (top_k, penalties) would come on top of ours.
@@ -48,6 +50,7 @@ class GenerateSampler:
             parameter.data = parameter.data.to(dtype)
         self.device = next(self.model.parameters()).device
         self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
+        self.stops = np.array([end_of_turn_id, *other_stops])
         self.top_k, self.top_p = top_k, top_p
         self.num_tokens = self.num_padded_tokens = 0
 
@@ -124,9 +127,8 @@ class GenerateSampler:
             stopping_criteria=StoppingCriteriaList([_Ends(self, tokens_BT.shape[1], limits)]),
         )
         picked, chosen = (torch.stack(x, 1).cpu().numpy() for x in (picker.picked, picker.chosen))
-        ends = (picked == self.end_of_turn_id) | (
-            np.arange(1, picked.shape[1] + 1) >= np.array(limits)[:, None]
-        )
+        stopped = (picked[:, :, None] == self.stops).any(2)
+        ends = stopped | (np.arange(1, picked.shape[1] + 1) >= np.array(limits)[:, None])
         counts = ends.argmax(1) + 1
         # The last token of a message is not fed until the next one.
         self.num_tokens += int(mask_BT.sum() + (counts - 1).sum())
@@ -135,7 +137,7 @@ class GenerateSampler:
             Sampled(
                 ids=ids[:count].tolist(),
                 logprobs=logprobs[:count].tolist(),
-                finished=bool(ids[count - 1] == self.end_of_turn_id),
+                finished=ids[count - 1] in self.stops,
             )
             for ids, logprobs, count in zip(picked, chosen, counts, strict=True)
         ]
@@ -167,14 +169,15 @@ class _Picker(LogitsProcessor):
 
 
 class _Ends(StoppingCriteria):
-    """Ends a row at its end of turn or its limit."""
+    """Ends a row at its end of turn, at another stop or at its limit."""
 
     def __init__(self, sampler: GenerateSampler, start: int, limits: Sequence[int]) -> None:
-        self.start, self.end_of_turn_id = start, sampler.end_of_turn_id
+        self.start = start
+        self.stops = torch.from_numpy(sampler.stops).to(sampler.device)
         self.limits = torch.tensor(limits, device=sampler.device)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        at_end = input_ids[:, -1] == self.end_of_turn_id
+        at_end = (input_ids[:, -1:] == self.stops).any(-1)
         return at_end | (input_ids.shape[1] - self.start >= self.limits)
 
 

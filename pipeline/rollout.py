@@ -265,8 +265,11 @@ class Rollout:
         """Take one sampled message and let the environment or the user answer it."""
         episode.append(sampled.ids, sampled.logprobs)
         episode.num_turns += 1
-        parsed = self.chat.parse(sampled.ids)
+        tools = tool_schemas(self.environments[episode.start.task.domain])
+        parsed = self.chat.parse(sampled.ids, tools, sampled.finished)
         episode.messages.append(parsed.message())
+        if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
+            episode.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
         turn = partial(_Turn, episode=episode)
         if not sampled.finished:
             episode.stop_reason = StopReason.MAX_TOKENS

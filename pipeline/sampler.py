@@ -44,6 +44,7 @@ class Sampler:
     a counter-based draw, so what is sampled does not depend on which other conversations share the
     batch, beyond rounding. Conversations of the same tokens share a row, in which they are computed
     once, until their draws part them; not on a GPU, which would have to be asked after each token.
+    A message ends at the end of turn, at one of `other_stops` (ids, too), or at its limit.
     Weights of `dtype` that the trained model has as well are shared, not copied. `num_tokens`
     counts the tokens that the model was fed, `num_padded_tokens` padding, too.
     """
@@ -56,6 +57,8 @@ class Sampler:
         dtype: torch.dtype,
         top_k: int = 0,
         top_p: float = 1.0,
+        *,
+        other_stops: Sequence[int] = (),
     ) -> None:
         why = unserved(model.config.get_text_config())
         assert why is None, why
@@ -63,6 +66,7 @@ class Sampler:
         self.model.set_attn_implementation("row_cache")
         self.device = next(self.model.parameters()).device
         self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
+        self.stops = np.array([end_of_turn_id, *other_stops])
         self.top_k, self.top_p = top_k, top_p
         self.num_tokens = self.num_padded_tokens = 0
         self.shares_rows = self.device.type != "cuda"
@@ -146,12 +150,12 @@ class Sampler:
 
     def _ended(self, episode: SamplerEpisode) -> bool:
         ids = episode.ids
-        return bool(ids) and (ids[-1] == self.end_of_turn_id or len(ids) >= episode.room)
+        return bool(ids) and (ids[-1] in self.stops or len(ids) >= episode.room)
 
     def _message(self, episode: SamplerEpisode) -> Sampled:
         ids, logprobs = episode.ids, episode.logprobs
         episode.ids, episode.logprobs = [], []
-        return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] == self.end_of_turn_id)
+        return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stops)
 
     def _begin_messages(self, episodes: Sequence[SamplerEpisode], greedy: bool) -> None:
         """Feed what is pending and sample the first token of each message."""
@@ -230,7 +234,7 @@ class Sampler:
                 continue
             seen = step - 1 - (step - 1) % self.steps_per_look
             for number, ids in enumerate(torch.stack(picked[seen:]).cpu().numpy(), seen + 1):
-                ends = (ids == self.end_of_turn_id) | (number >= left)
+                ends = (ids[:, None] == self.stops).any(1) | (number >= left)
                 lengths[ends & (lengths == 0)] = number
             goes_on = lengths == 0
             apart = (ids != ids[first][which]) | (goes_on != goes_on[first][which])

@@ -35,6 +35,7 @@ from pipeline.run_folder import Opened, begin, open_folder
 from pipeline.sampler import Sampler
 from pipeline.tracking import RunLog
 from pipeline.trajectory import RunRecord, Trajectory
+from pipeline.untrusted import shown
 from pipeline.updater import Updater
 from pipeline.watchdog import GRACE_S, Watchdog
 
@@ -203,11 +204,23 @@ def make_sampler(
     """The sampler that can serve the model; the main rank says so where it is the slower one."""
     refuse_changed_logits(model)
     why = why_generate(model)
-    end, top_k, top_p = chat.end_of_turn_id, settings.top_k, settings.top_p
-    if why is None:
-        return Sampler(model, end, settings.temperature, dtype, top_k=top_k, top_p=top_p)
-    sampler = GenerateSampler(model, end, settings.temperature, dtype, top_k=top_k, top_p=top_p)
-    if is_main:
+    stops = other_stops(model, chat)
+    if stops and is_main:
+        also = ", ".join(map(str, chat.tokenizer.convert_ids_to_tokens(stops)))
+        print(
+            f"messages end at {chat.end_of_turn}, and by the model's files at {also}",
+            flush=True,
+        )
+    sampler = (Sampler if why is None else GenerateSampler)(
+        model,
+        chat.end_of_turn_id,
+        settings.temperature,
+        dtype,
+        settings.top_k,
+        settings.top_p,
+        other_stops=stops,
+    )
+    if isinstance(sampler, GenerateSampler) and is_main:
         beside = "" if sampler.pads else ", beside others of equal length only"
         print(
             f"warning: {type(model).__name__} is sampled through generate, every message from the "
@@ -215,6 +228,23 @@ def make_sampler(
             flush=True,
         )
     return sampler
+
+
+def other_stops(model: Any, chat: Chat) -> list[int]:
+    """Ids that end a message besides the template's end of turn, in order.
+
+    They are those at which servers stop: what the generation config of the model lists, and the
+    tokenizer's end of sequence. UserError where the list holds no ids.
+    """
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    ids = listed if isinstance(listed, list) else [listed]
+    if not all(token is None or type(token) is int for token in ids):
+        raise UserError(
+            f"model: its generation config has the eos_token_id {shown(listed)}; write an id or a "
+            "list of ids"
+        )
+    known = set(chat.tokenizer.get_vocab().values())
+    return sorted(known.intersection([*ids, chat.tokenizer.eos_token_id]) - {chat.end_of_turn_id})
 
 
 def _say_short_steps(config: Config, parts: Prepared) -> None:

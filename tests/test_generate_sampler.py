@@ -194,6 +194,26 @@ def test_a_message_ends_at_the_end_of_turn_or_at_its_limit():
 
 
 @pytest.mark.parametrize("make", [Sampler, GenerateSampler])
+def test_another_stop_ends_a_message_as_the_end_of_turn_does(make):
+    model, stops = small_model(), (3, 5)
+    prompts, limits = [[1 + i % 15, 2] for i in range(48)], [5, 40] * 24
+
+    def said(**settings):
+        sampler = make(model, END, 1.0, torch.float32, **settings)
+        return sampler.sample(sampler.open(prompts, list(range(48))), limits)
+
+    ends = set()
+    for plain, stopped in zip(said(), said(other_stops=stops), strict=True):
+        places = [place for place, token in enumerate(plain.ids) if token in (END, *stops)]
+        length = places[0] + 1 if places else len(plain.ids)
+        assert stopped.ids == plain.ids[:length]
+        assert stopped.logprobs == pytest.approx(plain.logprobs[:length], abs=1e-5)
+        assert stopped.finished == bool(places)
+        ends.add(stopped.ids[-1] if places else None)
+    assert ends == {END, *stops, None}
+
+
+@pytest.mark.parametrize("make", [Sampler, GenerateSampler])
 def test_top_k_and_top_p_bound_what_is_drawn_and_leave_its_logprobs(make):
     model = small_model()
     trajectories = play(make(model, END, 0.8, torch.float32, top_k=4, top_p=0.8), range(40), 16)

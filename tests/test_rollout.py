@@ -7,16 +7,19 @@ from importlib import import_module
 
 import pytest
 import torch
-from helpers import Desk, ScriptedSampler, call, chat, make_task, say, tokenizer
+from helpers import Desk, ForcedSampler, ScriptedSampler, call, chat, make_task, say, tokenizer
 
-from pipeline.config import EMBEDDED_DOMAINS, RolloutSettings
+from pipeline import session
+from pipeline.chat import Chat
+from pipeline.config import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings, UserError
 from pipeline.draws import stream_key
 from pipeline.environments import environment_classes
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
+from pipeline.policy import load_folder, load_model, load_tokenizer
 from pipeline.rollout import Rollout, Start
 from pipeline.sampler import Sampler
-from pipeline.tiny import tiny_model
+from pipeline.tiny import tiny_model, tiny_tokenizer
 from pipeline.trajectory import StopReason
 
 LIMITS = RolloutSettings(
@@ -89,6 +92,72 @@ def test_what_reset_returns_is_appended_to_the_request():
     trajectory = play(say("done"), addition=" from the night shift")
     assert trajectory.messages[1] == {"role": "user", "content": "hello from the night shift"}
     assert "hello from the night shift<|im_end|>" in tokenizer().decode(trajectory.prompt_ids)
+
+
+# The ends of messages
+
+END, OTHER_END = (tokenizer().convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>"))
+
+
+def model_folder(folder, eos_token_id):
+    """A folder whose generation config lists these ends; returns its settings."""
+    tiny_model(tokenizer(), seed=1).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    path = folder / "generation_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**values, "eos_token_id": eos_token_id}), encoding="utf-8")
+    return ModelSettings(model=str(folder))
+
+
+def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, monkeypatch, capsys):
+    settings = model_folder(tmp_path, [OTHER_END, END, 1_000_000])
+    own = Chat(load_tokenizer(settings))
+    model = load_model(settings, own.tokenizer, seed=1)
+    monkeypatch.setattr(session, "Sampler", ForcedSampler)
+    sampler = session.make_sampler(model, own, LIMITS, torch.float32, is_main=True)
+    told = "messages end at <|im_end|>, and by the model's files at <|endoftext|>\n"
+    assert capsys.readouterr().out == told
+    script = [call("look", item="lamp"), say("all done")]
+    said = [[own.message_ids(message) for message in script] for _ in range(2)]
+    said[0][0][-1] = said[0][1][-1] = OTHER_END
+    sampler.forced = {key: [token for ids in said[key] for token in ids] for key in range(2)}
+    tasks = [make_task(f"t{number}") for number in range(2)]
+    starts = [Start(task=task, trial=0, key=key) for key, task in enumerate(tasks)]
+    stopped, plain = Rollout(sampler, own, {"desk": Desk}, LIMITS)(starts)
+
+    result = {"role": "tool", "name": "look", "content": '{"lamp": "seen "}'}
+    reply = own.reply_ids([result])  # follows the end that was sampled, whichever it is
+    for trajectory, (first, last) in ((stopped, said[0]), (plain, said[1])):
+        assert trajectory.completion_ids == first + reply + last
+        sizes = (len(first), len(reply), len(last))
+        assert trajectory.loss_mask == [n != 1 for n in range(3) for _ in range(sizes[n])]
+        assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 0.5)
+    assert plain.messages[2:] == [script[0], result, script[1]]
+    by = {"stopped_by": "<|endoftext|>"}
+    assert stopped.messages[2:] == [{**script[0], **by}, result, {**script[1], **by}]
+
+
+def test_the_ends_of_messages_outlive_a_checkpoint(tmp_path):
+    settings = model_folder(tmp_path, [END, OTHER_END])
+    model = load_folder(tmp_path, settings)
+    model.save_pretrained(tmp_path / "checkpoint")
+    again = load_folder(tmp_path / "checkpoint", settings)
+    assert session.other_stops(model, chat()) == session.other_stops(again, chat()) == [OTHER_END]
+
+
+def test_the_tokenizers_end_of_sequence_ends_messages_too():
+    made = tiny_tokenizer()
+    made.eos_token = "<|endoftext|>"
+    assert session.other_stops(tiny_model(tokenizer(), seed=1), Chat(made)) == [OTHER_END]
+    assert session.other_stops(tiny_model(tokenizer(), seed=1), chat()) == []
+
+
+@pytest.mark.parametrize("listed", ["</s>", [2, "</s>"], True, {"a": 1}])
+def test_ends_that_are_no_ids_are_refused_in_one_line(tmp_path, listed):
+    model = load_folder(tmp_path, model_folder(tmp_path, listed))
+    with pytest.raises(UserError, match="generation config") as caught:
+        session.make_sampler(model, chat(), LIMITS, torch.float32, is_main=False)
+    assert "\n" not in str(caught.value)
 
 
 # Stop reasons
