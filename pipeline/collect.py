@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 
 from pipeline import checkpoint, error_shares, report
 from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
@@ -200,13 +201,19 @@ def collect_records(run: Run, stage: Stage) -> None:
     run.state.training[stage.name] = {
         "episodes": len(records),
         "episodes_per_rank": [len(shard) for shard in gathered],
-        "reward": {
-            d: sum(r.reward for r in records if r.domain == d) / sum(r.domain == d for r in records)
-            for d in dict.fromkeys(record.domain for record in records)
-        },
+        "reward": {d: fmean(of) for d, of in _rewards(records).items()},
         "stop_reasons": {reason: count for reason, count in stops.items() if count},
         "tools": _tool_counts(records),
     }
+
+
+def _rewards(records: Sequence[RunRecord]) -> dict[str, list[float]]:
+    """By domain, of episodes that are not left out."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        if not record.left_out:
+            found.setdefault(record.domain, []).append(record.reward)
+    return found
 
 
 def _tool_counts(records: Sequence[RunRecord]) -> dict[str, dict[str, list[int]]]:

@@ -409,6 +409,11 @@ class EvaluationSettings(Section):
     """evaluation"""
 
     eval_trials: PositiveInt = Field(2, description="sampled trials per held-out task")
+    success_threshold: float = Field(
+        1.0,
+        allow_inf_nan=False,
+        description="the reward from which an episode counts as a success",
+    )
     eval_steps: NonNegativeInt = Field(
         25, description="evaluate on validation tasks every so many steps; 0: never"
     )

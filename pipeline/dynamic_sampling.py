@@ -10,17 +10,17 @@ that the curriculum's shares hold, and a step never trains on more than `tasks_p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.advantages import dead_groups
+from pipeline.advantages import dead_groups, in_baseline
 from pipeline.curriculum import Stage, replacement_tasks, tasks_of_step
 from pipeline.draws import stream_key
 from pipeline.rollout import Start
 from pipeline.session import Run
 from pipeline.tasks import Task, shard_tasks
-from pipeline.trajectory import Trajectory
+from pipeline.trajectory import StopReason, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,9 @@ class PlayedStep:
 
     trajectories: list[Trajectory]  # siblings next to each other
     places: list[int]  # of each among all episodes of the step, on any number of ranks the same
-    kept: list[bool]  # of each; False where its group is dead and had to be replaced
+    # Of each; False where it is left out, alone in not being so, or of a dead group that had to be
+    # replaced.
+    kept: list[bool]
     num_first: int  # how many of them belong to the stage's own groups
     rounds: list[int]  # groups over all ranks: the stage's own, then each round of replacements
 
@@ -75,10 +77,12 @@ def play_step(run: Run, stage: Stage, step: int) -> PlayedStep:
         key = (seed, "replacements", stage.name, step, len(rounds))
         fresh = replacement_tasks(domains, played, sources, *key)
     groups = shard_tasks(len(tasks), run.ranks.rank, run.ranks.num_ranks)
+    places = [group * size + k for group in groups for k in range(size)]
+    counted = in_baseline(left_out(trajectories), size).tolist()
     return PlayedStep(
         trajectories=trajectories,
-        places=[group * size + k for group in groups for k in range(size)],
-        kept=[not (dead and dead[group]) for group in groups for _ in range(size)],
+        places=places,
+        kept=[c and not (dead and dead[p // size]) for p, c in zip(places, counted, strict=True)],
         num_first=sum(group < rounds[0] for group in groups) * size,
         rounds=rounds,
     )
@@ -98,7 +102,7 @@ def _play(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> list[Traj
         for k in range(size)
     ]
     with run.ranks.phase("sample", stage.name, step + 1):
-        trajectories = run.rollout(starts)
+        trajectories = no_gain_by_failing(run.rollout(starts), size)
         run.ranks.agree("end of rollouts")
     run.records += [trajectory.record() for trajectory in trajectories]
     return trajectories
@@ -109,8 +113,29 @@ def _find_dead(
 ) -> list[bool]:
     """Which of the `count` groups of a round are dead, of which this rank played `mine`."""
     size = run.config.rollout.num_generations
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    dead = dead_groups(rewards, size, ~left_out(trajectories))[::size].tolist()
     flags = [0.0] * count
-    for place, is_dead in zip(mine, dead_groups(rewards, size)[::size].tolist(), strict=True):
+    for place, is_dead in zip(mine, dead, strict=True):
         flags[place] = float(is_dead)
     return [flag > 0 for flag in run.ranks.sum(flags)]
+
+
+def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """Bool of each: its environment failed, and not through a call of the policy's."""
+    return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
+
+
+def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Trajectory]:
+    """Groups of `size` in which an environment's failure after the policy's call earns least.
+
+    Its reward is 0, or the lowest of its siblings' where that is less: where rewards are negative,
+    0 would be a prize for a call that makes the environment fail.
+    """
+    found = list(trajectories)
+    for i, t in enumerate(trajectories):
+        if t.stop_reason is StopReason.ENVIRONMENT_ERROR and not t.left_out:
+            siblings = trajectories[i - i % size :][:size]
+            least = min(s.reward for s in siblings if not s.left_out)
+            found[i] = replace(t, reward=min(0.0, least))
+    return found

@@ -1,7 +1,8 @@
 """How many episodes of each domain end in errors of their environment, and how many are too many.
 
-One such episode is data: it earns nothing, and is counted. Where most of a domain's are, the run
-would learn from rewards that say nothing of the policy, so it stops.
+One such episode is data, and is counted, whether it earned nothing or was left out of training.
+Where most of a domain's are, the run would learn from rewards that say nothing of the policy, or
+from few, so it stops.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class ErrorShares:
         """Keep the texts of the last errors among this rank's episodes."""
         for t in trajectories:
             if t.stop_reason is StopReason.ENVIRONMENT_ERROR:
-                self.last[t.domain] = f"{t.domain}/{t.task_id}: {t.error}"
+                kind = f" (left out: {t.left_out})" if t.left_out else ""
+                self.last[t.domain] = f"{t.domain}/{t.task_id}: {t.error}{kind}"
 
     def problem(
         self, limit: float, at_least: int, when: str = "since the stage began"

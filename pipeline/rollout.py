@@ -71,6 +71,8 @@ class _Episode:
     num_tool_errors: int = 0
     outcome: Outcome = NO_OUTCOME
     error: str = ""
+    serves: str = ""  # reset or reply, while that is called: the policy is not answerable for it
+    left_out: str = ""
     tools: dict[str, list[int]] = field(default_factory=dict)  # calls, and those with an error
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
@@ -81,6 +83,7 @@ class _Episode:
 
     def fail(self, fault: EnvironmentFault) -> None:
         self.stop_reason, self.error = StopReason.ENVIRONMENT_ERROR, str(fault)
+        self.left_out = "outage" if fault.outage else self.serves
 
     def trajectory(self) -> Trajectory:
         assert self.stop_reason is not None
@@ -102,6 +105,7 @@ class _Episode:
             num_malformed_calls=self.num_malformed_calls,
             num_tool_errors=self.num_tool_errors,
             error=self.error,
+            left_out=self.left_out,
             tools=self.tools,
             reward_breakdown=self.outcome.reward_breakdown,
             difference=self.outcome.difference,
@@ -229,6 +233,7 @@ class Rollout:
     def _reset(self, episode: _Episode, guard: Guard) -> None:
         task = episode.start.task
         start = partial(started, self.environments[task.domain], task.row())
+        episode.serves = "reset"
         episode.environment, episode.addition, episode.beside = guard("reset", start)
 
     def _prompt(self, episode: _Episode) -> None:
@@ -323,7 +328,7 @@ class Rollout:
     @staticmethod
     def _answer(episode: _Episode, parsed: Parsed, replies: list[Message], guard: Guard) -> None:
         """Let the environment answer calls, or the user a message; sets how the episode ends."""
-        environment = episode.environment
+        environment, episode.serves = episode.environment, ""
         for name, arguments in parsed.calls:
             answer = guard(name, partial(answer_call, environment, name, arguments))
             episode.num_tool_errors += answer.raised
@@ -335,8 +340,11 @@ class Rollout:
                 episode.stop_reason = StopReason.COMPLETED
                 return
         if not parsed.calls:
+            episode.serves = "reply"
             reply = guard("reply", partial(reply_of, environment, parsed.content))
             if reply is None:
+                episode.serves, closing = "", partial(setattr, environment, "final_message")
+                guard("final message", partial(closing, parsed.content))
                 episode.stop_reason = StopReason.COMPLETED
             else:
                 replies.append({"role": "user", "content": reply})
@@ -349,6 +357,7 @@ class Rollout:
 
     @staticmethod
     def _reward(episode: _Episode, guard: Guard) -> None:
+        episode.serves = ""
         episode.outcome = guard("get_reward", partial(outcome_of, episode.environment))
 
 

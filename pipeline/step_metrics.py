@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pipeline.advantages import dead_groups
-from pipeline.dynamic_sampling import PlayedStep
+from pipeline.dynamic_sampling import PlayedStep, left_out
 from pipeline.error_shares import ErrorShares
 from pipeline.policy import uses_bf16
 from pipeline.session import Run
-from pipeline.trajectory import StopReason, Trajectory
+from pipeline.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# How a group whose outcomes are all equal came out, by what is logged.
-DEAD = {"dead_groups": ("failed", "solved"), "all_failed": ("failed",), "all_solved": ("solved",)}
+# How a group without a signal came out, by what is logged; `few`: it has fewer than two episodes
+# that are not left out.
+DEAD = {
+    "dead_groups": ("failed", "solved", "few"),
+    "all_failed": ("failed",),
+    "all_solved": ("solved",),
+    "too_few_left": ("few",),
+}
 
 
 def rollout_metrics(
@@ -22,12 +28,15 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Means over the episodes of the stage's own groups on all ranks.
 
-    They are reward, dead groups, stop reasons and tokens, by domain as well. What dynamic sampling
-    plays beyond is only counted, so that runs with and without it can be compared. Errors are
-    counted in all that was played, and those of environments added to `shares`.
+    They are reward (of episodes that are not left out), dead groups, stop reasons and tokens, by
+    domain as well. What dynamic sampling plays beyond is only counted, so that runs with and
+    without it can be compared. Errors and what is left out are counted in all that was played, and
+    errors of environments added to `shares`.
     """
     size, domains = run.config.rollout.num_generations, run.config.data.domains
-    counts = _counts(played.first, size, domains) | _errors(played.trajectories, domains)
+    threshold = run.config.evaluation.success_threshold
+    counts = _counts(played.first, size, domains, threshold)
+    counts |= _errors(played.trajectories, domains)
     total = dict(zip(counts, run.ranks.sum(list(counts.values())), strict=True))
     here = [domain for domain in domains if total[f"groups {domain}"]]
     episodes = total["episodes"]
@@ -35,15 +44,19 @@ def rollout_metrics(
         shares.remember(played.trajectories)
         for domain in domains:
             shares.add(domain, int(total[f"played {domain}"]), int(total[f"errors {domain}"]))
-    metrics = {
-        "reward/mean": sum(total[f"reward {d}"] for d in here) / episodes,
-        **{f"reward/{d}": total[f"reward {d}"] / (total[f"groups {d}"] * size) for d in here},
+    judged = [domain for domain in here if total[f"judged {domain}"]]
+    metrics = {f"reward/{d}": total[f"reward {d}"] / total[f"judged {d}"] for d in judged}
+    if judged:
+        rewards, count = (sum(total[f"{n} {d}"] for d in judged) for n in ("reward", "judged"))
+        metrics = {"reward/mean": rewards / count, **metrics}
+    metrics |= {
         "rollout/episodes": episodes,
         "rollout/sampled_tokens": total["tokens"],
         "rollout/turns": total["turns"] / episodes,
         "rollout/tool_errors": total["tool errors"],
         "rollout/environment_errors": sum(total[f"errors {domain}"] for domain in domains),
     }
+    metrics |= _left_out(total, domains)
     for kind, names in DEAD.items():
         dead = {d: sum(total[f"{name} {d}"] for name in names) for d in here}
         metrics[f"rollout/{kind}"] = sum(dead.values()) * size / episodes
@@ -58,12 +71,15 @@ def rollout_metrics(
 
 
 def _counts(
-    trajectories: Sequence[Trajectory], size: int, domains: Sequence[str]
+    trajectories: Sequence[Trajectory], size: int, domains: Sequence[str], threshold: float
 ) -> dict[str, float]:
     """Of one rank; the same names in the same order on every rank."""
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-    dead = dead_groups(rewards, size)[::size].tolist()
-    groups = list(zip(trajectories[::size], dead, strict=True))
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    dead = dead_groups(rewards, size, ~left_out(trajectories)).tolist()
+    ends = [
+        (trajectories[i].domain, _end(trajectories[i : i + size], threshold) if dead[i] else "")
+        for i in range(0, len(trajectories), size)
+    ]
     counts: dict[str, float] = {
         "episodes": len(trajectories),
         "tokens": sum(t.num_sampled_tokens for t in trajectories),
@@ -71,23 +87,45 @@ def _counts(
         **{f"stop {r}": sum(t.stop_reason == r for t in trajectories) for r in StopReason},
     }
     for domain in domains:
-        ends = [(t.reward, is_dead) for t, is_dead in groups if t.domain == domain]
+        judged = [t.reward for t in trajectories if t.domain == domain and not t.left_out]
         counts |= {
-            f"reward {domain}": sum(t.reward for t in trajectories if t.domain == domain),
-            f"groups {domain}": len(ends),
-            f"failed {domain}": sum(is_dead and reward == 0 for reward, is_dead in ends),
-            f"solved {domain}": sum(is_dead and reward != 0 for reward, is_dead in ends),
+            f"reward {domain}": sum(judged),
+            f"judged {domain}": len(judged),
+            f"groups {domain}": sum(of == domain for of, _ in ends),
+            **{f"{end} {domain}": ends.count((domain, end)) for end in DEAD["dead_groups"]},
         }
     return counts
 
 
+def _end(group: Sequence[Trajectory], threshold: float) -> str:
+    """How a dead group came out."""
+    rewards = [t.reward for t in group if not t.left_out]
+    if len(rewards) < 2:
+        return "few"
+    return "solved" if rewards[0] >= threshold else "failed"
+
+
+def _left_out(total: Mapping[str, float], domains: Sequence[str]) -> dict[str, float]:
+    """Episodes that were left out: all, and by kind and domain where there are any."""
+    found = {
+        f"rollout/left_out/{kind}/{domain}": total[f"{kind} {domain}"]
+        for kind in LEFT_OUT
+        for domain in domains
+        if total[f"{kind} {domain}"]
+    }
+    return {"rollout/left_out": sum(found.values()), **found}
+
+
 def _errors(trajectories: Sequence[Trajectory], domains: Sequence[str]) -> dict[str, float]:
-    """Of one rank: exceptions of tools, episodes that their environment ended, and all episodes."""
+    """Of one rank, of all episodes: exceptions of tools, and how their environments ended them."""
     counts: dict[str, float] = {"tool errors": sum(t.num_tool_errors for t in trajectories)}
     for domain in domains:
-        reasons = [t.stop_reason for t in trajectories if t.domain == domain]
-        counts[f"played {domain}"] = len(reasons)
+        mine = [t for t in trajectories if t.domain == domain]
+        counts[f"played {domain}"] = len(mine)
+        reasons = [t.stop_reason for t in mine]
         counts[f"errors {domain}"] = reasons.count(StopReason.ENVIRONMENT_ERROR)
+        for kind in LEFT_OUT:
+            counts[f"{kind} {domain}"] = sum(t.left_out == kind for t in mine)
     return counts
 
 

@@ -239,6 +239,8 @@ class StageProgress:
         text = rewards(record)
         if record.get("rollout/replaced_groups"):
             text += f"  replaced {record['rollout/replaced_groups']} groups"
+        if record.get("rollout/left_out"):
+            text += f"  left out {record['rollout/left_out']:.0f} episodes"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()

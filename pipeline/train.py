@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.advantages import dead_groups, group_advantages
+from pipeline.advantages import dead_groups, group_advantages, in_baseline
 from pipeline.collect import (
     collect_records,
     evaluate_and_record,
@@ -27,7 +27,7 @@ from pipeline.config import Config
 from pipeline.curriculum import Stage
 from pipeline.distributed import Interrupted
 from pipeline.draws import permutation
-from pipeline.dynamic_sampling import PlayedStep, play_step
+from pipeline.dynamic_sampling import PlayedStep, left_out, play_step
 from pipeline.learner import make_updater, start_stage
 from pipeline.policy import load_folder
 from pipeline.profiling import Timer, profiled
@@ -150,7 +150,7 @@ def rewards_of(run: Run, played: PlayedStep, step: int) -> torch.Tensor:
     rewards = [trajectory.reward for trajectory in played.trajectories]
     if run.config.grpo.permute_rewards:
         rewards = permuted(run, played, rewards, step)
-    return torch.tensor(rewards, dtype=torch.float32)
+    return torch.tensor(rewards, dtype=torch.float64)
 
 
 def advantages_of(
@@ -161,10 +161,12 @@ def advantages_of(
     batch_std = None
     if settings.scale_rewards == "batch":
         batch_std = std_of_step(run, played, rewards)
-    advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std).tolist()
+    counted = in_baseline(left_out(played.trajectories), size)
+    scale = settings.scale_rewards
+    advantages = group_advantages(rewards, size, scale, batch_std, counted).tolist()
     scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in played.trajectories]
-    dead = dead_groups(rewards, size).tolist()
-    kept = [not (settings.drop_dead_groups and is_dead) for is_dead in dead]
+    dead = dead_groups(rewards, size, counted)
+    kept = (counted & ~dead if settings.drop_dead_groups else counted).tolist()
     return [a * scale for a, scale in zip(advantages, scales, strict=True)], kept
 
 

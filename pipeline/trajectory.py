@@ -28,6 +28,11 @@ class StopReason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or the user raised; or a deadline
 
 
+# What failed of an environment that the policy is not answerable for: training leaves the episode
+# out. What follows the policy's own call (a tool past its deadline, get_reward) is no part of it.
+LEFT_OUT = ("reset", "reply", "outage")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One episode of one task, as it was sampled: ids are never rendered or encoded again."""
@@ -48,6 +53,7 @@ class Trajectory:
     num_malformed_calls: int = 0
     num_tool_errors: int = 0  # exceptions of tools' own code that were shown to the model
     error: str = ""  # of the environment, when it failed
+    left_out: str = ""  # one of LEFT_OUT, or nothing: the episode counts
     tools: dict[str, list[int]] = field(default_factory=dict)  # name: calls, of them with an error
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # as the environment says
     difference: dict[str, list[str]] = field(default_factory=dict)  # what: found, expected
@@ -96,6 +102,7 @@ class Trajectory:
             num_sampled_tokens=self.num_sampled_tokens,
             num_malformed_calls=self.num_malformed_calls,
             num_tool_errors=self.num_tool_errors,
+            left_out=self.left_out,
             tools=self.tools,
         )
 
@@ -115,6 +122,7 @@ class RunRecord:
     num_sampled_tokens: int
     num_malformed_calls: int
     num_tool_errors: int = 0
+    left_out: str = ""
     tools: dict[str, list[int]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.advantages import dead_groups, group_advantages
+from pipeline.advantages import dead_groups, group_advantages, in_baseline
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0])  # two groups of four
 
@@ -50,3 +50,39 @@ def test_a_group_is_dead_where_all_siblings_earned_the_same():
 def test_a_rank_without_groups_has_no_advantages():
     assert values(torch.tensor([]), 8) == []
     assert dead_groups(torch.tensor([]), 8).tolist() == []
+    assert in_baseline(torch.tensor([], dtype=torch.bool), 8).tolist() == []
+
+
+# One left out beside 1, 0, 0; one alone; two that earned the same; a whole group
+MIXED = torch.tensor([1.0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1])
+LEFT_OUT = [False, True, False, False, False, True, True, True, True, True] + [False] * 6
+
+
+def test_what_is_left_out_has_no_part_in_its_groups_mean_and_deviation():
+    counted = in_baseline(torch.tensor(LEFT_OUT), 4)
+    assert counted.tolist() == [True, False, True, True] + 6 * [False] + 6 * [True]
+    found = values(MIXED, 4, counted=counted)
+    assert found[:4] == pytest.approx([1.154500, 0, -0.577250, -0.577250], abs=1e-6)
+    assert found[4:12] == [0.0] * 8
+    assert found[12:] == values(MIXED[12:], 4)
+    assert values(MIXED, 4, "batch", batch_std=0.4999, counted=counted)[0] == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize(
+    "counted", [~torch.tensor(LEFT_OUT), in_baseline(torch.tensor(LEFT_OUT), 4)]
+)
+def test_a_group_is_dead_where_fewer_than_two_count_or_those_earned_the_same(counted):
+    assert dead_groups(MIXED, 4, counted)[::4].tolist() == [False, True, True, False]
+
+
+def test_an_outage_beside_seven_solved_is_no_signal():
+    rewards, outage = torch.tensor([1.0] * 7 + [0.0]), torch.tensor([False] * 7 + [True])
+    assert values(rewards, 8, counted=in_baseline(outage, 8)) == [0.0] * 8
+    assert dead_groups(rewards, 8, ~outage).all()
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e30])
+def test_advantages_do_not_depend_on_the_rewards_size_where_there_is_one(scale):
+    rewards = torch.tensor([-3.5, 0.0, 7.2, 7.2], dtype=torch.float64) * scale
+    expected = [-1.165, -0.512, 0.838, 0.838] if scale > 1 else [-6.2e-5, -2.7e-5, 4.5e-5, 4.5e-5]
+    assert values(rewards, 4) == pytest.approx(expected, rel=0.02)

@@ -2,14 +2,16 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Desk, ScriptedSampler, chat, make_task, play_ranks, say
+from helpers import Desk, ScriptedSampler, call, chat, make_task, play_ranks, say
 from runs import play_run
 
 from pipeline.cli import parse
@@ -18,12 +20,14 @@ from pipeline.curriculum import Stage
 from pipeline.distributed import Ranks
 from pipeline.draws import stream_key
 from pipeline.dynamic_sampling import PlayedStep, play_step
+from pipeline.environments.base import Outage
 from pipeline.rollout import Rollout
 from pipeline.session import connect
 from pipeline.step_metrics import rollout_metrics
 from pipeline.tasks import Task
 from pipeline.tracking import StageProgress
-from pipeline.train import rewards_of, std_of_step
+from pipeline.train import advantages_of, rewards_of, std_of_step
+from pipeline.trajectory import Trajectory
 
 pytestmark = pytest.mark.whole_run
 
@@ -156,6 +160,80 @@ EXPECTED = {  # of the first seven groups above
 }
 
 
+# What environments fail at
+
+
+class Office(Desk):
+    """Pays what was said; a tool and some words break it, one of them through no fault of whose."""
+
+    def jam(self) -> str:
+        """Jam the printer for good, where there is one."""
+        threading.Event().wait(9)
+        return "jammed"
+
+    def get_reward(self) -> float:
+        if self.final_message == "outage":
+            raise Outage("the ledger is not there")
+        return float(self.final_message)  # a word that is no number breaks it
+
+
+def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[str, float]]:
+    """One group that says this: its episodes, advantages, whether they train, metrics."""
+    sources = {"left": [make_task("live-0", domain="left")]}
+    run = alone(sources=sources, dynamic_sampling=False)
+    limits = run.config.rollout.model_copy(
+        update={"num_generations": len(said), "call_timeout": 0.2}
+    )
+    run.config = run.config.model_copy(update={"rollout": limits})
+    keys = [stream_key(1, "rollout", "all", 0, "left", "live-0", k) for k in range(len(said))]
+    scripts = {
+        key: [call("jam") if text == "jam" else say(text)]
+        for key, text in zip(keys, said, strict=True)
+    }
+    sampler: Any = ScriptedSampler(scripts)
+    run.rollout = Rollout(sampler, chat(), {"left": Office}, limits)
+    played = play_step(run, replace(STAGE, own=("left",), groups={"left": 1}), 0)
+    found = advantages_of(run, played, rewards_of(run, played, 0))
+    return played.trajectories, *found, rollout_metrics(run, played)
+
+
+@pytest.mark.parametrize("how", ["jam", "boom", "nan"])
+@pytest.mark.parametrize("others", [("1", "0", "1"), ("-3.5", "7.2", "0"), ("-3.5", "-1", "-2")])
+def test_a_policy_that_breaks_its_environment_gains_nothing_by_it(how, others):
+    _, others_alone, _, _ = office(*others)
+    trajectories, advantages, kept, metrics = office(*others, how)
+    worst = min(trajectories[:3], key=lambda t: t.reward).reward
+    assert trajectories[3].reward == min(0.0, worst)
+    assert kept == [True] * 4 and advantages[3] == min(advantages) < -0.5
+    assert metrics["rollout/environment_errors"] == 1 and metrics["rollout/left_out"] == 0
+
+    trajectories, advantages, kept, metrics = office(*others, "outage")
+    assert advantages == [*others_alone, 0.0] and kept == [True] * 3 + [False]
+    assert trajectories[3].left_out == "outage"
+    assert metrics["rollout/environment_errors"] == metrics["rollout/left_out"] == 1
+    assert metrics["rollout/left_out/outage/left"] == 1
+    assert (
+        metrics["reward/mean"]
+        == metrics["reward/left"]
+        == pytest.approx(sum(map(float, others)) / 3)
+    )
+
+
+def test_breaking_it_is_no_signal_where_nothing_was_worse_and_an_outage_never_is():
+    for said, dead, few in (
+        (("-1", "-1", "boom"), 1, 0),  # as bad as the others, not better
+        (("0", "0", "boom"), 1, 0),
+        (("1", "1", "boom"), 0, 0),
+        (("1", "1", "outage"), 1, 0),
+        (("1", "outage", "outage"), 1, 1),
+        (("outage", "outage", "outage"), 1, 1),
+    ):
+        _, advantages, kept, metrics = office(*said)
+        assert any(kept) == any(advantages) == (not dead), said
+        assert metrics["rollout/dead_groups"] == dead and metrics["rollout/too_few_left"] == few
+    assert "reward/mean" not in metrics and "reward/left" not in metrics
+
+
 # The same on any number of ranks
 
 
@@ -214,7 +292,10 @@ def test_replacing_groups_and_training_on_them_all_the_same_is_refused():
 
 
 class CoinEnvironment:
-    """Pays for heads; with an id that is odd for tails; never where it ends in a zero."""
+    """Pays for heads; with an id that is odd for tails; never where it ends in a zero.
+
+    With some odd ids, though, tails end in an outage.
+    """
 
     def reset(self, **row: Any) -> None:
         self.row, self.final_message = row, ""
@@ -230,6 +311,8 @@ class CoinEnvironment:
     def get_reward(self) -> float:
         number = int(self.row["id"].partition("-")[2])
         word = "tails" if number % 2 else "heads"
+        if number % 4 == 3 and "tails" in self.final_message:
+            raise Outage("the coin is out of stock")
         return float(number % 10 > 0 and self.final_message.lower().startswith(word))
 
 
@@ -239,7 +322,7 @@ def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]
 
 COIN = ["--domains", "coin", "--environments", "{coin: test_dynamic_sampling:CoinEnvironment}"]
 COIN += ["--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"]
-COIN += ["--save-steps", "2", "--num-generations", "2", "--tasks-per-step", "6"]
+COIN += ["--save-steps", "2", "--num-generations", "3", "--tasks-per-step", "4"]
 COIN += ["--tasks-per-domain", "40", "--max-tokens-per-turn", "8", "--deterministic"]
 
 
@@ -272,6 +355,7 @@ def test_a_run_is_the_same_bit_by_bit_on_one_two_and_four_ranks_and_after_a_resu
     assert np.array_equal(one.parameters, two.parameters)
     assert np.array_equal(one.parameters, four.parameters)
     assert sum(line["rollout/replaced_groups"] for line in metrics(tmp_path / "1")) > 4
+    assert sum(line["rollout/left_out"] for line in metrics(tmp_path / "1")) > 4
     for line in metrics(tmp_path / "1"):
         assert (1 - line["rollout/dead_groups"]) * 12 < line["train/trained_episodes"] <= 12
 
@@ -287,6 +371,7 @@ def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
     start: list[str], tmp_path: Path
 ) -> None:
     flags = [*start, "--max-steps", "1"]
+    off_alone = play_run(1, flags, tmp_path / "alone")
     off, on = (
         play_run(2, flags, tmp_path / "off"),
         play_run(2, [*flags, "--dynamic-sampling"], tmp_path / "on"),
@@ -294,8 +379,11 @@ def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
     (without,), (replaced,) = metrics(tmp_path / "off"), metrics(tmp_path / "on")
     own = [place for place in off.episodes if not place[0].startswith("evaluation-")]
     assert len(own) == 12 and all(on.episodes[place] == off.episodes[place] for place in own)
-    assert {k: v for k, v in replaced.items() if k in without and "train/" not in k} == {
-        k: v for k, v in without.items() if "train/" not in k
+    of_all = ("train/", "rollout/environment_errors", "rollout/left_out")  # not the first groups'
+    assert {k: v for k, v in replaced.items() if k in without and not k.startswith(of_all)} == {
+        k: v for k, v in without.items() if not k.startswith(of_all)
     }
     assert replaced["train/trained_episodes"] > without["train/trained_episodes"]
     assert not np.array_equal(off.parameters, on.parameters)
+    assert np.array_equal(off.parameters, off_alone.parameters) and without["rollout/left_out"] > 0
+    assert metrics(tmp_path / "alone") == [without]

@@ -15,7 +15,7 @@ import torch
 from helpers import Desk, ForcedSampler, ScriptedSampler, call, chat, make_task, say, small_model
 
 from pipeline.config import RolloutSettings
-from pipeline.environments.base import ToolError, answer_call
+from pipeline.environments.base import Outage, ToolError, answer_call
 from pipeline.rollout import Rollout, Start
 from pipeline.trajectory import StopReason
 
@@ -136,6 +136,8 @@ def test_an_episode_whose_call_hangs_ends_with_reward_0_and_is_kept(
     ]
     assert {t.stop_reason for t in trajectories[::2]} == {StopReason.ENVIRONMENT_ERROR}
     assert [t.reward for t in trajectories] == [0.0, 1.0] * 4
+    assert [t.left_out for t in trajectories[::2]] == ["reset", "", "reply", ""]
+    assert [t.left_out for t in trajectories[1::2]] == [""] * 4
     assert [t.num_turns for t in trajectories[::2]] == [0, 1, 2, 2]
     assert [t.num_tool_errors for t in trajectories] == [0] * 8
 
@@ -212,6 +214,9 @@ def test_a_tool_whose_arguments_cannot_be_checked_is_a_tool_that_failed():
         (True, 1.0, ""),
         (1, 1.0, ""),
         (torch.tensor(0.5), 0.5, ""),
+        (-7.2, -7.2, ""),
+        (-1e30, -1e30, ""),
+        (2e30, 0.0, "ValueError: get_reward returned 2e+30, the limit is 1e+30"),
         (math.nan, 0.0, "ValueError: get_reward returned nan, not a finite number"),
         (-math.inf, 0.0, "ValueError: get_reward returned -inf, not a finite number"),
         (torch.tensor(math.nan), 0.0, "ValueError: get_reward returned nan, not a finite number"),
@@ -239,6 +244,72 @@ def test_a_reward_that_is_no_finite_number_is_the_environments_fault(returned, r
     assert type(trajectory.reward) is float
     assert (trajectory.reward, trajectory.error) == (reward, error)
     assert (trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR) == bool(error)
+
+
+class Unplugged(SyncDesk):
+    """Says of a service that it is down, where its payload says."""
+
+    def __init__(self):
+        self.user = SimpleNamespace(reply=lambda message: self._need("reply"))
+
+    def _need(self, where):
+        if self._payload.get("down") == where:
+            raise Outage("no connection")
+        if self._payload.get("breaks") == where:
+            raise OSError("no connection")
+
+    def reset(self, **row):
+        super().reset(**row)
+        self._need("reset")
+
+    def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        self._need("look")
+        return item
+
+    def get_reward(self) -> float:
+        self._need("get_reward")
+        return super().get_reward()
+
+
+class UnpluggedBeside(Unplugged):
+    concurrent = True
+
+
+class UnpluggedTogether(Unplugged):
+    async def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        async with asyncio.TaskGroup() as tasks:  # which raises a group of exceptions
+            tasks.create_task(self._ask())
+        return item
+
+    async def _ask(self):
+        self._need("look")
+
+
+@pytest.mark.parametrize("environment", [Unplugged, UnpluggedBeside, UnpluggedTogether])
+def test_only_what_the_policys_own_calls_bring_about_is_held_against_it(environment):
+    places = ("reset", "look", "reply", "get_reward")
+    script = [call("look", item="lamp"), say("done")]
+    scripts = [("desk", {kind: at}, script) for at in places for kind in ("down", "breaks")]
+    trajectories = play({"desk": environment}, scripts)
+    assert [t.left_out for t in trajectories] == [
+        *("outage", "reset", "outage", "", "outage", "reply", "outage", "")
+    ]
+    told, shown = trajectories[2], trajectories[3]  # a tool's outage is not shown to the model
+    assert told.stop_reason is StopReason.ENVIRONMENT_ERROR and "outage" in told.record().left_out
+    assert told.error.startswith(("Outage: no connection", "ExceptionGroup: "))
+    assert not any(m["role"] == "tool" for m in told.messages) and told.num_tool_errors == 0
+    assert shown.stop_reason is StopReason.COMPLETED and shown.reward == 1.0
+    assert trajectories[7].reward == 0.0 and trajectories[7].error == "OSError: no connection"
 
 
 class Clerk:
@@ -308,6 +379,8 @@ def test_attributes_and_constructors_that_raise_are_faults_as_well(environment, 
     trajectory = play_one(environment, call("look", item="lamp"), say("done"))
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
     assert (trajectory.reward, trajectory.error) == (0.0, error)
+    own_call = environment in (Undecided, Sealed)
+    assert bool(trajectory.left_out) is not own_call
 
 
 def test_a_domain_that_hangs_again_and_again_is_not_called_any_more(never):
@@ -328,6 +401,7 @@ def test_a_domain_that_hangs_again_and_again_is_not_called_any_more(never):
         "CallTimeout: down is not called again in this rollout, after 3 times in a row that took "
         "more than 0.2 s",
     ]
+    assert [t.left_out for t in trajectories] == ["reset"] * 3 + ["outage"] * 3 + [""]
     assert trajectories[6].reward == 1.0
     play({"down": Down}, scripts[:1], limits)
     assert resets == ["t0", "t1", "t2", "t0"]
@@ -363,7 +437,7 @@ def test_each_call_and_each_pass_is_told_beforehand():
     assert told == [
         *("desk/t0", "reset", ""),
         *("desk/t0", "look", "desk/t0", "look", ""),
-        *("desk/t0", "desk/t0", "get_reward"),
+        *("desk/t0", "desk/t0", "desk/t0", "get_reward"),  # the user, the final message, the reward
     ]
 
 

@@ -12,7 +12,10 @@ from pipeline.config import UserError
 from pipeline.continual import wilson
 from pipeline.report import final_table, main, write_report
 from pipeline.reporting.plots import smooth
+from pipeline.reporting.plots_training import dead_groups
+from pipeline.reporting.report_sections import sections_of
 from pipeline.reporting.run_files import load_run
+from pipeline.reporting.sections import markdown
 from pipeline.reporting.transfer_sections import shown
 from pipeline.transfer import summary
 
@@ -140,6 +143,21 @@ def test_an_interrupted_run_is_reported_as_far_as_it_came(tmp_path):
     assert "There is no evaluation in this folder: the run was interrupted." in text
     assert "| telecom | 21 to 30 |" not in text
     assert (folder / "learning_curves.png").stat().st_size > 5_000
+
+
+def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[:2]:
+        line |= {"rollout/left_out": 3.0, "rollout/left_out/reset/retail": 1.0}
+        line |= {"rollout/left_out/outage/airline": 2.0, "rollout/too_few_left": 0.25}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = load_run(folder)
+    text = markdown(sections_of(run))
+    assert "| airline | outage | 4 |\n| retail | reset | 2 |" in text
+    assert "| fewer than two left | 5.0% |\n| in all | 50.0% |" in text
+    (legend,) = dead_groups(run).legends
+    assert [line.get_text() for line in legend.get_texts()][-1] == "fewer than two left"
 
 
 def test_the_control_with_permuted_rewards_says_so(tmp_path):

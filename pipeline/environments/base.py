@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.environments.deadline import EnvironmentFault as EnvironmentFault
+from pipeline.environments.deadline import Outage as Outage
 from pipeline.environments.deadline import guarded as guarded
-from pipeline.environments.deadline import only_faults, text_of, writable
+from pipeline.environments.deadline import is_outage, only_faults, text_of, writable
 from pipeline.environments.deadline import settled as settled
 
 Value = TypeVar("Value")
 MAX_DIFFERENCES, MAX_SHOWN = 20, 200  # of an episode; characters of a value
+MAX_REWARD = 1e30  # on either side of zero: float32 holds it, and float64 its square
 
 
 class User(Protocol):
@@ -88,7 +90,8 @@ class ToolAnswer(NamedTuple):
 def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
     """Call a tool with arguments that a model wrote; returns what the model sees, JSON or text.
 
-    An unknown tool, a wrong argument or a tool that raises is answered with {"error": ...}.
+    An unknown tool, a wrong argument or a tool that raises is answered with {"error": ...}; an
+    Outage goes on, for the model has no part in it.
     """
     return answer_call(environment, name, arguments).content
 
@@ -99,7 +102,8 @@ def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolA
     try:
         content = _call(environment, name, arguments)
     except BaseException as error:  # code that is not ours: the model sees what went wrong
-        only_faults(error)
+        if is_outage(only_faults(error)):
+            raise
         is_error, raised = True, not isinstance(error, ToolError)
         content = error_result(text_of(error) or type(error).__name__)
     return ToolAnswer(content, is_error, raised, bool(getattr(environment, "done", False)))
@@ -150,11 +154,10 @@ def started(environment_class: type[Any], row: Mapping[str, Any]) -> Started:
 
 
 def reply_of(environment: Any, message: str) -> str | None:
-    """What the user answers; None ends the conversation, with this as the final message."""
+    """What the user answers; None ends the conversation, and the message is the final one."""
     user = getattr(environment, "user", None)
     answer = settled(user.reply(message)) if user is not None else None
     if answer is None:
-        environment.final_message = message
         return None
     if not isinstance(answer, str):
         raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
@@ -162,13 +165,15 @@ def reply_of(environment: Any, message: str) -> str | None:
 
 
 def reward_of(environment: Any) -> float:
-    """The reward as a number; ValueError where it is not finite."""
+    """The reward as a number; ValueError where it is not finite, or beyond MAX_REWARD."""
     found = settled(environment.get_reward())
     if isinstance(found, (str, bytes)):
         raise TypeError(f"get_reward returned {type(found).__name__}, not a number")
     reward = float(found)
     if not math.isfinite(reward):
         raise ValueError(f"get_reward returned {reward}, not a finite number")
+    if abs(reward) > MAX_REWARD:
+        raise ValueError(f"get_reward returned {reward:g}, the limit is {MAX_REWARD:g}")
     return reward
 
 

@@ -104,6 +104,7 @@ class _Hangs:
             f"CallTimeout: {self.domain} is not called again in this rollout, after {self.count} "
             f"times in a row that took more than {self.seconds:g} s",
             timed_out=True,
+            outage=True,
         )
 
 

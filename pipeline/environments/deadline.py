@@ -37,12 +37,23 @@ class CallTimeout(BaseException):
     """Interrupts a call at its deadline; no Exception, so that `except Exception` lets it pass."""
 
 
-class EnvironmentFault(Exception):
-    """Code of an environment raised, or took too long; the text is one line and says which."""
+class Outage(Exception):
+    """An environment's own word that a service is down, through no fault of the policy's.
 
-    def __init__(self, text: str, timed_out: bool = False) -> None:
+    It may be raised in `reset`, a tool, the user's `reply` and `get_reward`: the episode ends, and
+    training leaves it out. Never raise it for what a policy can bring about.
+    """
+
+
+class EnvironmentFault(Exception):
+    """Code of an environment raised, or took too long; the text is one line and says which.
+
+    `outage`: it says that a service is down, or its domain is not called any more.
+    """
+
+    def __init__(self, text: str, timed_out: bool = False, outage: bool = False) -> None:
         super().__init__(text)
-        self.timed_out = timed_out
+        self.timed_out, self.outage = timed_out, outage
 
 
 class _Here(threading.local):
@@ -66,7 +77,8 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
     """
     begun, outer = time.monotonic(), _here.until
     _here.until = begun + seconds
-    result, late, fault = None, False, ""
+    result, late = None, False
+    fault: EnvironmentFault | None = None
     try:
         if _here.has_alarms:
             result = _under_alarm(seconds, call)
@@ -78,13 +90,13 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
     except CallTimeout:
         late = True
     except BaseException as error:
-        fault = describe(only_faults(error))
+        fault = EnvironmentFault(describe(only_faults(error)), outage=is_outage(error))
     finally:
         _here.until = outer
     if late or time.monotonic() - begun > seconds:  # what came too late does not count
         raise too_long(name, seconds)
-    if fault:
-        raise EnvironmentFault(fault)
+    if fault is not None:
+        raise fault
     return result
 
 
@@ -108,6 +120,13 @@ def only_faults(error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt) and by_python:
         raise error
     return error
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether it is an Outage, or tasks that were awaited together raised one among others."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(Outage) is not None
+    return isinstance(error, Outage)
 
 
 def describe(error: BaseException) -> str:

@@ -33,14 +33,16 @@ def stop_reasons(run: Run) -> Figure:
 
 
 def dead_groups(run: Run) -> Figure:
-    """Shares of groups that are all solved, all failed, and that have a signal."""
+    """Shares of groups that are all solved, all failed, too small, and that have a signal."""
     failed = _column(run.train, "rollout/all_failed")
     solved = _column(run.train, "rollout/all_solved")
-    rest = [1 - f - s for f, s in zip(failed, solved, strict=True)]
+    few = _column(run.train, "rollout/too_few_left")
+    rest = [1 - f - s - n for f, s, n in zip(failed, solved, few, strict=True)]
     layers = [
         ("all failed", failed, COLOURS[1]),
         ("with a signal", rest, COLOURS[0]),
         ("all solved", solved, COLOURS[5]),
+        *([("fewer than two left", few, PALE)] if any(few) else []),
     ]
     return _shares(run, layers, "groups without a signal", "groups")
 

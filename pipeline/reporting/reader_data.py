@@ -193,6 +193,7 @@ def _packed_episode(
     names = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error")
     return {
         **{name: episode.get(name) for name in names},
+        "left_out": episode.get("left_out") or "",
         "advantage": episode.get("advantage"),
         "parts": episode.get("reward_breakdown") or {},
         "difference": episode.get("difference") or {},

@@ -6,6 +6,7 @@ they are never compared.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -242,8 +243,26 @@ def _stop_reasons(run: Run) -> list[Section]:
         return []
     table = Table(header=["reason", *(stage["name"] for stage in run.stages)], rows=rows)
     picture = Picture(name="stop_reasons", caption="Why training episodes ended, over the steps")
-    title = "How training episodes ended"
-    return [Section(title=title, blocks=["Share of a stage's episodes.", picture, table])]
+    title, left_out = "How training episodes ended", _left_out(run)
+    blocks = ["Share of a stage's episodes.", picture, table, *left_out]
+    return [Section(title=title, blocks=blocks)]
+
+
+def _left_out(run: Run) -> list[Block]:
+    """How many episodes training left out, by domain and kind; nothing where there were none."""
+    prefix, counts = "rollout/left_out/", Counter[str]()
+    for record in run.train:
+        for key, count in record.items():
+            if key.startswith(prefix):
+                counts[key.removeprefix(prefix)] += round(count)
+    if not counts:
+        return []
+    rows = [[*reversed(key.split("/", 1)), str(counts[key])] for key in sorted(counts)]
+    text = (
+        "Left out of training, because an environment failed at what the policy is not answerable "
+        "for: its `reset`, its user's `reply`, or a service that it said is down (`outage`)."
+    )
+    return [text, Table(header=["domain", "what failed", "episodes"], rows=rows, num_left=2)]
 
 
 def _shares(run: Run, prefix: str) -> dict[str, list[float]]:
@@ -258,14 +277,17 @@ def _shares(run: Run, prefix: str) -> dict[str, list[float]]:
 
 
 def _dead_groups(run: Run) -> list[Section]:
-    kinds = {"all_failed": "all failed", "all_solved": "all solved", "dead_groups": "both"}
+    kinds = {"all_failed": "all failed", "all_solved": "all solved"}
+    if any(record.get("rollout/too_few_left") for record in run.train):
+        kinds["too_few_left"] = "fewer than two left"
+    kinds["dead_groups"] = "in all"
     found = {name: _shares(run, f"rollout/{kind}").get("") for kind, name in kinds.items()}
     rows = [[name, *(f"{s:.1%}" for s in shares)] for name, shares in found.items() if shares]
     if not rows:
         return []
     text = (
-        "Share of a stage's groups whose episodes all earned the same: they have no advantage and "
-        "teach nothing."
+        "Share of a stage's groups whose episodes all earned the same (or fewer than two were not "
+        "left out): they have no advantage and teach nothing."
     )
     table = Table(header=["groups", *(stage["name"] for stage in run.stages)], rows=rows)
     picture = Picture(name="dead_groups", caption="Groups without a signal, over the steps")

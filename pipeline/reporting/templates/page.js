@@ -235,7 +235,8 @@ function episodeCard(episode, shared, texts, mode, scale) {
   const facts = [episode.stop_reason, `${episode.num_turns} turns`, `${episode.num_sampled_tokens} sampled tokens`];
   if (episode.advantage !== null) facts.push(`advantage ${signed(episode.advantage)}`);
   card.append(element("p", "facts", facts.join(" \u00b7 ")));
-  if (episode.error) card.append(element("p", "failed", episode.error));
+  const leftOut = episode.left_out ? ` (left out of training: ${episode.left_out})` : "";
+  if (episode.error) card.append(element("p", "failed", episode.error + leftOut));
   for (const message of episode.messages.slice(shared)) {
     card.append(messageBox(message, texts, mode, episode.advantage, scale));
   }
