@@ -63,7 +63,9 @@ def own_copy(model: Any, dtype: torch.dtype) -> Any:
 
 def take_weights(own_model: Any, model: Any) -> None:
     """Share or copy the weights of the trained model; LoRA's are merged on the way."""
-    for own, trained in zip(own_model.parameters(), merged_parameters(model), strict=True):
+    named = zip(own_model.named_parameters(), merged_parameters(model), strict=True)
+    for (own_name, own), (name, trained) in named:
+        assert own_name == name, f"{own_name} cannot take the weights of {name}"
         if own.dtype == trained.dtype:
             own.data = trained.detach()
         else:

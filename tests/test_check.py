@@ -145,6 +145,27 @@ def test_a_reference_policy_and_less_to_train_change_the_sum():
     assert saving[activations] < plain[activations]
 
 
+def test_a_micro_batch_counts_no_more_tokens_than_a_rank_trains_on_in_a_step():
+    def activations(budget, grpo=None, **sections):
+        grpo = {"max_tokens_per_microbatch": budget, **(grpo or {})}
+        return memory_per_rank(config(grpo=grpo, **sections))["activations of a micro-batch"]
+
+    def is_filled_by(num_episodes, **sections):
+        tokens = num_episodes * 256
+        full = activations(tokens, **sections)
+        return activations(tokens - 1, **sections) < full == activations(10**12, **sections)
+
+    assert is_filled_by(24 * 8)
+    two = {"run": {"num_gpus": 2}}
+    assert is_filled_by(12 * 8, **two)
+    dynamic = {"dynamic_sampling": True}
+    assert is_filled_by(13 * 8, grpo=dynamic, **two)
+    assert is_filled_by(24 * 8, grpo={**dynamic, "balance_ranks": False}, **two)
+    small = {"rollout": {"tasks_per_step": 1, "num_generations": 2}}
+    assert is_filled_by(32, **small)  # demonstrations of a step
+    assert is_filled_by(2, warm_start={"steps": 0}, **small)
+
+
 def test_adapters_alone_need_gradients_moments_and_a_reference():
     # Rank 16 on seven layers of each block: 16 x (in + out) weights each, in 36 blocks.
     count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
