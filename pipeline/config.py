@@ -35,7 +35,9 @@ INTERRUPTED = 75  # exit code: stopped, with a checkpoint to resume from (EX_TEM
 DEFAULT_DOMAINS = ("airline", "retail", "telecom")
 EMBEDDED_DOMAINS = (*DEFAULT_DOMAINS, "telecom_chat")
 RESERVED_STAGES = ("mixed", "interleaved")
-RESERVED_NAMES = (*RESERVED_STAGES, "start", "warm_start")  # of evaluations
+# Of evaluations, and of the metric `reward/mean` of all domains.
+RESERVED_NAMES = (*RESERVED_STAGES, "start", "warm_start", "mean")
+MAX_NAME = 64  # characters of a domain's name, which is part of file names
 
 
 class UserError(ValueError):
@@ -128,13 +130,23 @@ class DataSettings(Section):
 
     @model_validator(mode="after")
     def _domains_are_known_and_unique(self) -> Self:
+        taken = {
+            *EMBEDDED_DOMAINS,
+            *RESERVED_NAMES,
+        }  # in small letters, as some file systems have it
         for name, target in self.environments.items():
-            if name in (*EMBEDDED_DOMAINS, *RESERVED_NAMES) or name.startswith("evaluation-"):
-                raise UserError(f"environments: got {name}, which is taken; choose another name")
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 raise UserError(
                     f"environments: got the name {name!r}; use letters, digits, _ and - only"
                 )
+            if len(name) > MAX_NAME:
+                raise UserError(
+                    f"environments: got a name of {len(name)} characters ({name[:MAX_NAME]}...); "
+                    f"use at most {MAX_NAME}"
+                )
+            if name.lower() in taken or name.lower().startswith("evaluation-"):
+                raise UserError(f"environments: got {name}, which is taken; choose another name")
+            taken.add(name.lower())
             if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", target):
                 raise UserError(
                     f"environments: got {name}: {target!r}; write module:Class, "

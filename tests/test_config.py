@@ -1,5 +1,6 @@
 """Settings: recipes and flags fill one tree, and every mistake is refused in one line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -299,6 +300,24 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, message):
         (
             ["--environments", "{mixed: a:B}"],
             "environments: got mixed, which is taken; choose another name",
+        ),
+        *(
+            (
+                ["--environments", f"{{bank: a:B, {name}: a:B}}"],
+                f"environments: got {name}, which is taken; choose another name",
+            )
+            for name in ("mean", "start", "warm_start", "evaluation-bank", "Bank", "Mean", "MIXED")
+        ),
+        (
+            ["--environments", "{" + "b" * 65 + ": a:B}"],
+            f"environments: got a name of 65 characters ({'b' * 64}...); use at most 64",
+        ),
+        *(
+            (
+                ["--environments", json.dumps({name: "a:B"})],
+                f"environments: got the name {name!r}; use letters, digits, _ and - only",
+            )
+            for name in ("a bank", "a/b", "bank\x1b[2J", "bänk", "bank\n", "-bank")
         ),
         (
             ["--environments", "{../bank: a:B}"],
