@@ -66,7 +66,8 @@ class Sampler:
         self.model.set_attn_implementation("row_cache")
         self.device = next(self.model.parameters()).device
         self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
-        self.stops = np.array([end_of_turn_id, *other_stops])
+        self.stop_ids = frozenset((end_of_turn_id, *other_stops))
+        self._stops = np.array(sorted(self.stop_ids))
         self.top_k, self.top_p = top_k, top_p
         self.num_tokens = self.num_padded_tokens = 0
         self.shares_rows = self.device.type != "cuda"
@@ -150,12 +151,12 @@ class Sampler:
 
     def _ended(self, episode: SamplerEpisode) -> bool:
         ids = episode.ids
-        return bool(ids) and (ids[-1] in self.stops or len(ids) >= episode.room)
+        return bool(ids) and (ids[-1] in self.stop_ids or len(ids) >= episode.room)
 
     def _message(self, episode: SamplerEpisode) -> Sampled:
         ids, logprobs = episode.ids, episode.logprobs
         episode.ids, episode.logprobs = [], []
-        return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stops)
+        return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
 
     def _begin_messages(self, episodes: Sequence[SamplerEpisode], greedy: bool) -> None:
         """Feed what is pending and sample the first token of each message."""
@@ -234,7 +235,7 @@ class Sampler:
                 continue
             seen = step - 1 - (step - 1) % self.steps_per_look
             for number, ids in enumerate(torch.stack(picked[seen:]).cpu().numpy(), seen + 1):
-                ends = (ids[:, None] == self.stops).any(1) | (number >= left)
+                ends = (ids[:, None] == self._stops).any(1) | (number >= left)
                 lengths[ends & (lengths == 0)] = number
             goes_on = lengths == 0
             apart = (ids != ids[first][which]) | (goes_on != goes_on[first][which])
