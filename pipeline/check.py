@@ -19,6 +19,7 @@ from pipeline import lora
 from pipeline.config import EMBEDDED_DOMAINS, STARTED_BY_US, Config, UserError
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
+from pipeline.layers import refuse_unlayered
 from pipeline.micro_batches import KEYS_PER_TOKEN
 from pipeline.model_files import refuse_misfits, refuse_other_vocabulary, weights_in
 from pipeline.policy import from_files, hub_reachable, on_gpu, uses_bf16
@@ -116,6 +117,8 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
         lora.check_files(name)
         name = lora.base_of(name)
     model = empty_model(config)
+    if config.grpo.gradient_checkpointing:
+        refuse_unlayered(model)
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
         refuse_misfits(name, weights_in(name), model)

@@ -13,6 +13,7 @@ from pipeline import checkpoint, lora
 from pipeline.checkpoint import TrainState
 from pipeline.config import UserError
 from pipeline.curriculum import Stage
+from pipeline.layers import recompute_layers
 from pipeline.manifest import problem
 from pipeline.policy import TokenLogprobs, load_folder, load_model, refuse_mixed_up_sequences
 from pipeline.session import Run
@@ -23,13 +24,13 @@ def make_updater(run: Run) -> Updater:
     """The trained module under Accelerate, with optimizer and reference policy."""
     config, resumed = run.config, run.checkpoint
     if config.grpo.gradient_checkpointing:
-        run.model.activation_checkpointing_enable({"use_reentrant": False})
-        run.model.train()  # transformers recomputes in training mode only
+        recompute_layers(run.model)
     if config.model.use_peft:
         base = _base_of_adapters(run)
         run.model = lora.attach(run.model, config.model, base, config.run.seed)
         run.model.to(run.accelerator.device)
-    module = TokenLogprobs(run.model, config.rollout.temperature)
+    # What is sampled has no dropout, so what is trained, the reference and probes have none.
+    module = TokenLogprobs(run.model, config.rollout.temperature).eval()
     if config.grpo.padding_free:
         refuse_mixed_up_sequences(module)
     reference = None

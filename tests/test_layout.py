@@ -20,7 +20,7 @@ LAYERS = (  # a module imports from earlier lines only
     "tasks run_folder trackers",
     "cli",
     "trajectory",
-    "environments special_text tool_calls response_reader model_files",
+    "environments special_text tool_calls response_reader model_files layers",
     "tiny lora probes flops picking prefixes row_cache rotary",
     "policy conversations chat distributed exchange advantages",
     "sampler generate_sampler watchdog",

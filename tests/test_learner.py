@@ -20,6 +20,7 @@ from pipeline.collect import save_checkpoint
 from pipeline.config import Config, ModelSettings
 from pipeline.distributed import Ranks, parameter_hash
 from pipeline.grpo import k3
+from pipeline.layers import recompute_layers
 from pipeline.learner import make_updater, start_stage
 from pipeline.micro_batches import make_micro_batches, micro_batch
 from pipeline.policy import TokenLogprobs, load_folder
@@ -104,8 +105,7 @@ def diverge(use_peft, gradient_checkpointing):
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     ranks, module = Ranks(rank, num_ranks, 60), policy(use_peft)
     if gradient_checkpointing:
-        module.model.activation_checkpointing_enable({"use_reentrant": False})
-        module.train()
+        recompute_layers(module.model)
     move(module)
     frozen = copy.deepcopy(module)
     settings = {"beta": 0.3, "entropy_coef": 0.0, "max_tokens_per_microbatch": 100}

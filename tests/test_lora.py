@@ -8,18 +8,31 @@ import pytest
 import torch
 from helpers import make_trajectory, small_model, tokenizer
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+    LagunaConfig,
+    LagunaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from pipeline import checkpoint, lora
@@ -55,6 +68,7 @@ def made(kind, config):
     return model
 
 
+FUSED = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS = {
     "Qwen3, tied": partial(small_model, 4),
     "Llama, untied": partial(small, LlamaForCausalLM, LlamaConfig),
@@ -62,6 +76,9 @@ MODELS = {
     "Mistral": partial(small, MistralForCausalLM, MistralConfig, sliding_window=None),
     "Qwen2, biases": partial(small, Qwen2ForCausalLM, Qwen2Config),
     "GPT-2, transposed weights": gpt2,
+    "Qwen3-MoE, fused experts": partial(small, Qwen3MoeForCausalLM, Qwen3MoeConfig, **FUSED),
+    "Mixtral, fused experts": partial(small, MixtralForCausalLM, MixtralConfig),
+    "Laguna, shared experts": partial(small, LagunaForCausalLM, LagunaConfig, **FUSED),
 }
 
 
@@ -169,6 +186,68 @@ def test_a_target_that_is_no_inner_linear_layer_is_refused(kind, targets, named)
     )
 
 
+@pytest.mark.parametrize("kind", [name for name in MODELS if "experts" in name])
+def test_every_adapter_of_a_mixture_of_experts_gets_a_gradient(kind):
+    model = moved(attached(MODELS[kind]()))
+    parts = {name.rpartition(".lora_")[0].rpartition("layers.1.")[2] for name in trained(model)}
+    assert {"mlp.experts", "mlp.experts.base_layer", "mlp.gate"} <= parts or "Laguna" in kind
+    model(IDS).logits.log_softmax(-1)[..., 3].sum().backward()
+    assert all(float(p.grad.abs().sum()) > 0 for p in trained(model).values())
+
+
+# What cannot be merged
+
+
+def unmerged(parameter, layer):
+    """As the merging was: only weights of linear layers."""
+    fused = isinstance(layer, ParamWrapper)
+    return parameter if fused else parameter + layer.get_delta_weight("default")
+
+
+@pytest.mark.parametrize("kind", ["Qwen3-MoE, fused experts", "Mixtral, fused experts"])
+def test_a_merging_that_leaves_adapters_out_is_refused_when_they_are_made(kind, monkeypatch):
+    monkeypatch.setattr(lora, "_merged", unmerged)
+    message = refusal(attached, MODELS[kind]())
+    assert "it computes something else, by over 0.0005 nats" in message
+
+
+REFUSED = {
+    "Jamba reads the weight of a layer past its adapters": (
+        partial(small, JambaForCausalLM, JambaConfig, mamba_d_state=4, num_experts=2),
+        "got layers of JambaForCausalLM whose adapters cannot be merged into its weights for "
+        "sampling (it computes something else, by over 0.0005 nats); name linear layers of its "
+        "attention",
+    ),
+    "Phi-MoE has routers that are linear layers of two outputs": (
+        partial(small, PhimoeForCausalLM, PhimoeConfig, num_local_experts=4),
+        "got layers of PhimoeForCausalLM whose adapters cannot be merged into its weights for "
+        "sampling ('tuple' object has no attribute 'dtype'); name linear layers of its attention",
+    ),
+    "PEFT refuses Mamba": (
+        partial(small, MambaForCausalLM, MambaConfig),
+        "got all-linear, which PEFT cannot give adapters to in MambaForCausalLM ([PEFT:",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_layers_whose_adapters_cannot_be_merged_are_refused(why):
+    make, said = REFUSED[why]
+    assert refusal(attached, make()).startswith(f"lora_target_modules: {said}")
+
+
+def test_attention_alone_can_be_trained_where_other_layers_are_refused():
+    model = attached(REFUSED[list(REFUSED)[1]][0](), lora_target_modules=["q_proj", "v_proj"])
+    assert len(trained(model)) == 8
+
+
+def test_a_parameter_that_is_trained_beside_the_adapters_is_refused():
+    model = attached()
+    model.get_input_embeddings().weight.requires_grad_(True)
+    message = refusal(lambda: list(lora.merged_parameters(model)))
+    assert message.startswith("lora_target_modules: got layers of Qwen3ForCausalLM whose adapters")
+
+
 # What the sampler sees
 
 
@@ -226,22 +305,29 @@ def test_a_sampler_in_bf16_gets_products_that_were_added_in_fp32():
     merged = lora.merged_parameters(model)
     assert all(
         torch.equal(own, whole.bfloat16())
-        for own, whole in zip(sampler.model.parameters(), merged, strict=True)
+        for own, (_, whole) in zip(sampler.model.parameters(), merged, strict=True)
     )
 
 
 # What a checkpoint holds
 
 
-@pytest.fixture(params=["Qwen3, tied", "Llama, untied", "Qwen2, biases"])
-def run_folder(request, tmp_path):
+KEPT = ["Qwen3, tied", "Llama, untied", "Qwen2, biases", "Qwen3-MoE, fused experts"]
+
+
+def saved(kind, tmp_path):
     """A run's checkpoints: the base model, and a stage's adapters; and the model with these."""
     folder = tmp_path / "run" / "checkpoints"
-    base = MODELS[request.param]()
+    base = MODELS[kind]()
     checkpoint.save(folder, "warm-start", base, tokenizer(), TrainState())
     model = moved(attached(base, base=str(folder / "warm-start"), lora_r=2))
     state = TrainState(stage="airline", step=4)
     return model, checkpoint.save(folder, "stage-1-airline", model, tokenizer(), state)
+
+
+@pytest.fixture(params=KEPT)
+def run_folder(request, tmp_path):
+    return saved(request.param, tmp_path)
 
 
 def test_a_checkpoint_holds_adapters_alone_with_its_tokenizer(run_folder):
@@ -270,7 +356,7 @@ def test_peft_transformers_and_the_pipeline_load_the_same_model_from_it(run_fold
     by_transformers = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for loaded in (merged, ours, by_transformers):
         assert torch.allclose(logits(loaded), logits(model), rtol=0, atol=1e-5)
-    for mine, peft, sampling in zip(
+    for mine, peft, (_, sampling) in zip(
         ours.parameters(), merged.parameters(), lora.merged_parameters(model), strict=True
     ):
         assert torch.equal(mine, peft) and torch.equal(mine, sampling)
@@ -318,6 +404,15 @@ def test_adapters_come_back_bit_by_bit(run_folder):
     for (name, mine), theirs in zip(trained(own).items(), trained(model).values(), strict=True):
         assert torch.equal(mine, theirs), name
     assert torch.equal(logits(own), logits(model))
+
+
+def test_adapters_that_peft_would_lose_come_back(tmp_path):
+    """PEFT 0.21 renames those of Laguna's shared experts when it loads them, and warns."""
+    model, path = saved("Laguna, shared experts", tmp_path)
+    own = attached(load_folder(path.parent / "warm-start", PLAIN), lora_r=2)
+    lora.load(own, path)
+    assert torch.equal(logits(own), logits(model))
+    assert torch.allclose(logits(load_folder(path, PLAIN)), logits(model), rtol=0, atol=1e-5)
 
 
 def test_adapters_of_other_layers_are_refused(run_folder):

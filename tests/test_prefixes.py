@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from pipeline import lora, policy
 from pipeline.config import ModelSettings, UserError
+from pipeline.layers import recompute_layers
 from pipeline.micro_batches import make_micro_batches
 from pipeline.policy import TokenLogprobs
 from pipeline.prefixes import attend, follow_prefixes, num_distinct_tokens, shared_row
@@ -79,8 +80,8 @@ def adapted():
 
 def recomputing():
     model = small_model()
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    recompute_layers(model)
+    return model
 
 
 def outcome(model, rows, max_tokens, share_prefixes):
