@@ -20,6 +20,7 @@ from pipeline import lora
 from pipeline.config import Config, UserError
 from pipeline.draws import stream_key
 from pipeline.generate_sampler import GenerateSampler
+from pipeline.layers import recompute_layers
 from pipeline.micro_batches import bare_trajectory, make_micro_batches
 from pipeline.policy import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.prefixes import unserved
@@ -111,14 +112,15 @@ def gap_of(config: Config, model: Any) -> float:
     generates = unserved(model.config.get_text_config()) is not None
     make = GenerateSampler if generates else Sampler
     sampler = make(model, 0, rollout.temperature, torch.float32)
+    model = copy.deepcopy(model)
+    if grpo.gradient_checkpointing:
+        recompute_layers(model)
     if config.model.use_peft:
-        model = lora.attach(copy.deepcopy(model), config.model, "", config.run.seed)
+        model = lora.attach(model, config.model, "", config.run.seed)
         _fill((p for p in model.parameters() if p.requires_grad), 1)
     sampler.load_weights(model)
     trajectories = _converse(sampler, model.get_input_embeddings().num_embeddings)
-    if grpo.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    module = TokenLogprobs(model, rollout.temperature)
+    module = TokenLogprobs(model, rollout.temperature).eval()
     if grpo.padding_free:
         refuse_mixed_up_sequences(module)
     shares = grpo.share_prefixes and not grpo.padding_free and module.shares_prefixes
