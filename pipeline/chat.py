@@ -103,9 +103,11 @@ class Chat:
         return list(self._prompt_ids(json.dumps(list(messages)), json.dumps(tools)))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
-        """What follows a sampled end of turn: the replies and the next header.
+        """What follows the end of a sampled message: the replies and the next header.
 
-        Replies are tool results or a user message.
+        Replies are tool results or a user message. Where another token than the template's end of
+        turn ended the message, the replies follow that token, as they do Llama's <|eom_id|>; a
+        server that renders the conversation anew would write the end of turn in its place.
         """
         return list(self._reply_ids(json.dumps(list(replies))))
 

@@ -206,7 +206,7 @@ def make_sampler(
     why = why_generate(model)
     stops = other_stops(model, chat)
     if stops and is_main:
-        also = ", ".join(map(str, chat.tokenizer.convert_ids_to_tokens(stops)))
+        also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
         print(
             f"messages end at {chat.end_of_turn}, and by the model's files at {also}",
             flush=True,

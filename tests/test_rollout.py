@@ -115,7 +115,7 @@ def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, monkeypa
     model = load_model(settings, own.tokenizer, seed=1)
     monkeypatch.setattr(session, "Sampler", ForcedSampler)
     sampler = session.make_sampler(model, own, LIMITS, torch.float32, is_main=True)
-    told = "messages end at <|im_end|>, and by the model's files at <|endoftext|>\n"
+    told = "messages end at <|im_end|>, and by the model's files at '<|endoftext|>'\n"
     assert capsys.readouterr().out == told
     script = [call("look", item="lamp"), say("all done")]
     said = [[own.message_ids(message) for message in script] for _ in range(2)]
