@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 Item = TypeVar("Item")
+FOREVER = timedelta(days=30)
 
 
 class Interrupted(BaseException):
@@ -90,6 +91,17 @@ class Ranks:
         self.bytes: dict[str, int] = defaultdict(int)  # that this rank gave to others, by kind
         self.current = Phase("start")
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
+
+    def leave_deadlines_to_watchdog(self) -> None:
+        """Let collectives wait as long as it takes, once a watchdog ends those that wait in vain.
+
+        Their own deadlines go by the clock: a run that was suspended (SIGSTOP, a scheduler) for
+        longer would fail in the first collective after it.
+        """
+        self._timeout = FOREVER
+        if self._group is not None:
+            for group in (self._group, None):  # None is the one of Accelerate
+                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # no public name (torch 2.13)
 
     @property
     def is_main(self) -> bool:

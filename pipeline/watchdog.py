@@ -3,7 +3,7 @@
 Each rank tells the others twice a second where it stands (a beat). Whoever first sees a rank that
 failed, hangs, exited or was killed notes it at the store where the ranks met and says so; every
 rank then ends with exit code 1. A rank whose Python is stuck shows no beats, so another one names
-it; alone, it is ended by `faulthandler`, which needs no Python.
+it; should all be stuck, their sentinels end them. While a run is suspended no deadline goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import platform
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,12 +26,15 @@ from typing import Any, Self
 
 import psutil
 
+from pipeline import sentinel
 from pipeline.config import INTERRUPTED, UserError
 from pipeline.distributed import Board, CollectiveError, Interrupted, Ranks
 
 TICK_S = 0.5
 SAME_SIGNAL_S = 2.0  # Ctrl-C arrives twice: from the terminal and from the launcher
 PATIENCE_S = 3.0  # for the one who knows to speak first
+# So long between two looks of this thread, or a tenth of the deadline: it was not let run.
+SUSPENDED_S = 3.0
 GRACE_S = 5.0  # for this rank's own clean end, once a fault is known
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
@@ -82,6 +86,8 @@ class Watchdog:
         self._others: dict[int, tuple[Beat, float]] = {}
         self._fault: dict[str, Any] = {}  # the first of any rank, as far as this one knows
         self._fault_at = self._first_signal_at = 0.0
+        self._looked_at = time.monotonic()
+        self._sentinel: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._signals, self._wakeup = socket.socketpair()
         self._handlers: dict[int, Any] = {}
@@ -95,6 +101,9 @@ class Watchdog:
                 self._handlers[heeded] = signal.signal(heeded, _leave_it_to_the_thread)
         self._old_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._ranks.on_phase = self._tell
+        self._ranks.leave_deadlines_to_watchdog()
+        self._call_sentinel()
+        self._looked_at = time.monotonic()
         self._tell()
         self._thread.start()
         return self
@@ -125,7 +134,9 @@ class Watchdog:
         self._closed.set()
         self._wakeup.send(b"\0")
         self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
+        if self._sentinel is not None and self._sentinel.stdin is not None:
+            self._sentinel.stdin.close()  # which ends it
+            self._sentinel.wait()
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -135,6 +146,20 @@ class Watchdog:
         self._own.left = True
         with suppress(RuntimeError):  # nobody may be left to hear it
             self._board.post(f"beat {self._ranks.rank}", asdict(self._own))
+
+    def _call_sentinel(self) -> None:
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2)  # prints the stacks where the sentinel ends this process
+        ticks = str(round((self._timeout_s + GRACE_S) / sentinel.TICK_S))
+        command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), ticks]
+        self._sentinel = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=2, start_new_session=True
+        )
+
+    def _is_awake(self) -> None:
+        if self._sentinel is not None and self._sentinel.stdin is not None:
+            with suppress(OSError):  # somebody has killed it
+                os.write(self._sentinel.stdin.fileno(), b".")
 
     def _blame(self, error: BaseException) -> None:
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in OF_CONNECTIONS)
@@ -165,7 +190,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            faulthandler.dump_traceback_later(self._timeout_s + GRACE_S, exit=True, file=2)
+            self._is_awake()
             self._hear_signals()
             if self._closed.is_set():
                 return
@@ -242,13 +267,20 @@ class Watchdog:
 
     def _look(self) -> None:
         """Name a rank that is gone or hangs, this one among them."""
+        now = time.monotonic()
+        gap_s, self._looked_at = now - self._looked_at, now
+        if gap_s > max(
+            SUSPENDED_S, self._timeout_s / 10
+        ):  # the others may have been suspended as well: all begin anew
+            self._ranks.alive()
+            self._others = {rank: (beat, now) for rank, (beat, _) in self._others.items()}
+            return
         self._look_for_gone_ranks()
         if not self._fault and self._own.idle_s > self._timeout_s:
             if self._own.waits_for:
                 self._name_culprits(None)
             else:
                 self._note("hangs", self._ranks.rank, self._hang(self._ranks.rank, self._own))
-        now = time.monotonic()
         for rank, (beat, seen_at) in self._others.items():
             if not self._fault and not beat.left and now - seen_at > self._timeout_s + TICK_S:
                 self._note("hangs", rank, self._hang(rank, beat, now - seen_at))

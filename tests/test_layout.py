@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 LAYERS = (  # a module imports from earlier lines only
-    "config manifest",
+    "config manifest sentinel",
     "untrusted variables wandb_parts wandb_extras",
     "draws recipe task_rows dataset_files wandb_feed",
     "continual",

@@ -4,8 +4,11 @@ import ctypes
 import os
 import re
 import signal
+import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -204,3 +207,63 @@ def test_handlers_of_signals_are_put_back():
     with Watchdog(Ranks(0, 1, 60), 60):
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+SHORT_S, SUSPENDED_S = 3, 10  # a deadline, and more than three times as long
+
+
+def go_through(folder: str) -> str:
+    """Rounds with collectives of every kind, until a file says that it is enough."""
+    ranks = Ranks(Accelerator().process_index, int(os.environ["WORLD_SIZE"]), SHORT_S)
+    Path(folder, f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    rounds = 0
+    with Watchdog(ranks, SHORT_S), ranks.phase("sample", "airline", 1):
+        while not ranks.max(float(Path(folder, "enough").exists())):
+            ranks.barrier("round")
+            if ranks.rank == 0:
+                time.sleep(0.3)  # the others wait in a collective most of the time
+            ranks.sum([1.0])
+            ranks.agree("end of round")
+            if ranks.num_ranks > 1:
+                torch.distributed.all_reduce(torch.ones(1))
+            rounds += 1
+    return "went on"
+
+
+def suspend_all(folder: Path, num_ranks: int) -> None:
+    """Stop all ranks, and what watches them, for longer than the deadline; then let them go on."""
+    while len(pids := [p.read_text() for p in folder.glob("pid-*")]) < num_ranks or "" in pids:
+        time.sleep(0.1)
+    time.sleep(2)
+    ranks = [psutil.Process(int(pid)) for pid in pids]
+    processes = [process for rank in ranks for process in [*rank.children(), rank]]
+    assert len(processes) >= 2 * num_ranks
+    for process in processes:
+        process.suspend()
+    time.sleep(SUSPENDED_S)
+    for process in reversed(processes):
+        process.resume()
+    time.sleep(2)
+    (folder / "enough").touch()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_that_were_suspended_for_longer_than_the_deadline_go_on(tmp_path, num_ranks):
+    suspending = threading.Thread(target=suspend_all, args=[tmp_path, num_ranks])
+    suspending.start()
+    assert play_ranks(go_through, num_ranks, str(tmp_path)) == ["went on"] * num_ranks
+    suspending.join()
+
+
+def stuck_outside_python(stderr: str) -> None:
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    with Watchdog(Ranks(0, 1, 60), 1):
+        ctypes.PyDLL(None).sleep(1000)
+
+
+def test_a_rank_alone_that_is_stuck_outside_python_is_ended_with_its_stack(tmp_path):
+    stderr = tmp_path / "stderr"
+    assert play_ranks(stuck_outside_python, 1, str(stderr)) == ["rank 0 said nothing"]
+    said = stderr.read_text()
+    assert re.match(r"rank process \d+ shows no sign of Python for 6 s and is ended\n", said)
+    assert "Fatal Python error: Aborted" in said and "in stuck_outside_python" in said
