@@ -271,7 +271,9 @@ class Ranks:
         with self._clock(name):
             yield
         self.seconds[name] -= self.seconds["wait"] - waited
-        self.current = outer  # after an error the inner phase is the one to name
+        # After an error the inner phase is the one to name; between phases, the last one is.
+        inside = outer.name != "start" and not outer.name.startswith("after ")
+        self.current = outer if inside else Phase(f"after {name}", stage, step)
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
