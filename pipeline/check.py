@@ -29,6 +29,7 @@ from pipeline.run_folder import check_folder, folder_of
 from pipeline.stand_in import try_architecture
 from pipeline.tasks import count_by
 from pipeline.tiny import tiny_model, tiny_tokenizer
+from pipeline.untrusted import printable
 
 GIB = 1 << 30
 # Settings of models that change logits after the output layer, which training applies by itself.
@@ -184,7 +185,8 @@ def _print_tasks(config: Config, parts: Prepared) -> None:
     print("tasks")
     for domain in config.data.domains:
         families = ", ".join(
-            f"{name} {count}" for name, count in count_by(parts.train[domain], "family").items()
+            f"{printable(name)} {count}"
+            for name, count in count_by(parts.train[domain], "family").items()
         )
         held_out = len(parts.held_out[domain])
         print(
@@ -216,7 +218,8 @@ def _print_prompts(config: Config, parts: Prepared) -> None:
     for domain in config.data.domains:
         task, environment = parts.train[domain][0], parts.environments[domain]
         ids = parts.chat.prompt_ids(task.prompt, tool_schemas(environment))
-        print(f"\n--- a prompt of {domain} ({task.id}) ---\n{parts.tokenizer.decode(ids)}")
+        text = f"--- a prompt of {domain} ({task.id}) ---\n{parts.tokenizer.decode(ids)}"
+        print(f"\n{printable(text)}")
         if domain not in EMBEDDED_DOMAINS or not json.loads(task.payload).get("goal"):
             continue
         expert = import_module(f"pipeline.environments.{domain}").expert
@@ -225,7 +228,7 @@ def _print_prompts(config: Config, parts: Prepared) -> None:
         for message in messages[len(task.prompt) :]:
             calls = [call["function"] for call in message.get("tool_calls", [])]
             said = message["content"] or "; ".join(f"{c['name']}({c['arguments']})" for c in calls)
-            print(f"  {message['role']}: {said}")
+            print(f"  {message['role']}: {printable(said)}")
 
 
 def _print_memory(config: Config) -> None:

@@ -22,7 +22,7 @@ from pipeline.manifest import prune, sync, write_text
 from pipeline.session import Run
 from pipeline.trajectory import RunRecord, StopReason, Trajectory
 from pipeline.transfer import summary
-from pipeline.untrusted import reason_of
+from pipeline.untrusted import printable, reason_of
 
 
 def stop_on_errors(
@@ -112,7 +112,7 @@ def write_results(run: Run) -> None:
     try:
         results["transfer"] = summary([results])
     except UserError as error:  # a resume with other settings: training is worth more than these
-        print(f"warning: {error}", flush=True)
+        print(f"warning: {printable(str(error))}", flush=True)
         results["transfer"] = {}
     write_text(run.folder / "results.json", json.dumps(results))
 

@@ -87,7 +87,7 @@ def load_folder(folder: str | Path, settings: ModelSettings) -> Any:
     if unused := sorted(told["unexpected_keys"]):
         warnings.warn(
             f"{folder} holds {len(unused)} weights that the model does not use, such as "
-            f"{unused[0]}",
+            f"{shown(unused[0])}",
             stacklevel=2,
         )
     return model

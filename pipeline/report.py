@@ -21,6 +21,7 @@ from pipeline.reporting.report_sections import change, sections_of
 from pipeline.reporting.run_files import load_run
 from pipeline.reporting.sections import Picture, Section, markdown, text_table
 from pipeline.reporting.transfer_sections import terminal_lines
+from pipeline.untrusted import printable
 
 
 def write_report(folder: Path) -> None:
@@ -61,7 +62,8 @@ def _with_pictures(sections: Iterable[Section], figures: Mapping[str, Any]) -> l
 
 
 def _write_markdown(path: Path, title: str, sections: Sequence[Section]) -> None:
-    path.write_text(f"# {title}\n\n{markdown(sections)}\n", encoding="utf-8")
+    text = f"# {title}\n\n{markdown(sections)}\n"
+    path.write_text(printable(text), encoding="utf-8")  # a terminal may show it
 
 
 def final_table(results: Mapping[str, Any]) -> str:
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         print(_write(options.folders, options.output))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 

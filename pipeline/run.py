@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from pipeline.config import STARTED_BY_US, Config, CtrlC, UserError
+from pipeline.untrusted import printable
 
 # A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
 # another rank failed already and said why.
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not error.is_first:
             time.sleep(SILENT_S)  # most mistakes are every rank's
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         _end_restarts()
         return 2
     except CtrlC:
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         rank = os.environ.get("RANK")
         heading = "" if rank is None else f"rank {rank} failed:\n"
         # One write, so that the tracebacks of several ranks do not mix.
-        sys.stderr.write(heading + traceback.format_exc())
+        sys.stderr.write(printable(heading + traceback.format_exc()))
         return 1
 
 

@@ -24,6 +24,8 @@ MAX_SHOWN = 200  # characters of a refused value
 MAX_MESSAGE = 1000  # characters of a message
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, or a whole pair
+# What a terminal may obey and not show: control characters, and those that turn a line around.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|(?<=[?&])(?:[a-z_]*token|[a-z_]*key|password|sig|signature)=[^&\s'\"]+",
@@ -141,6 +143,11 @@ def one_line(text: str) -> str:
     if len(line) > MAX_MESSAGE:
         line = f"{line[: MAX_MESSAGE // 2]} ... {line[-MAX_MESSAGE // 2 :]}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def printable(text: str) -> str:
+    """A text of several lines for a terminal: what it may obey stands as Python would write it."""
+    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def masked(text: str) -> str:

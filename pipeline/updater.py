@@ -23,6 +23,7 @@ from pipeline.grpo import TokenStats, grpo_loss, token_weights
 from pipeline.micro_batches import Item, make_micro_batches
 from pipeline.policy import TokenLogprobs
 from pipeline.trajectory import MicroBatch, Trajectory
+from pipeline.untrusted import printable
 from pipeline.update_faults import (
     find_suspects,
     give_memory_back,
@@ -230,7 +231,7 @@ class Updater:
             at = "" if step is None else f"step {step}: "
             print(
                 f"warning: {at}the loss or gradient was not finite, so the update was skipped "
-                f"({suspects}){suspects.where}",
+                f"({printable(str(suspects))}){suspects.where}",
                 flush=True,
             )
 

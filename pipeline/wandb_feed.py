@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from pipeline.config import Config, UserError
 from pipeline.manifest import write_text
-from pipeline.untrusted import masked, reason_of
+from pipeline.untrusted import masked, printable, reason_of
 from pipeline.wandb_extras import group_of, send_extras
 from pipeline.wandb_parts import all_parts, close_parts
 
@@ -305,4 +305,4 @@ def has_wandb_key() -> bool:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)

@@ -29,6 +29,7 @@ import psutil
 from pipeline import sentinel
 from pipeline.config import INTERRUPTED, UserError
 from pipeline.distributed import Board, CollectiveError, Interrupted, Ranks
+from pipeline.untrusted import printable
 
 TICK_S = 0.5
 SAME_SIGNAL_S = 2.0  # Ctrl-C arrives twice: from the terminal and from the launcher
@@ -184,7 +185,7 @@ class Watchdog:
         except RuntimeError:  # the store went with its process
             fault = self._fault or own
         if fault == own and text and not self._fault:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
         self._fault, self._fault_at = fault, self._fault_at or time.monotonic()
         return fault
 

@@ -346,6 +346,20 @@ def test_a_domain_of_ones_own_is_prepared_and_checked(tmp_path, monkeypatch, cap
     assert "--- a prompt of bank (train-0) ---" in capsys.readouterr().out
 
 
+def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
+    """Task ids, families and requests that hold control characters."""
+    hostile = 'f"{split}-{i}\\x1b]0;title\\x07", family="\\x9b2J", '
+    code = BANK + GENERATE.replace('f"{split}-{i}", ', hostile).replace("A1?", "A1\\x1b[2J?")
+    settings = bank(tmp_path, monkeypatch, "hostile_bank", code)
+    assert prepare(settings).train["bank"][0].id == "train-0\x1b]0;title\x07"
+    check.main(settings)
+    said = capsys.readouterr().out
+    assert "--- a prompt of bank (train-0\\x1b]0;title\\x07) ---" in said
+    assert "how much is on A1\\x1b[2J?" in said
+    assert "(\\x9b2J 30)" in said
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
+
+
 def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
     message = refusal(prepare, bank(tmp_path, monkeypatch, "bare_bank", BANK))
     assert message == (

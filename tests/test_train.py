@@ -366,13 +366,14 @@ class DeskEnvironment(AirlineEnvironment):
     def reset(self, **row):
         if row["id"].startswith("train-") and not Path("mended").exists():
             Path("broken").touch()
-        if row["id"] == "test-medium-0-00001" and Path("broken").exists():
+        if row["id"].startswith("test-medium-0-00001") and Path("broken").exists():
             raise ConnectionError("no answer")
         return super().reset(**row)
 
 
 def generate_tasks(*arguments):
-    return [replace(task, domain="desk") for task in airline_tasks(*arguments)]
+    tasks = airline_tasks(*arguments)
+    return [replace(task, domain="desk", id=task.id + "\\x1b[2J") for task in tasks]
 """
 
 
@@ -386,8 +387,9 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     done = run(*SHORT[2:], *own, "--output-dir", "out", cwd=tmp_path, code=1)
     assert (
         "2 of 8 trials in the evaluation after desk ended in environment errors 3 times (the "
-        "first: desk/test-medium-0-00001), so nothing is scored" in done.stderr
+        "first: desk/test-medium-0-00001\\x1b[2J), so nothing is scored" in done.stderr
     )
+    assert "\x1b" not in done.stderr + done.stdout
     found = results(tmp_path / "out")["evaluations"]
     assert [evaluation["after"] for evaluation in found] == ["start"]
     (tmp_path / "mended").touch()

@@ -21,6 +21,8 @@ from pipeline.watchdog import ToldElsewhere, Watchdog
 pytestmark = pytest.mark.whole_run
 
 TIMEOUT_S = 8
+TASK = "airline/t7\x1b[2J"
+SHOWN = r"airline/t7\\x1b\[2J"  # in a terminal
 
 
 def work(kind: str, num_ranks: int, stderr: str):
@@ -36,8 +38,8 @@ def work(kind: str, num_ranks: int, stderr: str):
             for step in range(1, 4):
                 with ranks.phase("sample", "airline", step):
                     if rank == num_ranks - 1 and step == 2:
-                        ranks.progress("airline/t7")
-                        while watchdog._own.task != "airline/t7":  # until it has been told
+                        ranks.progress(TASK)
+                        while watchdog._own.task != TASK:  # until it has been told
                             time.sleep(0.05)
                         befall(kind, ranks)
                     ranks.progress()
@@ -96,7 +98,7 @@ def test_of_a_rank_that_raises_only_its_own_exception_is_told(played, num_ranks,
     (*others, last), said = played(kind, num_ranks)
     assert last[:2] == (name, None)
     place = f"rank {num_ranks - 1} on {os.uname().nodename}, in sample airline step 2, "
-    assert last[2] == [f"{place}task airline/t7"]
+    assert last[2] == [f"{place}task {TASK}"]
     assert [other[:2] for other in others] == [("ToldElsewhere", 1)] * len(others)
     assert "Traceback" not in said
 
@@ -113,7 +115,7 @@ def test_a_rank_that_is_gone_is_named_with_where_it_was(played, kind):
     assert first[:2] == ("ToldElsewhere", 1)
     assert last == "rank 1 said nothing"
     named = r"rank 1 on \S+ \(pid \d+\) exited or was killed; it was in sample airline step 2, task"
-    assert len(re.findall(rf"{named} airline/t7\n", said)) == 1
+    assert len(re.findall(rf"{named} {SHOWN}\n", said)) == 1
 
 
 @pytest.mark.parametrize("kind", ["hang", "hang outside Python"])
@@ -124,7 +126,7 @@ def test_a_rank_that_hangs_is_named_and_ended(played, kind):
     if kind == "hang":
         assert "rank 1 is at\n" in said and "time.sleep(1000)" in said
     named = r"^rank 1 on \S+ \(pid \d+\) (hangs in|did not come to 'end of rollouts': it is in) "
-    found = re.findall(rf"{named}sample airline step 2, task airline/t7\b", said, re.MULTILINE)
+    found = re.findall(rf"{named}sample airline step 2, task {SHOWN}", said, re.MULTILINE)
     assert len(found) == 1
 
 
