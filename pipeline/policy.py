@@ -29,7 +29,7 @@ from pipeline.model_files import missing_weights, problem_of_name, weights_in
 from pipeline.prefixes import NO_MASK, follow_prefixes
 from pipeline.tiny import tiny_model, tiny_tokenizer
 from pipeline.trajectory import MicroBatch
-from pipeline.untrusted import reason_of, shown
+from pipeline.untrusted import printable, reason_of, shown
 
 LOGITS_PER_CHUNK = 1 << 24  # logits held at once when log-probabilities are computed
 
@@ -87,7 +87,7 @@ def load_folder(folder: str | Path, settings: ModelSettings) -> Any:
     if unused := sorted(told["unexpected_keys"]):
         warnings.warn(
             f"{folder} holds {len(unused)} weights that the model does not use, such as "
-            f"{shown(unused[0])}",
+            f"{printable(unused[0])}",
             stacklevel=2,
         )
     return model
