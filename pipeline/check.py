@@ -264,12 +264,14 @@ def memory_per_rank(config: Config) -> dict[str, float]:
         "key-value cache": cache,
     }
     if grpo.use_grpo:
-        tokens = max(grpo.max_tokens_per_microbatch, limits.max_tokens)
+        trained = _tokens_of_a_step(config, num_ranks)
+        tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
         # Per token and layer: about 16 hidden-size and 3 intermediate-size tensors kept for the
         # backward pass, and three float32 copies of the logits of one chunk.
         kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
         if grpo.share_prefixes and not grpo.padding_free:  # keys and values that attention gathers
-            kept += tokens * layers * 2 * KEYS_PER_TOKEN * _size_of_keys(shape) * size
+            gathered = min(tokens * KEYS_PER_TOKEN, trained)
+            kept += gathered * layers * 2 * _size_of_keys(shape) * size
         if grpo.gradient_checkpointing:  # one layer's, and every layer's input
             kept = kept // layers + tokens * layers * shape.hidden_size * size
         logits = 3 * 4 * min(1 << 24, tokens * shape.vocab_size)
@@ -283,6 +285,23 @@ def _size_of_cache(shape: Any) -> int:
     if latent := getattr(shape, "kv_lora_rank", None):
         return int(latent + shape.qk_rope_head_dim)
     return 2 * _size_of_keys(shape)
+
+
+def _tokens_of_a_step(config: Config, num_ranks: int) -> int:
+    """Tokens of the episodes that a rank trains on in a step, all of full length.
+
+    With dynamic sampling the groups that live may all lie on one rank; balancing evens them out
+    to within a group. The warm start's demonstrations count where they are more.
+    """
+    limits, grpo = config.rollout, config.grpo
+    groups = -(-limits.tasks_per_step // num_ranks)
+    if grpo.dynamic_sampling:
+        balances = grpo.balance_ranks and not config.run.deterministic
+        groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
+    episodes = groups * limits.num_generations
+    if config.warm_start.steps:
+        episodes = max(episodes, -(-config.warm_start.batch_size // num_ranks))
+    return episodes * limits.max_tokens
 
 
 def _size_of_keys(shape: Any) -> int:
