@@ -15,13 +15,8 @@ from pipeline.config import UserError
 def outer_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that a forward pass goes through one after another; none lies inside another."""
     found: list[nn.Module] = []
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, GradientCheckpointingLayer):
-            found.append(module)
-        else:
-            waiting += module.children()
+    for child in model.children():
+        found += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
     return list(dict.fromkeys(found))  # a layer may be used twice
 
 

@@ -64,9 +64,16 @@ def warm_start(
     trainer.add_callback(_Steps(on_step))
     if config.run.deterministic:
         trainer.add_callback(_Alone(trainer))
+    hook = model.register_forward_pre_hook(_without_dropout)
     trainer.train()
+    hook.remove()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return float(losses[-1])
+
+
+def _without_dropout(model: Any, _: Any) -> None:
+    """Each rank would draw masks for its own rows, so the answer would depend on their number."""
+    model.eval()
 
 
 def _arguments(config: Config, share: int) -> Any:
