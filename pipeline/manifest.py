@@ -41,11 +41,23 @@ def sha256(path: Path) -> str:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None where every byte is as it was written."""
+    """What is wrong with a checkpoint; None where every byte is as it was written.
+
+    Libraries load what they find in a folder, so nothing that the manifest does not list may be
+    there but notes of people (*.md) and hidden files, and no link, which may lead outside.
+    """
     manifest = read_manifest(folder)
     if manifest is None:
         there = (folder / MANIFEST).is_file()
         return f"{MANIFEST} is damaged" if there else f"it has no {MANIFEST}"
+    if folder.is_symlink():
+        return "it is a link"
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            return f"{name} is a link"
+        if not path.is_dir() and name not in (MANIFEST, *manifest["files"]) and _is_read(path):
+            return f"{name} is not in its {MANIFEST}"
     for name, wanted in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -55,6 +67,11 @@ def problem(folder: Path) -> str | None:
         if sha256(path) != wanted["sha256"]:
             return f"{name} is not what was written (its SHA-256 differs)"
     return None
+
+
+def _is_read(path: Path) -> bool:
+    """Whether a library could load it; notes of people and hidden files are not loaded."""
+    return path.suffix.lower() != ".md" and not path.name.startswith(".")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -378,6 +378,56 @@ def test_what_is_wrong_is_said(tmp_path, whole):
         assert re.fullmatch(why, problem(copy))
 
 
+def link(folder):
+    (folder / "config.json").rename(folder.parent / "elsewhere.json")
+    (folder / "config.json").symlink_to(folder.parent / "elsewhere.json")
+
+
+def link_a_folder(folder):
+    (folder / "processor").symlink_to(folder.parent)
+
+
+def add(name):
+    def put(folder):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (link, "config.json is a link"),
+        (link_a_folder, "processor is a link"),
+        (add("adapter_config.json"), "adapter_config.json is not in its manifest.json"),
+        (add("modeling_own.py"), "modeling_own.py is not in its manifest.json"),
+        (add("processor/vocab.txt"), "processor/vocab.txt is not in its manifest.json"),
+        (add("README.md"), None),
+        (add(".gitattributes"), None),
+    ],
+)
+def test_what_a_save_did_not_write_is_no_part_of_a_checkpoint(tmp_path, whole, harm, why):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-000020"
+    harm(newest)
+    assert problem(newest) == why
+    found, notes = find_checkpoint(tmp_path / "run", "latest")
+    assert found.name == ("step-000020" if why is None else "step-000010")
+    assert notes == (
+        [] if why is None else [f"warning: checkpoint step-000020 is passed over: {why}"]
+    )
+
+
+def test_a_checkpoint_that_is_a_link_is_passed_over(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-000020"
+    newest.rename(tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    assert problem(newest) == "it is a link"
+    assert find_checkpoint(tmp_path / "run", "latest")[0].name == "step-000010"
+
+
 FILE = {"size": 1, "sha256": ""}
 SOUND = {"number": 1, "files": {"state.json": FILE}}
 
