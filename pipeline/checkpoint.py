@@ -119,7 +119,8 @@ def _write(
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if optimizer_state is not None:
-        torch.save(optimizer_state, folder / "optimizer.pt")
+        with (folder / "optimizer.pt").open("wb") as file:  # by name, torch hides a full disk
+            torch.save(optimizer_state, file)
     content = {"format": FORMAT, **asdict(state), "config_hash": state.config_hash}
     (folder / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 

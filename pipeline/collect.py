@@ -19,6 +19,7 @@ from pipeline.distributed import whole_state
 from pipeline.error_shares import ErrorShares
 from pipeline.evaluate import ATTEMPTS, evaluate, failed_trials, floors, success
 from pipeline.manifest import prune, sync, write_text
+from pipeline.run_folder import check_still_there
 from pipeline.session import Run
 from pipeline.trajectory import RunRecord, StopReason, Trajectory
 from pipeline.transfer import summary
@@ -138,6 +139,7 @@ def save_trajectories(
 
     `ids` and `logprobs` are those of the sampled tokens, a list for each assistant message.
     """
+    check_still_there(run.folder, run.lock)
     folder = run.folder / "trajectories" / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{run.state.step:06d}.rank-{run.ranks.rank}.jsonl.gz"
@@ -242,6 +244,7 @@ def save_checkpoint(run: Run, name: str) -> None:
     """Compare parameters over the ranks; rank 0 writes, all wait."""
     begun = time.perf_counter()
     with run.ranks.phase("checkpoint", run.state.stage, run.state.step):
+        check_still_there(run.folder, run.lock)
         for path in run.unsynced:
             sync(path)
         run.unsynced = []

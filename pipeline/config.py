@@ -46,6 +46,10 @@ class UserError(ValueError):
     is_first = False  # of several ranks that found it, this one tells it
 
 
+class MachineError(RuntimeError):
+    """What the machine did to a run, in one line: exit code 1."""
+
+
 class CtrlC(KeyboardInterrupt):
     """Raised where a person at the keyboard interrupts; code can raise KeyboardInterrupt too."""
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from pipeline.config import STARTED_BY_US, Config, CtrlC, UserError
+from pipeline.config import STARTED_BY_US, Config, CtrlC, MachineError, UserError
 from pipeline.untrusted import printable
 
 # A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
@@ -39,6 +39,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         _end_restarts()
         return 2
+    except MachineError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        return 1
     except CtrlC:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("LOCAL_RANK", "0") == "0":

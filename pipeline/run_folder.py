@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.config import Config, UserError
+from pipeline.config import Config, MachineError, UserError
 from pipeline.manifest import newest_first, problem, put_aside, write_text
 from pipeline.recipe import SETTINGS, Key, dump
 
@@ -266,6 +267,44 @@ def changed_settings(config: Config, old: dict[str, Any]) -> dict[Key, tuple[Any
 
 def _shown(value: Any) -> str:
     return json.dumps(value) if not isinstance(value, str) else value
+
+
+def check_still_there(folder: Path, lock: IO[str] | None) -> None:
+    """MachineError where somebody removed the folder under a run, or put another one in its place.
+
+    `lock` is the file that the run holds, if this process does.
+    """
+    try:
+        there = os.stat(folder / ".lock")
+        if lock is None or os.path.samestat(there, os.fstat(lock.fileno())):
+            return
+    except FileNotFoundError:
+        pass
+    raise MachineError(
+        f"output_dir: {folder} was removed or replaced under the run, which ends and writes "
+        "nothing anew; start again"
+    )
+
+
+def machine_fault(error: BaseException, folder: Path, lock: IO[str] | None) -> MachineError | None:
+    """What of the machine made a run fail: a folder that is gone, or a full disk; None if neither.
+
+    safetensors and tokenizers name the number of the system's error in their text alone.
+    """
+    try:
+        check_still_there(folder, lock)
+    except MachineError as gone:
+        return gone
+    links: list[BaseException | None] = [error, error.__cause__, error.__context__]
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        said = f"(os error {number})"
+        if any(getattr(link, "errno", None) == number or said in str(link) for link in links):
+            return MachineError(
+                f"output_dir: the disk of {folder} is full ({os.strerror(number)}); the last whole "
+                "checkpoint stands: free some space, then resume with --resume-from-checkpoint "
+                "latest"
+            )
+    return None
 
 
 def remove_trajectories(folder: Path, step: int, evaluated: set[str]) -> None:

@@ -32,6 +32,7 @@ from pipeline.learner import make_updater, start_stage
 from pipeline.policy import load_folder
 from pipeline.profiling import Timer, profiled
 from pipeline.rotary import fix_rotary
+from pipeline.run_folder import machine_fault
 from pipeline.session import Run, connect, start
 from pipeline.step_metrics import over_iterations, rollout_metrics, warn_of_gap
 from pipeline.tracking import StageProgress
@@ -49,13 +50,25 @@ def main(config: Config) -> int:
         run = start(config, accelerator, ranks, watchdog)
         with run.log:
             try:
-                before_training(run)
-                if config.grpo.use_grpo:
-                    train(run)
-                finish(run)
-            except Interrupted:
-                return stop(run)
-        accelerator.end_training()
+                code = _whole(run)
+            except Exception as error:
+                if (fault := machine_fault(error, run.folder, run.lock)) is None:
+                    raise
+                raise fault from None
+        if code == 0:
+            accelerator.end_training()
+    return code
+
+
+def _whole(run: Run) -> int:
+    """All of a run, or up to where it is told to stop; returns the exit code."""
+    try:
+        before_training(run)
+        if run.config.grpo.use_grpo:
+            train(run)
+        finish(run)
+    except Interrupted:
+        return stop(run)
     return 0
 
 

@@ -127,7 +127,7 @@ def _save(folder: Path, ranks: Ranks, batches: list[dict[str, Any]]) -> None:
     content, path = io.BytesIO(), folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
     torch.save({"step": step, "rank": ranks.rank, "micro_batches": batches}, content)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # without the run's folder, which may be gone
         path.write_bytes(content.getvalue())
     except OSError as error:
         print(f"warning: {path} could not be written ({error})", flush=True)
