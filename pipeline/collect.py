@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from pipeline import checkpoint, error_shares, report
+from pipeline.afterwards import may_fail
 from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
 from pipeline.curriculum import Stage, describe
 from pipeline.distributed import whole_state
@@ -53,17 +54,22 @@ def evaluate_and_record(run: Run, after: str) -> None:
         _save_steps(run)
     stop_on_errors(run, ErrorShares.of(sampled), trajectories, when)
     _refuse_failed_trials([*sampled, *greedy], when)
-    rates = success(sampled, greedy, trials)
+    rates = success(sampled, greedy, trials, run.config.evaluation.success_threshold)
     run.state.evaluations.append({"after": after, "step": run.state.step, "success": rates})
     metrics = {f"eval/{d}/success": rate["mean"] for d, rate in rates.items()}
     metrics |= {f"eval/{d}/greedy": rate["greedy"] for d, rate in rates.items()}
+    for name in ("reward", "greedy_reward"):
+        metrics |= {f"eval/{d}/{name}": rate[name] for d, rate in rates.items() if name in rate}
     keys = {"kind": "eval", "after": after, "stage": run.state.stage, "step": run.state.step}
     run.log.metrics({**keys, **metrics})
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
     save_trajectories(run, f"evaluation-{after}", trajectories)
     if run.ranks.is_main:
-        shown = "  ".join(f"{d} {r['mean']:.2f}" for d, r in rates.items())
-        print(f"evaluation after {after}: success sampled  {shown}", flush=True)
+        shown = [
+            f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
+            for d, r in rates.items()
+        ]
+        print(f"evaluation after {after}: success sampled  {'  '.join(shown)}", flush=True)
         write_results(run)
 
 
@@ -89,6 +95,13 @@ def _refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
 
 
 def write_results(run: Run) -> None:
+    """Write `results.json` and `curriculum.json`; a checkpoint holds what they are made from."""
+    again = f"--output-dir {run.folder} --resume-from-checkpoint latest writes them again"
+    with may_fail("results.json", again):
+        _write_results(run)
+
+
+def _write_results(run: Run) -> None:
     stages = describe(run.stages, run.config)
     write_text(run.folder / "curriculum.json", json.dumps(stages, indent=1))
     results = {
@@ -97,6 +110,7 @@ def write_results(run: Run) -> None:
         "num_ranks": run.ranks.num_ranks,
         "split": run.config.data.eval_split,
         "temperature": run.config.rollout.temperature,
+        "success_threshold": run.config.evaluation.success_threshold,
         "evaluations": run.state.evaluations,
         "validations": run.state.validations,
         "task_families": {
@@ -110,11 +124,12 @@ def write_results(run: Run) -> None:
         "curriculum": stages,
         "wall_s": run.wall_s,
     }
+    results["transfer"] = {}
     try:
-        results["transfer"] = summary([results])
+        with may_fail("transfer numbers", f"python -m pipeline.report {run.folder} tries again"):
+            results["transfer"] = summary([results])
     except UserError as error:  # a resume with other settings: training is worth more than these
         print(f"warning: {printable(str(error))}", flush=True)
-        results["transfer"] = {}
     write_text(run.folder / "results.json", json.dumps(results))
 
 
@@ -315,9 +330,11 @@ def finish(run: Run) -> None:
     """Rank 0 writes the results and the report and prints the table."""
     if run.ranks.is_main:
         write_results(run)
-        report.write_report(run.folder)
+        with may_fail("report", f"python -m pipeline.report {run.folder} makes it again"):
+            report.write_report(run.folder)
         run.log.finish_with(run.folder)
-        results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
-        print(report.final_table(results))
+        with may_fail("table", f"python -m pipeline.report {run.folder} has it"):
+            results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
+            print(report.final_table(results))
         print(f"report, plots and checkpoints: {run.folder}")
     run.ranks.barrier("end")

@@ -15,7 +15,7 @@ Legend: B samples, the first of them the estimate itself; S seeds, P points, N t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb, sqrt
@@ -28,6 +28,16 @@ from pipeline.draws import stream_key
 RESAMPLES = 2000
 Z95 = 1.959964
 Floats = NDArray[np.float64]
+
+
+def succeeded(reward: float, threshold: float) -> bool:
+    """Whether a trial with this reward is a success, up to the rounding of a sum of parts."""
+    return reward >= threshold - 1e-9 * abs(threshold)
+
+
+def is_graded(rewards: Iterable[float]) -> bool:
+    """Whether they say more than success and failure do: not all are 0 or 1."""
+    return any(reward not in (0, 1) for reward in rewards)
 
 
 def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:
@@ -76,7 +86,12 @@ def estimate(samples: Floats) -> Estimate:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927) of `count` trials independent of each other."""
+    """The 95 % interval of a share (Wilson 1927) of `count` trials independent of each other.
+
+    Raises ValueError for what is no share, such as a mean of rewards.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share: got {share:g}, which is not between 0 and 1")
     spread = Z95 * sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     scale = 1 + Z95**2 / count
     centre = share + Z95**2 / (2 * count)

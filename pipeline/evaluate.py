@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.config import RolloutSettings
+from pipeline.continual import is_graded, succeeded
 from pipeline.distributed import Ranks
 from pipeline.draws import stream_key
 from pipeline.environments.base import (
@@ -89,13 +90,17 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
 
 
 def success(
-    sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], num_trials: int
+    sampled: Sequence[RunRecord],
+    greedy: Sequence[RunRecord],
+    num_trials: int,
+    threshold: float = 1.0,
 ) -> dict[str, Success]:
     """Success of each domain, as `results.json` holds it.
 
     Sampled and greedy stand side by side, never mixed; per family and per branch of each decision
-    as well. An episode counts by its reward. Raises ValueError where a trial failed to run, or a
-    task has not `num_trials` of them.
+    as well. An episode is a success with a reward of `threshold` or more; where a domain's rewards
+    are not all 0 or 1, their means stand there too. Raises ValueError where a trial failed to run,
+    or a task has not `num_trials` of them.
     """
     if failed_trials([*sampled, *greedy]):
         raise ValueError("trials that failed to run cannot be scored")
@@ -105,12 +110,13 @@ def success(
     domains = list(dict.fromkeys(record.domain for record in sampled))
     return {
         domain: {
-            **_rates(_of(sampled, domain=domain), _of(greedy, domain=domain)),
+            **_rates(_of(sampled, domain=domain), _of(greedy, domain=domain), threshold),
+            **_mean_rewards(_of(sampled, domain=domain), _of(greedy, domain=domain)),
             "num_trials": num_trials,
             "tasks": _rewards(sampled, domain),
             "tools": _tools(sampled, domain),
-            "families": _by(sampled, greedy, domain, lambda r: r.family),
-            "branches": _by(sampled, greedy, domain, lambda r: f"{r.family}/{r.branch}"),
+            "families": _by(sampled, greedy, domain, lambda r: r.family, threshold),
+            "branches": _by(sampled, greedy, domain, lambda r: f"{r.family}/{r.branch}", threshold),
         }
         for domain in domains
     }
@@ -139,22 +145,34 @@ def _of(records: Iterable[RunRecord], domain: str) -> list[RunRecord]:
     return [record for record in records if record.domain == domain]
 
 
-def _rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
+def _rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], threshold: float) -> Success:
     return {
-        "mean": fmean(record.reward for record in sampled),
-        "greedy": fmean(record.reward for record in greedy),
+        "mean": fmean(succeeded(record.reward, threshold) for record in sampled),
+        "greedy": fmean(succeeded(record.reward, threshold) for record in greedy),
         "num_tasks": len({record.task_id for record in sampled}),
     }
 
 
+def _mean_rewards(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
+    if not is_graded(record.reward for record in (*sampled, *greedy)):
+        return {}
+    names = {"reward": sampled, "greedy_reward": greedy}
+    return {name: fmean(record.reward for record in of) for name, of in names.items()}
+
+
 def _by(
-    sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], domain: str, name: Any
+    sampled: Sequence[RunRecord],
+    greedy: Sequence[RunRecord],
+    domain: str,
+    name: Any,
+    threshold: float,
 ) -> dict[str, Success]:
     names = sorted({name(record) for record in sampled if record.domain == domain} - {"", "/"})
     return {
         key: _rates(
             [r for r in sampled if r.domain == domain and name(r) == key],
             [r for r in greedy if r.domain == domain and name(r) == key],
+            threshold,
         )
         for key in names
     }

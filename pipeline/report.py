@@ -20,7 +20,7 @@ from pipeline.reporting.reader_data import read_episodes
 from pipeline.reporting.report_sections import change, sections_of
 from pipeline.reporting.run_files import load_run
 from pipeline.reporting.sections import Picture, Section, markdown, text_table
-from pipeline.reporting.transfer_sections import terminal_lines
+from pipeline.reporting.transfer_sections import reward_lines, terminal_lines
 from pipeline.untrusted import printable
 
 
@@ -31,7 +31,8 @@ def write_report(folder: Path) -> None:
     pictures.save(figures, folder)
     sections = _with_pictures(sections_of(run), figures)
     name = folder.resolve().name
-    write_page(folder / "report.html", name, sections, figures, read_episodes(folder))
+    episodes = read_episodes(folder, run.success_threshold)
+    write_page(folder / "report.html", name, sections, figures, episodes)
     _write_markdown(folder / "report.md", name, sections)
 
 
@@ -69,8 +70,8 @@ def _write_markdown(path: Path, title: str, sections: Sequence[Section]) -> None
 def final_table(results: Mapping[str, Any]) -> str:
     """The end of a run for the terminal: before and after GRPO, or what there is, and transfer."""
     transfer = results.get("transfer", {})
-    table, lines = text_table(change(results["evaluations"], transfer)), terminal_lines(transfer)
-    return f"{table}\n\n{lines}" if lines else table
+    table = text_table(change(results["evaluations"], transfer))
+    return "\n\n".join(filter(None, [table, reward_lines(transfer), terminal_lines(transfer)]))
 
 
 def main(arguments: Sequence[str]) -> int:

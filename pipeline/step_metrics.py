@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pipeline.advantages import dead_groups
+from pipeline.continual import succeeded
 from pipeline.dynamic_sampling import PlayedStep, left_out
 from pipeline.error_shares import ErrorShares
 from pipeline.policy import uses_bf16
@@ -102,7 +103,7 @@ def _end(group: Sequence[Trajectory], threshold: float) -> str:
     rewards = [t.reward for t in group if not t.left_out]
     if len(rewards) < 2:
         return "few"
-    return "solved" if rewards[0] >= threshold else "failed"
+    return "solved" if succeeded(rewards[0], threshold) else "failed"
 
 
 def _left_out(total: Mapping[str, float], domains: Sequence[str]) -> dict[str, float]:

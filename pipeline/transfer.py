@@ -17,10 +17,10 @@ import numpy as np
 
 from pipeline import continual
 from pipeline.config import UserError
-from pipeline.continual import Floats, Stages, estimate, resampled
+from pipeline.continual import Floats, Stages, estimate, is_graded, resampled, succeeded
 
 BEFORE_GRPO = ("start", "warm_start")
-SUCCESS = 1.0  # the reward of a trial that counts for pass@k and pass^k
+SUCCESS = 1.0  # the threshold of runs from before it was a setting
 
 Results = Mapping[str, Any]
 Number = list[float | None]
@@ -83,6 +83,7 @@ def summary(runs: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
         "stages": _of_stages(runs, whole),
         "area_under_curve": {domain: number(samples) for domain, samples in curves.items()},
         "passes": _passes(runs, whole),
+        "rewards": _mean_rewards(runs, whole, over_seeds),
     }
 
 
@@ -147,6 +148,7 @@ def matrix_of(runs: Sequence[Results], kind: str = "domains", over_seeds: bool =
     evaluations = [points_of(run) for run in runs]
     points = [entry["after"] for entry in evaluations[0]]
     domains = list(evaluations[0][0]["success"]) if points else []
+    threshold = threshold_of(runs)
     for entries in evaluations:
         if [entry["after"] for entry in entries] != points:
             raise UserError(
@@ -159,7 +161,7 @@ def matrix_of(runs: Sequence[Results], kind: str = "domains", over_seeds: bool =
     num_tasks: list[int] = []
     for domain in domains:
         tasks = _tasks(evaluations, domain)
-        for name, pair in _columns(runs, evaluations, kind, domain):
+        for name, pair in _columns(runs, evaluations, kind, domain, threshold):
             pairs = np.array(
                 [
                     [[pair(entry["success"][domain], task) for task in tasks] for entry in entries]
@@ -225,14 +227,15 @@ def _columns(
     evaluations: Sequence[Sequence[Mapping[str, Any]]],
     kind: str,
     domain: str,
+    threshold: float,
 ) -> list[tuple[str, Callable[[Mapping[str, Any], str], Pair]]]:
     """The columns of a domain: name, and what a task adds to its sums."""
     if kind == "domains":
-        return [(domain, _mean_reward)]
+        return [(domain, partial(_solved, threshold))]
     if kind == "families":
         families = runs[0].get("task_families", {}).get(domain, {})
         names = sorted({family for family in families.values() if family})
-        return [(f"{domain}/{n}", partial(_of_family, families, n)) for n in names]
+        return [(f"{domain}/{n}", partial(_of_family, families, n, threshold)) for n in names]
     names = sorted(
         {
             tool
@@ -244,14 +247,29 @@ def _columns(
     return [(f"{domain}/{name}", partial(_good_calls, name)) for name in names]
 
 
-def _mean_reward(success: Mapping[str, Any], task: str) -> Pair:
-    return fmean(success["tasks"][task]), 1.0
+def threshold_of(runs: Sequence[Results]) -> float:
+    """The reward from which a trial is a success; UserError where runs differ in it."""
+    found = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})
+    if len(found) > 1:
+        raise UserError(
+            f"report: runs with other success thresholds ({', '.join(f'{t:g}' for t in found)}) "
+            "cannot be put together; give runs with the same success_threshold"
+        )
+    return found[0]
+
+
+def _solved(threshold: float, success: Mapping[str, Any], task: str) -> Pair:
+    return fmean(succeeded(reward, threshold) for reward in success["tasks"][task]), 1.0
 
 
 def _of_family(
-    families: Mapping[str, str], family: str, success: Mapping[str, Any], task: str
+    families: Mapping[str, str],
+    family: str,
+    threshold: float,
+    success: Mapping[str, Any],
+    task: str,
 ) -> Pair:
-    return _mean_reward(success, task) if families.get(task) == family else (0.0, 0.0)
+    return _solved(threshold, success, task) if families.get(task) == family else (0.0, 0.0)
 
 
 def _good_calls(tool: str, success: Mapping[str, Any], task: str) -> Pair:
@@ -266,6 +284,7 @@ def _areas(runs: Sequence[Results]) -> dict[str, Floats]:
     """
     found = {}
     validations = [{v["step"]: v["success"] for v in run.get("validations", [])} for run in runs]
+    threshold = threshold_of(runs)
     for domain in dict.fromkeys(d for of in validations for v in of.values() for d in v):
         scored = [{step for step, v in of.items() if domain in v} for of in validations]
         steps = sorted(set.intersection(*scored))
@@ -275,7 +294,10 @@ def _areas(runs: Sequence[Results]) -> dict[str, Floats]:
         if any(sorted(of[s][domain]) != tasks for of in validations for s in steps):
             continue  # their number was changed on a resume
         totals = np.array(
-            [[[of[s][domain][t] for t in tasks] for s in steps] for of in validations]
+            [
+                [[float(succeeded(of[s][domain][t], threshold)) for t in tasks] for s in steps]
+                for of in validations
+            ]
         )
         curve = resampled(totals, np.ones_like(totals), f"validation {domain}")
         found[domain] = continual.area_under_curve(curve, steps)
@@ -285,7 +307,7 @@ def _areas(runs: Sequence[Results]) -> dict[str, Floats]:
 def _passes(runs: Sequence[Results], matrix: Matrix) -> dict[str, dict[str, list[Number | None]]]:
     """pass@k and pass^k of each domain at each point, k up to the number of trials."""
     found: dict[str, dict[str, list[Number | None]]] = {}
-    evaluations = [points_of(run) for run in runs]
+    evaluations, threshold = [points_of(run) for run in runs], threshold_of(runs)
     for domain in matrix.names:
         tasks = _tasks(evaluations, domain)
         num_trials = min(
@@ -298,7 +320,10 @@ def _passes(runs: Sequence[Results], matrix: Matrix) -> dict[str, dict[str, list
         for sign, estimator in (("@", continual.pass_at_k), ("^", continual.pass_hat_k)):
             for k in range(1, num_trials + 1):
                 totals = np.array(
-                    [[[_passed(estimator, of, k) for of in p] for p in run] for run in rewards]
+                    [
+                        [[_passed(estimator, of, k, threshold) for of in p] for p in run]
+                        for run in rewards
+                    ]
                 )
                 samples = resampled(totals, np.ones_like(totals), domain)
                 points = [number(samples[:, p]) for p in range(samples.shape[1])]
@@ -306,8 +331,31 @@ def _passes(runs: Sequence[Results], matrix: Matrix) -> dict[str, dict[str, list
     return found
 
 
-def _passed(estimator: Callable[[int, int, int], float], rewards: Sequence[float], k: int) -> float:
-    return estimator(sum(reward >= SUCCESS for reward in rewards), len(rewards), k)
+def _passed(
+    estimator: Callable[[int, int, int], float],
+    rewards: Sequence[float],
+    k: int,
+    threshold: float,
+) -> float:
+    return estimator(sum(succeeded(reward, threshold) for reward in rewards), len(rewards), k)
+
+
+def _mean_rewards(
+    runs: Sequence[Results], matrix: Matrix, over_seeds: bool
+) -> dict[str, list[Number | None]]:
+    """The mean reward at each point, of domains whose rewards are not all 0 or 1."""
+    found: dict[str, list[Number | None]] = {}
+    evaluations = [points_of(run) for run in runs]
+    for domain in matrix.names:
+        tasks = _tasks(evaluations, domain)
+        rewards = [
+            [[e["success"][domain]["tasks"][t] for t in tasks] for e in p] for p in evaluations
+        ]
+        if is_graded(reward for run in rewards for point in run for of in point for reward in of):
+            totals = np.array([[[fmean(of) for of in point] for point in run] for run in rewards])
+            samples = resampled(totals, np.ones_like(totals), domain, over_seeds)
+            found[domain] = [number(samples[:, p]) for p in range(samples.shape[1])]
+    return found
 
 
 def number(samples: Floats | None) -> Number | None:
@@ -322,9 +370,9 @@ def differences(
 ) -> dict[str, Number]:
     """What `runs` have more than `others` of each number, paired over tasks and seeds.
 
-    Raises UserError where they were not evaluated on the same tasks.
+    Raises UserError where they were not evaluated on the same tasks, with the same threshold.
     """
-    points = [points_of(run) for run in (*runs, *others)]
+    points, _ = [points_of(run) for run in (*runs, *others)], threshold_of((*runs, *others))
     for domain in dict.fromkeys(d for e in points for entry in e for d in entry["success"]):
         _tasks(points, domain)
     mine, theirs = (matrix_of(of, over_seeds=over_seeds).metrics() for of in (runs, others))

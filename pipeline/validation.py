@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pipeline.collect import stop_on_errors
+from pipeline.continual import is_graded, succeeded
 from pipeline.curriculum import Stage, on_plateau
 from pipeline.error_shares import ErrorShares
 from pipeline.evaluate import evaluate, failed_trials
@@ -41,10 +42,13 @@ def validate_when_due(run: Run, stage: Stage) -> None:
     with run.ranks.phase("validate", stage.name, step):
         records, trajectories = evaluate(run.rollout, tasks, 1, run.config.run.seed, run.ranks)
         kl = divergences(run)
-    rewards = scored(records)
+    rewards, threshold = scored(records), run.config.evaluation.success_threshold
     keys = {"stage": stage.name, "step": step}
     run.state.validations.append({**keys, "success": rewards, "kl": kl})
-    metrics = {f"validation/{d}/success": fmean(of.values()) for d, of in rewards.items()}
+    metrics = {f"validation/{d}/success": share(of, threshold) for d, of in rewards.items()}
+    for domain, of in rewards.items():
+        if is_graded(of.values()):
+            metrics[f"validation/{domain}/reward"] = fmean(of.values())
     metrics |= {f"validation/{domain}/kl": value for domain, value in kl.items()}
     run.log.metrics({"kind": "validation", **keys, **metrics})
     seconds = {"perf/validation_s": time.perf_counter() - begun}
@@ -62,14 +66,19 @@ def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
     return found
 
 
+def share(rewards: Mapping[str, float], threshold: float) -> float:
+    """Of tasks whose reward is a success."""
+    return fmean(succeeded(reward, threshold) for reward in rewards.values())
+
+
 def ends_early(run: Run, stage: Stage) -> bool:
     """Whether validations say that the stage is on a plateau, which the state then remembers.
 
     Decided on records of all ranks, so that all decide alike, and after a resume again.
     """
-    settings = run.config.curriculum
+    settings, threshold = run.config.curriculum, run.config.evaluation.success_threshold
     history = [
-        fmean(fmean(v["success"][d].values()) for d in stage.own)
+        fmean(share(v["success"][d], threshold) for d in stage.own)
         for v in run.state.validations
         if v["step"] >= stage.first_step and set(stage.own) <= set(v["success"])
     ]

@@ -78,14 +78,17 @@ def _send_numbers(run: Any, folder: Path) -> None:
 def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of `results.json` that are final, by the names that they get in the summary.
 
-    `final/<domain>/success` (sampled) and `final/<domain>/greedy` of the last evaluation, and what
-    is under `transfer`, whose levels are joined by `/`; its matrices stay in the file.
+    `final/<domain>/success` (sampled) and `final/<domain>/greedy` of the last evaluation, with
+    `final/<domain>/reward`, the mean, where rewards are not all 0 or 1; and what is under
+    `transfer`, whose levels are joined by `/`. Its matrices stay in the file.
     """
     evaluations = results.get("evaluations") or [{"success": {}}]
     found = {}
     for domain, rates in evaluations[-1]["success"].items():
         found[f"final/{domain}/success"] = rates["mean"]
         found[f"final/{domain}/greedy"] = rates["greedy"]
+        if "reward" in rates:
+            found[f"final/{domain}/reward"] = rates["reward"]
     return dict(_flat("transfer", results.get("transfer"))) | found
 
 

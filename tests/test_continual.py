@@ -19,7 +19,9 @@ from pipeline.continual import (
     pass_hat_k,
     resampled,
     stage_gain,
+    succeeded,
     total_gain,
+    wilson,
 )
 
 # A row for each point (before, after stages 1 to 3), a column for each of three domains.
@@ -27,6 +29,18 @@ MATRIX = np.array(
     [[[0.30, 0.40, 0.50], [0.80, 0.40, 0.60], [0.70, 0.90, 0.60], [0.65, 0.85, 0.95]]]
 )
 IN_ORDER = Stages(num_columns=3, own=[frozenset({0}), frozenset({1}), frozenset({2})])
+
+
+def test_a_trial_succeeds_at_the_threshold_up_to_the_rounding_of_a_sum():
+    assert sum([0.1] * 10) < 1 and succeeded(sum([0.1] * 10), 1.0)
+    assert [succeeded(reward, -3.5) for reward in (-3.6, -3.5, 0, 1e30)] == [False, *[True] * 3]
+    assert not succeeded(0.999, 1.0) and not succeeded(-1e-12, 0.0)
+
+
+@pytest.mark.parametrize("share", [-3.5, 1.001, float("nan")])
+def test_a_mean_of_rewards_has_no_interval_of_a_share(share):
+    with pytest.raises(ValueError, match="not between 0 and 1"):
+        wilson(share, 20)
 
 
 def test_backward_transfer_is_the_end_minus_the_domains_own_stage():

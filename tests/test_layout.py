@@ -17,7 +17,7 @@ LAYERS = (  # a module imports from earlier lines only
     "draws recipe task_rows dataset_files wandb_feed",
     "continual",
     "transfer",
-    "tasks run_folder trackers",
+    "tasks run_folder trackers afterwards",
     "cli",
     "trajectory",
     "environments special_text tool_calls response_reader model_files layers",

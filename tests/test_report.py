@@ -1,6 +1,7 @@
 """A report says what the files of a run folder say, in words, tables and pictures."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy
@@ -158,6 +159,31 @@ def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
     assert "| fewer than two left | 5.0% |\n| in all | 50.0% |" in text
     (legend,) = dead_groups(run).legends
     assert [line.get_text() for line in legend.get_texts()][-1] == "fewer than two left"
+
+
+def test_rewards_of_any_size_have_an_axis_an_interval_and_a_table(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    pays = {"airline": (-3.5, 7.2), "retail": (-1e30, 1e30), "telecom": (5.0, 5.0)}
+    results = json.loads((folder / "results.json").read_text())
+    for entry in results["evaluations"]:
+        for domain, of in entry["success"].items():
+            of["tasks"] = {t: [pays[domain][int(r)] for r in rs] for t, rs in of["tasks"].items()}
+    (folder / "results.json").write_text(json.dumps(results))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for n, line in enumerate(lines):
+        line |= {f"reward/{d}": of[n % 2] for d, of in pays.items() if f"reward/{d}" in line}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(folder)
+    for name in ("learning_curves", "stage_performance", "accuracy_matrix"):
+        assert_nothing_is_cut_off(folder / f"{name}.png")
+    text = (folder / "report.md").read_text()
+    (table,) = re.findall(r"## Mean reward\n\n.*\n.*\n((?:\|.*\n)+)", text)
+    airline, retail, telecom = table.splitlines()
+    assert re.fullmatch(r"\| airline \| 0\.51 \[-0\.\d+, 1\.\d+\] \| 3\.19 \[.*\] \|", airline)
+    assert retail.startswith("| retail | -2.5e+29 [")
+    assert telecom == "| telecom | 5.00 [5.00, 5.00] | 5.00 [5.00, 5.00] |"
+    assert "| sampled success | airline | retail | telecom |" in text
+    assert "| after the warm start | 0.38 [" in text  # shares of 1, as ever
 
 
 def test_the_control_with_permuted_rewards_says_so(tmp_path):

@@ -54,6 +54,38 @@ def values(numbers):
     return [None if number is None else number[0] for number in numbers]
 
 
+def graded(threshold=None):
+    """The same run, whose solved trials earn 7.2, and others -3.5."""
+    found = results() | ({} if threshold is None else {"success_threshold": threshold})
+    for entry in found["evaluations"]:
+        for of in entry["success"].values():
+            of["tasks"] = {t: [10.7 * r - 3.5 for r in rs] for t, rs in of["tasks"].items()}
+    for entry in found["validations"]:
+        entry["success"]["airline"]["v0"] *= 7.2
+    return found
+
+
+def test_success_is_the_share_of_trials_that_reach_the_threshold():
+    plain = summary([results()])
+    assert plain["rewards"] == {}
+    for threshold in (None, 1.0, 7.2):
+        found = summary([graded(threshold)])
+        rewards = found.pop("rewards")
+        assert found == {key: value for key, value in plain.items() if key != "rewards"}
+        assert values(rewards["airline"]) == pytest.approx([-0.825, 4.525, 1.85])
+        for value, low, high in rewards["airline"]:
+            assert -3.5 <= low < value < high <= 7.2
+    low = summary([graded(-3.5)])
+    assert values(low["domains"]["matrix"][0]) == [1.0, 1.0]
+
+
+def test_runs_with_other_thresholds_are_not_put_together():
+    with pytest.raises(UserError, match=r"other success thresholds \(1, 2\) cannot be put"):
+        summary([graded(), graded(2)])
+    with pytest.raises(UserError, match="other success thresholds"):
+        differences([graded(0.5)], [graded()])
+
+
 def test_the_matrix_begins_with_the_last_evaluation_before_grpo():
     assert [entry["after"] for entry in points_of(results())] == ["warm_start", "airline", "retail"]
     found = summary([results()])["domains"]

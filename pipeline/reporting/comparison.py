@@ -19,7 +19,7 @@ from pipeline.config import UserError
 from pipeline.reporting.run_files import Run, load_run
 from pipeline.reporting.sections import Block, Picture, Section, Table
 from pipeline.reporting.transfer_sections import METRICS, NO_INTERVAL, UNSIGNED, shown
-from pipeline.transfer import differences, summary
+from pipeline.transfer import SUCCESS, differences, summary
 
 # How a run is played and watched, not what it learns.
 IGNORED = ("run", "tracking")
@@ -112,6 +112,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     mixed = config["curriculum"].get("curriculum") == "mixed"
     for section, values in config.items():
+        if section == "evaluation":  # a run from before it was a setting
+            values = {"success_threshold": SUCCESS, **values}
         if not isinstance(values, dict):
             found[section] = values
         elif section not in IGNORED:
@@ -227,9 +229,22 @@ def sections_of(rows: Sequence[Row], left_out: Sequence[Run] = ()) -> list[Secti
             ],
         ),
         *_differences(rows),
-        Section(title="Further numbers", blocks=[_table(rows, FURTHER), *_runs(rows)]),
+        Section(
+            title="Further numbers", blocks=[_table(rows, FURTHER), *_rewards(rows), *_runs(rows)]
+        ),
     ]
     return found
+
+
+def _rewards(rows: Sequence[Row]) -> list[Block]:
+    """The mean reward at the end, of domains whose rewards are not all 0 or 1."""
+    names = list(dict.fromkeys(d for row in rows for d in row.transfer.get("rewards", {})))
+    ends = [{d: of[-1] for d, of in row.transfer.get("rewards", {}).items()} for row in rows]
+    cells = [
+        [row.label, *(shown(of.get(name)) for name in names)]
+        for row, of in zip(rows, ends, strict=True)
+    ]
+    return [Table(header=["mean reward at the end", *names], rows=cells)] if names else []
 
 
 def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:

@@ -46,8 +46,10 @@ def learning_curves(run: Run) -> Figure:
     last = max([1, *(record["step"] for record in [*run.train, *run.evaluations])])
     for domain, colour, axes in zip(run.domains, cycle(COLOURS), panels, strict=False):
         stage_bands(axes, run, with_names=axes is panels[0])
+        rewards = _reward_axes(axes, colour) if run.is_graded(domain) else axes
         for stage in run.stages:
-            _rewards(axes, run.of_stage(stage), f"reward/{domain}", colour)
+            _rewards(rewards, run.of_stage(stage), f"reward/{domain}", colour)
+        _floor(rewards, run, domain, colour)
         _points(axes, run, domain, colour)
         axes.set_ylabel(domain, color=colour, fontweight="bold")
         axes.set_xlim(-0.03 * last, 1.03 * last)
@@ -111,6 +113,14 @@ def stage_bands(axes: Axes, run: Run, with_names: bool = True, lines: bool = Fal
             axes.text(at, 1.02, words, transform=top, ha="center", fontsize="small")
 
 
+def _reward_axes(axes: Axes, colour: str) -> Axes:
+    """An axis on the right, of its own scale, for rewards that are no shares of successes."""
+    beside = axes.twinx()
+    beside.set_ylabel("mean reward", color=colour, fontsize="small")
+    beside.spines[["top"]].set_visible(False)
+    return beside
+
+
 def _rewards(axes: Axes, records: list[dict[str, Any]], key: str, colour: str) -> None:
     points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
     if points:
@@ -126,7 +136,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def _points(axes: Axes, run: Run, domain: str, colour: str) -> None:
-    """Validation, the held-out evaluations (sampled) and the floor."""
+    """Validation and the held-out evaluations (sampled)."""
     key = f"validation/{domain}/success"
     counts = {
         v["step"]: len(v["success"].get(domain, ())) for v in run.results.get("validations", [])
@@ -142,7 +152,6 @@ def _points(axes: Axes, run: Run, domain: str, colour: str) -> None:
             of = evaluation["success"][domain]
             dot = {"color": colour, "markeredgecolor": "black", "markersize": 8, "zorder": 5}
             _interval(axes, evaluation["step"], of, fmt="o", **dot)
-    _floor(axes, run, domain, colour)
 
 
 def _learning_handles(run: Run, has_probes: bool) -> list[Handle]:
@@ -170,7 +179,8 @@ def stage_performance(run: Run) -> Figure:
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
                 _bar(axes, x, evaluation, domain, colour)
-        _floor(axes, run, domain, colour)
+        if not run.is_graded(domain):  # what such policies earn is no share of successes
+            _floor(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
         names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
         axes.set_xticks(range(count), names, rotation=35, ha="right", rotation_mode="anchor")
@@ -201,6 +211,7 @@ def _floor(axes: Axes, run: Run, domain: str, colour: str) -> None:
 
 def _interval(axes: Axes, x: float, of: Mapping[str, Any], **style: Any) -> None:
     known = of["num_tasks"] > 0
+    known = known and 0 <= of["mean"] <= 1  # older runs have mean rewards there
     low, high = wilson(of["mean"], of["num_tasks"]) if known else (of["mean"], of["mean"])
     error = [[max(0.0, of["mean"] - low)], [max(0.0, high - of["mean"])]]
     axes.errorbar(x, of["mean"], error, capsize=2, elinewidth=1, **style)

@@ -43,7 +43,10 @@ class Reader:
 
 
 def read_episodes(
-    folder: Path, max_episodes: int = MAX_EPISODES, max_characters: int = MAX_CHARACTERS
+    folder: Path,
+    success_threshold: float = 1.0,
+    max_episodes: int = MAX_EPISODES,
+    max_characters: int = MAX_CHARACTERS,
 ) -> Reader:
     """The episodes of a run folder: at most so many, in chunks of at most so many characters."""
     files = _files(folder)
@@ -54,6 +57,7 @@ def read_episodes(
     limit = max_episodes
     while True:
         reader = _read(files, sizes, limit, token_texts)
+        reader.index["success_threshold"] = success_threshold
         if reader.num_characters <= max_characters or len(reader.index["groups"]) < 2:
             return reader
         limit = int(0.9 * reader.index["shown"] * max_characters / reader.num_characters)

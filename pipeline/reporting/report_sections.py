@@ -22,7 +22,7 @@ from pipeline.reporting.run_files import (
     rate,
 )
 from pipeline.reporting.sections import Block, Picture, Section, Table
-from pipeline.reporting.transfer_sections import shown, transfer_sections
+from pipeline.reporting.transfer_sections import HOW, shown, transfer_sections
 from pipeline.tracking import METRICS, TIMINGS
 
 FLOORS = {
@@ -66,6 +66,7 @@ def sections_of(run: Run) -> list[Section]:
         ),
         *transfer_sections(run)[:1],
         *_evaluations(run),
+        *_mean_rewards(run),
         *_families(run),
         *transfer_sections(run)[1:],
         *_floors(run),
@@ -167,9 +168,27 @@ def _evaluations(run: Run) -> list[Section]:
     return [Section(title="Every evaluation", blocks=blocks)]
 
 
+def _mean_rewards(run: Run) -> list[Section]:
+    """Of domains whose rewards are not all 0 or 1."""
+    rewards = run.transfer.get("rewards", {})
+    if not rewards:
+        return []
+    points = [after_name({"after": point}) for point in run.transfer["points"]]
+    rows = [[domain, *(shown(value) for value in values)] for domain, values in rewards.items()]
+    text = (
+        "Sampled, over all trials. A trial is a success with a reward of "
+        f"{run.success_threshold:g} or more (`success_threshold`). {HOW}"
+    )
+    return [
+        Section(title="Mean reward", blocks=[Table(header=["reward", *points], rows=rows), text])
+    ]
+
+
 def _cell(evaluation: Evaluation, domain: str, kind: str) -> str:
     value = rate(evaluation, domain, kind)
     if value is None or domain == "mean":
+        return number(value)
+    if not 0 <= value <= 1:  # older runs have mean rewards there
         return number(value)
     low, high = wilson(value, evaluation["success"][domain]["num_tasks"])
     return f"{value:.3f} [{low:.2f}, {high:.2f}]"

@@ -16,7 +16,7 @@ import yaml
 
 from pipeline.config import UserError
 from pipeline.tracking import METRICS, TIMINGS, read_records
-from pipeline.transfer import BEFORE_GRPO, summary
+from pipeline.transfer import BEFORE_GRPO, summary, threshold_of
 
 Evaluation = Mapping[str, Any]
 
@@ -46,6 +46,17 @@ class Run:
     @property
     def step_s(self) -> list[float]:
         return [record["perf/step_s"] for record in self.timings if "perf/step_s" in record]
+
+    @property
+    def success_threshold(self) -> float:
+        """The reward from which a trial is a success."""
+        return threshold_of([self.results])
+
+    def is_graded(self, domain: str) -> bool:
+        """Whether the domain's rewards say more than success and failure do."""
+        means = [record.get(f"reward/{domain}") for record in self.train]
+        outside = any(mean is not None and not 0 <= mean <= 1 for mean in means)
+        return outside or domain in self.transfer.get("rewards", {})
 
     def of_stage(self, stage: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [record for record in self.train if record["stage"] == stage["name"]]

@@ -37,6 +37,7 @@ METRICS = {
 UNSIGNED = ("average_accuracy", "area_under_curve")
 SHOWN_AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 NO_INTERVAL = "-"
+HUGE = 1e6  # rewards beyond it are written with an exponent
 HOW = (
     "In brackets: 95 % intervals, percentile bootstrap over tasks, paired: a resample takes a task "
     "with all its trials at all points. They say nothing of other seeds; runs with several seeds "
@@ -49,7 +50,11 @@ def shown(number: Number | None, sign: str = "", digits: int = 2) -> str:
     if number is None or None in number:
         return NO_INTERVAL
     # Adding zero turns what rounds to -0.00 into 0.00.
-    value, low, high = (f"{round(x or 0.0, digits) + 0.0:{sign}.{digits}f}" for x in number)
+    kinds = ["g" if abs(x or 0.0) > HUGE else "f" for x in number]
+    value, low, high = (
+        f"{round(x or 0.0, digits) + 0.0:{sign}.{digits}{kind}}"
+        for x, kind in zip(number, kinds, strict=True)
+    )
     return f"{value} [{low}, {high}]"
 
 
@@ -73,6 +78,15 @@ def terminal_lines(transfer: Mapping[str, Any]) -> str:
     return "\n".join(f"{name.ljust(width)}  {number}" for name, number, _ in rows)
 
 
+def reward_lines(transfer: Mapping[str, Any]) -> str:
+    """The mean reward before and after, for the terminal, of domains where it says something."""
+    lines = []
+    for domain, values in transfer.get("rewards", {}).items():
+        ends = [shown(value) for value in (values[0], values[-1])[: len(values)]]
+        lines.append(f"mean reward {domain}  {' -> '.join(ends)}")
+    return "\n".join(lines)
+
+
 def transfer_sections(run: Run) -> list[Section]:
     transfer = run.transfer
     if not transfer:
@@ -80,7 +94,7 @@ def transfer_sections(run: Run) -> list[Section]:
     return [
         Section(title="Transfer and forgetting", blocks=_whole(transfer)),
         *_of_tools(run),
-        _passes(transfer),
+        _passes(transfer, run.success_threshold),
     ]
 
 
@@ -185,7 +199,7 @@ def _training_calls(run: Run) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _passes(transfer: Mapping[str, Any]) -> Section:
+def _passes(transfer: Mapping[str, Any], threshold: float) -> Section:
     """pass@k and pass^k: solved in at least one, or in all, of k trials."""
     points = [after_name({"after": point}) for point in transfer["points"]]
     rows = [
@@ -195,7 +209,8 @@ def _passes(transfer: Mapping[str, Any]) -> Section:
     ]
     text = (
         "*pass@k*: a task is solved in at least one of k trials; *pass^k*: in all of k. Both are "
-        "unbiased estimates from the trials of each task; a trial solves with a reward of 1."
+        "unbiased estimates from the trials of each task; a trial solves with a reward of "
+        f"{threshold:g} or more."
     )
     table = Table(header=["domain", "", *points], rows=rows, num_left=2)
     return Section(title="pass@k and pass^k", blocks=[table, text])

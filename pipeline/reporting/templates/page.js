@@ -32,15 +32,19 @@ const NAMES = Object.keys(FILTERS);
 // Which choices make way, first to last, where nothing has all of them.
 const GIVEN_UP = ["task", "step", "family", "domain", "episode", "outcome", "stage"];
 
+let successThreshold = 1; // the reward from which an episode is solved
+const isSuccess = (reward) => reward >= successThreshold - 1e-9 * Math.abs(successThreshold);
+
 function readIndex() {
   const index = JSON.parse(byId("index").textContent);
+  successThreshold = index.success_threshold;
   const places = new Map();
   return index.groups.map(([stage, step, chunk, domain, family, branch, task, rewards, stops]) => {
     const place = places.get(chunk) ?? 0;
     places.set(chunk, place + 1);
-    const solved = rewards.filter((reward) => reward >= 1).length;
+    const solved = rewards.filter(isSuccess).length;
     const outcome = { 0: "none solved", [rewards.length]: "all solved" }[solved] ?? "some solved";
-    const episodes = rewards.map((reward, i) => [reward >= 1 ? "solved" : "not solved", stops[i]]);
+    const episodes = rewards.map((reward, i) => [isSuccess(reward) ? "solved" : "not solved", stops[i]]);
     const name = index.stages[stage];
     return { stage: name, step, chunk, place, domain, family, branch, task, outcome, episodes };
   });
@@ -230,7 +234,7 @@ function signed(value) {
 function episodeCard(episode, shared, texts, mode, scale) {
   const card = element("article", "episode");
   const head = element("h4", "", `Trial ${episode.trial} `);
-  head.append(element("span", `badge ${episode.reward >= 1 ? "solved" : "failed"}`, `reward ${episode.reward}`));
+  head.append(element("span", `badge ${isSuccess(episode.reward) ? "solved" : "failed"}`, `reward ${episode.reward}`));
   card.append(head);
   const facts = [episode.stop_reason, `${episode.num_turns} turns`, `${episode.num_sampled_tokens} sampled tokens`];
   if (episode.advantage !== null) facts.push(`advantage ${signed(episode.advantage)}`);
