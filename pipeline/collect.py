@@ -24,7 +24,7 @@ from pipeline.run_folder import check_still_there
 from pipeline.session import Run
 from pipeline.trajectory import RunRecord, StopReason, Trajectory
 from pipeline.transfer import summary
-from pipeline.untrusted import printable, reason_of
+from pipeline.untrusted import reason_of
 
 
 def stop_on_errors(
@@ -125,11 +125,8 @@ def _write_results(run: Run) -> None:
         "wall_s": run.wall_s,
     }
     results["transfer"] = {}
-    try:
-        with may_fail("transfer numbers", f"python -m pipeline.report {run.folder} tries again"):
-            results["transfer"] = summary([results])
-    except UserError as error:  # a resume with other settings: training is worth more than these
-        print(f"warning: {printable(str(error))}", flush=True)
+    with may_fail("transfer numbers", f"python -m pipeline.report {run.folder} tries again"):
+        results["transfer"] = summary([results])
     write_text(run.folder / "results.json", json.dumps(results))
 
 
