@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 from helpers import make_task, play_ranks, say
-from report_runs import THREE, make_run, matplotlib_home  # noqa: F401
+from report_runs import make_run, matplotlib_home  # noqa: F401
 
 from pipeline import collect, report, train
 from pipeline.cli import parse
 from pipeline.tasks import Task
+from pipeline.wandb_extras import final_numbers
 
 REWARDS = {"red": -3.5, "green": 0.0, "blue": 7.2}
 
@@ -46,10 +47,10 @@ def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]
 
 
 FLAGS = ["--domains", "lamp", "--environments", "{lamp: test_real_rewards:Lamp}", "--num-gpus", "1"]
-FLAGS += ["--eval-tasks-per-domain", "4", "--eval-trials", "2", "--eval-steps", "2"]
+FLAGS += ["--eval-tasks-per-domain", "4", "--eval-trials", "2", "--eval-steps", "1"]
 FLAGS += ["--eval-steps-tasks", "3", "--tasks-per-domain", "8", "--max-tokens-per-turn", "8"]
-FLAGS += ["--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "2"]
-FLAGS += ["--report-to", "none", "--max-steps", "4"]
+FLAGS += ["--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "1"]
+FLAGS += ["--report-to", "none", "--max-steps", "2"]
 
 
 def on_this_rank(argv: list[str]) -> tuple[int, str]:
@@ -73,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     prompt = make_task(request="which colour").prompt
     lines = [{"messages": [*prompt, say(word)], "tools": []} for word in REWARDS]
     (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--warm-start-data", str(folder / "said.jsonl"), "--warm-start-steps", "30"]
+    flags = ["--warm-start-data", str(folder / "said.jsonl"), "--warm-start-steps", "20"]
     said = play(folder / "run", *flags, "--warm-start-batch-size", "4")
     return folder / "run", said
 
@@ -100,6 +101,7 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
                 assert 0 <= line[f"{place}/lamp/success"] <= 1
     point, (value, low, high) = of["reward"], results["transfer"]["rewards"]["lamp"][-1]
     assert value == pytest.approx(point, abs=1e-6) and -3.5 <= low <= value <= high <= 7.2
+    assert final_numbers(results)["final/lamp/reward"] == of["reward"]
     text = (folder / "report.md").read_text()
     assert "## Mean reward" in text and "| lamp | " in text
     assert "a trial solves with a reward of 1 or more" in text
@@ -111,7 +113,7 @@ def test_it_is_resumed_evaluated_alone_and_compared(run: tuple[Path, str], tmp_p
     cut = tmp_path / "cut"
     shutil.copytree(folder, cut)
     shutil.rmtree(cut / "checkpoints" / "stage-1-lamp")
-    play(cut, "--resume-from-checkpoint", "step-000002")
+    play(cut, "--resume-from-checkpoint", "step-000001")
     assert read(cut, "metrics.jsonl") == read(folder, "metrics.jsonl")
 
     model = str(folder / "checkpoints" / "stage-1-lamp")
@@ -139,7 +141,7 @@ def break_report(folder: Path) -> None:
 def test_a_run_that_is_trained_does_not_fail_by_its_report(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    folder = make_run(tmp_path / "run", THREE)
+    folder = make_run(tmp_path / "run", ("airline",), ("airline",), validation=False)
     place = {
         "report": (report, "write_report"),
         "results": (collect, "_faults"),

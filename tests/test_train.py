@@ -42,6 +42,7 @@ def run(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProces
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
+    assert "what was trained is whole" not in done.stdout, done.stdout  # a report that failed
     return done
 
 

@@ -11,7 +11,8 @@ Here are the factories, the rows and a reward function:
     )
 
 Differences that are TRL's: it knows no user, so tasks with one are left out; a malformed call ends
-the episode, and a transfer does not, but after it no tool works. This module imports neither torch
+the episode, and a transfer does not, but after it no tool works; an Outage of a tool is shown to
+the model. This module imports neither torch
 nor trl.
 """
 
