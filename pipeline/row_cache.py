@@ -81,7 +81,7 @@ class _RowLayer(CacheLayerMixin):
         return held[:, :, : cache.length].index_select(0, cache.rows)
 
     def _grow(self) -> None:
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None and self.values is not None, "a layer does not use the cache"
         rows = self.cache.num_rows - self.keys.shape[0]
         positions = self.cache.capacity - self.keys.shape[2]
         if rows > 0 or positions > 0:

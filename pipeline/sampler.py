@@ -222,6 +222,8 @@ class Sampler:
         keys, drawn = streams_of(members)
         left = np.array([e.room - len(e.ids) for e in members])
         lengths = np.zeros(len(members), dtype=np.int64)  # of what is sampled here; 0: it goes on
+        # Where rows that have ended wait for others: no further than one may go.
+        last = max(max(held), *(held[w] + n for w, n in zip(which.tolist(), left, strict=True)))
         picked, chosen = [], []
         for step in range(1, int(left.max()) + 1):
             hidden = self._forward(index, tokens, positions, max(held) + step, True)[:, 0]
@@ -230,7 +232,7 @@ class Sampler:
             picked.append(self.pick(logprobs_BV, keys, drawn + step - 1, greedy))
             chosen.append(logprobs_BV.gather(-1, picked[-1][:, None]))
             tokens[:count, 0] = picked[-1][first_B]
-            positions = positions + 1
+            positions = (positions + 1).clamp_(max=last)
             if step % self.steps_per_look and step < left.max():
                 continue
             seen = step - 1 - (step - 1) % self.steps_per_look
@@ -305,10 +307,11 @@ class Sampler:
             begin = torch.tensor([[starts[i]] for i in batch])
             counts = torch.tensor([len(tokens[i]) for i in batch])
             index = torch.tensor([rows[i] for i in batch])
-            end = max(starts[i] for i in batch) + longest
+            # Padding stands no further than behind the last token: positions may be at their end.
+            end = max(starts[i] + len(tokens[i]) for i in batch) + 1
             in_front = index.tolist() == list(range(len(batch)))
             index, padded, begin = (x.to(self.device) for x in (index, padded, begin))
-            positions = begin + torch.arange(longest, device=self.device)
+            positions = (begin + torch.arange(longest, device=self.device)).clamp_(max=end - 1)
             hidden_BT = self._forward(index, padded, positions, end, in_front)
             self.num_tokens += int(counts.sum())
             ends = hidden_BT[torch.arange(len(batch)), counts - 1]

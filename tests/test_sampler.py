@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import small_model
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.conversations import common_stems, passes
 from pipeline.row_cache import attend
@@ -155,6 +156,16 @@ def test_heads_that_share_keys_attend_as_if_these_were_repeated(num_queries):
     repeated = (x.repeat_interleave(3, dim=1) for x in (key, value))
     expected = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
     assert torch.allclose(output, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_rows_that_wait_and_padding_stay_within_learned_positions():
+    shape = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 40}
+    sampler = sampler_of(GPT2LMHeadModel(GPT2Config(**shape)))
+    episodes = sampler.open([[1] * 34, [2, 3]], range(2))
+    assert [len(m.ids) for m in sampler.sample(episodes, [2, 9], greedy=True)] == [2, 9]
+    for episode, reply in zip(episodes, ([4], [5] * 20), strict=True):
+        sampler.extend(episode, reply)
+    assert [len(m.ids) for m in sampler.sample(episodes, [3, 8], greedy=True)] == [3, 8]
 
 
 def test_the_tokens_that_the_model_is_fed_are_counted():
