@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.layers import widest
+
 # Dense bf16, FLOP/s, as public tables repeat NVIDIA's figures; read the card's own datasheet before
 # quoting MFU. Names are words of CUDA's name of the device; the first whose words are all in it
 # counts.
@@ -67,17 +69,23 @@ class Work:
 
 def work_of(model: Any) -> Work:
     """Counted from a causal language model's parameters, with or without LoRA."""
-    named, config = list(model.named_parameters()), model.config
+    named = list(model.named_parameters())
     lora = sum(parameter.numel() for name, parameter in named if ".lora_" in name)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Work(
         body=sum(parameter.numel() for _, parameter in named) - lora - outside,
         head=head.numel(),
         lora=lora,
-        attention=config.num_hidden_layers * config.num_attention_heads * size,
+        attention=_attention(model.config.get_text_config(decoder=True)),
         trains_all=any(
             parameter.requires_grad for name, parameter in named if ".lora_" not in name
         ),
     )
+
+
+def _attention(shape: Any) -> int:
+    """L H Q; layers that have no attention, or smaller heads, count like the others."""
+    heads = widest(shape, "num_attention_heads")
+    size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
+    return int(shape.num_hidden_layers * heads * size)

@@ -20,6 +20,13 @@ def outer_layers(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found))  # a layer may be used twice
 
 
+def widest(shape: Any, name: str) -> int:
+    """A size in a model's configuration, 0 where it has none; where layers differ, the largest."""
+    differ = name in (getattr(shape, "per_layer_attributes", None) or ())
+    layers = shape.per_layer_config if differ else [shape]
+    return max(getattr(layer, name, None) or 0 for layer in layers)
+
+
 def refuse_unlayered(model: Any) -> None:
     """UserError where there are no layers that `recompute_layers` could compute again."""
     if not outer_layers(model):

@@ -2,6 +2,7 @@
 
 import pytest
 from helpers import small_model
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from pipeline import lora
 from pipeline.cli import build_parser, parse
@@ -19,6 +20,13 @@ BODY = 2 * LAYER + 32
 def test_parameters_are_counted_without_the_embedding_and_the_tied_output_layer_by_itself():
     work = work_of(small_model())
     assert work == Work(body=BODY, head=16 * 32, lora=0, attention=2 * 4 * 8, trains_all=True)
+
+
+def test_a_text_model_inside_another_is_counted():
+    text = {**small_model().config.to_dict(), "model_type": "gemma3_text"}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "image_size": 28}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"num_attention_heads": 2})
+    assert work_of(Gemma3ForConditionalGeneration(config)).attention == 2 * 4 * 8
 
 
 def test_a_token_costs_2_flops_a_parameter_to_sample_and_6_to_train_and_attention_12_lhqt():
