@@ -19,7 +19,7 @@ from pipeline import lora
 from pipeline.config import EMBEDDED_DOMAINS, STARTED_BY_US, Config, UserError
 from pipeline.environments.base import tool_schemas
 from pipeline.environments.experts import play_expert
-from pipeline.layers import refuse_unlayered
+from pipeline.layers import refuse_unlayered, widest
 from pipeline.micro_batches import KEYS_PER_TOKEN
 from pipeline.model_files import refuse_misfits, refuse_other_vocabulary, weights_in
 from pipeline.policy import from_files, hub_reachable, on_gpu, uses_bf16
@@ -163,24 +163,6 @@ def why_generate(model: Any) -> str | None:
     return why
 
 
-@torch.no_grad()
-def refuse_changed_logits(model: Any) -> None:
-    """UserError where logits are not the output layer's alone, which is what training computes."""
-    was_training = model.training
-    model.eval()  # dropout would change them, too
-    ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
-    ids = ids % model.get_input_embeddings().num_embeddings
-    whole = model(ids, use_cache=False).logits
-    hidden = getattr(model.get_decoder()(ids, use_cache=False), "last_hidden_state", None)
-    plain = None if hidden is None else model.get_output_embeddings()(hidden)
-    model.train(was_training)
-    if plain is None or not torch.allclose(plain, whole, rtol=0, atol=1e-3 * float(whole.std())):
-        raise UserError(
-            f"model: got {type(model).__name__}, whose logits are not those of its decoder and its "
-            "output layer, which is not supported; use another"
-        )
-
-
 def _print_tasks(config: Config, parts: Prepared) -> None:
     print("tasks")
     for domain in config.data.domains:
@@ -306,15 +288,14 @@ def _tokens_of_a_step(config: Config, num_ranks: int) -> int:
 
 def _size_of_keys(shape: Any) -> int:
     """Numbers that the keys of a token take in a layer; linear attention keeps none."""
-    heads: int = getattr(shape, "num_attention_heads", 0)
-    head_dim: int = getattr(shape, "head_dim", None) or shape.hidden_size // max(1, heads)
-    return (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
+    heads = widest(shape, "num_attention_heads")
+    head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
+    return (widest(shape, "num_key_value_heads") or heads) * head_dim
 
 
 def _intermediate_size(shape: Any) -> int:
     """Of the feed-forward layers; where it is not told, the customary one."""
-    size: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
-    return size
+    return widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
 
 
 def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:

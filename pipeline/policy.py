@@ -134,6 +134,8 @@ def from_files(name: str, what: str, load: Callable[[], Any]) -> Any:
             raise
         except Exception as error:  # whatever libraries say of files that are not what they expect
             reason = reason_of(error)
+            if "attention implementation" in str(error):
+                remedy = "set attn_implementation eager, or use another model"
             if "custom code" in str(error) or "trust_remote_code" in str(error):
                 remedy = "read its code, then set trust_remote_code, which runs it"
     raise UserError(
@@ -150,6 +152,24 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(before)
+
+
+@torch.no_grad()
+def refuse_changed_logits(model: Any) -> None:
+    """UserError where logits are not the output layer's alone, which is what training computes."""
+    was_training = model.training
+    model.eval()  # dropout would change them, too
+    ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
+    ids = ids % model.get_input_embeddings().num_embeddings
+    whole = model(ids, use_cache=False).logits
+    hidden = getattr(model.get_decoder()(ids, use_cache=False), "last_hidden_state", None)
+    plain = None if hidden is None else model.get_output_embeddings()(hidden)
+    model.train(was_training)
+    if plain is None or not torch.allclose(plain, whole, rtol=0, atol=1e-3 * float(whole.std())):
+        raise UserError(
+            f"model: got {type(model).__name__}, whose logits are not those of its decoder and its "
+            "output layer, which is not supported; use another"
+        )
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline import checkpoint, lora, variables
 from pipeline.chat import Chat
-from pipeline.check import refuse_changed_logits, validate, why_generate
+from pipeline.check import validate, why_generate
 from pipeline.checkpoint import TrainState
 from pipeline.config import Config, RolloutSettings, UserError
 from pipeline.curriculum import Stage, describe, one_after_another
@@ -27,7 +27,7 @@ from pipeline.distributed import Ranks, meet_again
 from pipeline.error_shares import ErrorShares
 from pipeline.generate_sampler import GenerateSampler
 from pipeline.manifest import write_text
-from pipeline.policy import load_folder, load_model, on_gpu, uses_bf16
+from pipeline.policy import load_folder, load_model, on_gpu, refuse_changed_logits, uses_bf16
 from pipeline.prepare import Prepared
 from pipeline.rollout import Rollout
 from pipeline.rotary import fix_rotary

@@ -22,7 +22,7 @@ from pipeline.draws import stream_key
 from pipeline.generate_sampler import GenerateSampler
 from pipeline.layers import recompute_layers
 from pipeline.micro_batches import bare_trajectory, make_micro_batches
-from pipeline.policy import TokenLogprobs, refuse_mixed_up_sequences
+from pipeline.policy import TokenLogprobs, refuse_changed_logits, refuse_mixed_up_sequences
 from pipeline.prefixes import unserved
 from pipeline.rotary import fix_rotary
 from pipeline.sampler import Sampler
@@ -77,6 +77,7 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
 def _try(config: Config, model: Any) -> float:
     """The largest difference in nats; UserError where sampling or training fails."""
     try:
+        refuse_changed_logits(model)
         return gap_of(config, model)
     except UserError:
         raise
@@ -169,20 +170,27 @@ def _positions(config: Config, model: Any) -> list[str]:
     """UserError where learned positions do not reach `max_tokens`; a note on rotary ones."""
     limit, known = config.rollout.max_tokens, _text(model.config)
     known = getattr(known, "max_position_embeddings", None)
-    try:
-        ids = torch.ones((1, 1), dtype=torch.int64)
-        model.get_decoder()(ids, position_ids=torch.full_like(ids, limit - 1), use_cache=False)
-    except IndexError:
+    if _computes(model, 0) and not _computes(model, limit - 1):
         raise UserError(
             f"max_tokens: got {limit}, but the model has positions for "
             f"{known or 'fewer'} tokens; lower max_tokens, or use another model"
-        ) from None
+        )
     if isinstance(known, int) and limit > known:
         return [
             f"max_tokens is {limit}, and the model was made for {known} tokens "
             "(max_position_embeddings): what it says beyond may be poor"
         ]
     return []
+
+
+def _computes(model: Any, position: int) -> bool:
+    """Whether a token can stand there; libraries differ in what they raise where it cannot."""
+    ids = torch.ones((1, 1), dtype=torch.int64)
+    try:
+        model.get_decoder()(ids, position_ids=torch.full_like(ids, position), use_cache=False)
+    except Exception:
+        return False
+    return True
 
 
 def stand_in(empty: Any) -> Any:

@@ -19,7 +19,7 @@ from pipeline.draws import stream_key
 from pipeline.generate_sampler import GenerateSampler
 from pipeline.micro_batches import make_micro_batches
 from pipeline.picking import kept
-from pipeline.policy import TokenLogprobs
+from pipeline.policy import TokenLogprobs, refuse_changed_logits
 from pipeline.sampler import Sampler
 from pipeline.session import make_sampler
 
@@ -347,7 +347,7 @@ def test_a_model_that_hides_what_it_carries_on_is_refused():
 
 def test_dropout_is_not_taken_for_changed_logits():
     model = model_of("Mistral", attention_dropout=0.5).train()
-    check.refuse_changed_logits(model)
+    refuse_changed_logits(model)
     assert model.training
 
 

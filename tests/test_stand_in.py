@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline import check, row_cache, stand_in
 from pipeline.cli import parse
 from pipeline.config import UserError
+from pipeline.flops import work_of
 from pipeline.stand_in import gap_of, try_architecture
 
 SHAPE = {
@@ -97,6 +98,37 @@ def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(
             "max_tokens: got 256, but the model has positions for 48 tokens; lower max_tokens, or "
             "use another model"
         )
+
+
+def test_learned_positions_are_looked_at_whatever_is_raised_beyond_them():
+    model = model_of("gptj", n_positions=48, rotary_dim=4)  # RuntimeError, not IndexError
+    with pytest.raises(UserError, match="got 64, but the model has positions for 48 tokens"):
+        trial(model)
+
+
+def test_logits_that_training_would_not_compute_are_refused_by_the_trial():
+    with pytest.raises(UserError, match="got BertLMHeadModel, whose logits are not those of its"):
+        trial(model_of("bert", is_decoder=True))
+
+
+def test_a_model_without_the_attention_implementation_is_refused_with_the_remedy(tmp_path):
+    folder = saved(tmp_path, model_of("gptj", rotary_dim=4))
+    with pytest.raises(UserError, match=r"cannot be loaded .*; set attn_implementation eager, or"):
+        check.main(parse(["--model", folder]))
+
+
+LAYERS_OF_OWN = {  # whose global heads are wider
+    **{"num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8},
+    **{"layer_types": ["sliding_attention", "full_attention"]},
+    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64},
+}
+
+
+def test_layers_that_differ_in_their_heads_are_tried_and_counted():
+    model = model_of("gemma4_text", **LAYERS_OF_OWN)
+    assert trial(model) == []
+    assert check._size_of_cache(model.config) == 2 * 16
+    assert work_of(model).attention == 2 * 4 * 16
 
 
 def test_rotary_positions_that_were_not_trained_are_told():
