@@ -161,18 +161,24 @@ def _check_merging(model: PeftModel) -> None:
 
 def _gap(model: PeftModel, layers: Layers, seed: int) -> float:
     """The largest difference of log-probabilities, in nats, once adapters have random values."""
-    generator = torch.Generator(next(iter(layers)).device).manual_seed(seed)
-    for weight, layer in layers.items():
-        a, b = _pair(layer)
-        b.normal_(generator=generator)
-        # Products of a third of the weight's size: seen in the logits, yet no other model.
-        b.mul_(weight.norm() / (3 * layer.scaling["default"] * a.norm() * len(b) ** 0.5))
-    ids = torch.arange(1, 9, device=weight.device)[None]
+    disturb(model, seed)
+    ids = torch.arange(1, 9, device=next(iter(layers)).device)[None]
     ids = ids % model.get_input_embeddings().num_embeddings
     apart = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
     with model.disable_adapter(), _merged_for_passes(model, layers):
         whole = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
     return float((apart - whole).abs().nan_to_num(torch.inf).max())
+
+
+@torch.no_grad()
+def disturb(model: PeftModel, seed: int) -> None:
+    """Give adapters random values that show in the logits, and yet make no other model."""
+    layers = _layers(model)
+    generator = torch.Generator(next(iter(layers)).device).manual_seed(seed)
+    for weight, layer in layers.items():
+        a, b = _pair(layer)
+        b.normal_(generator=generator)  # and then the product is a third of the weight's size
+        b.mul_(weight.norm() / (3 * layer.scaling["default"] * a.norm() * len(b) ** 0.5))
 
 
 @contextmanager
@@ -301,6 +307,7 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 def load_merged(base_model: Any, folder: str | Path) -> Any:
     """The plain model with an adapter folder's products added to its weights."""
     check_files(folder)
+    trained = {name for name, p in base_model.named_parameters() if p.requires_grad}
     try:
         with torch.random.fork_rng(), _quiet():
             model = PeftModel(base_model, LoraConfig.from_pretrained(str(folder)))
@@ -309,12 +316,15 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
                 left: Any = set_peft_model_state_dict(model, saved)
                 if lost := [name for name in left.missing_keys if ".lora_" in name]:
                     raise ValueError(f"they leave {lost[0]} without values")
-            return model.merge_and_unload()
+            whole = model.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"model: the adapters in {folder} do not fit their base model ({reason_of(error)}); "
             "give the model that they were trained on"
         ) from None
+    for name, parameter in whole.named_parameters():  # PEFT froze them
+        parameter.requires_grad_(name in trained)
+    return whole
 
 
 @contextmanager

@@ -161,9 +161,17 @@ def refuse_changed_logits(model: Any) -> None:
     model.eval()  # dropout would change them, too
     ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
     ids = ids % model.get_input_embeddings().num_embeddings
-    whole = model(ids, use_cache=False).logits
-    hidden = getattr(model.get_decoder()(ids, use_cache=False), "last_hidden_state", None)
-    plain = None if hidden is None else model.get_output_embeddings()(hidden)
+    try:
+        whole = model(ids, use_cache=False).logits
+        hidden = getattr(model.get_decoder()(ids, use_cache=False), "last_hidden_state", None)
+        plain = None if hidden is None else model.get_output_embeddings()(hidden)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # code of transformers, or of the model's author
+        raise UserError(
+            f"model: got {type(model).__name__}, which does not compute ({reason_of(error)}); use "
+            "another"
+        ) from None
     model.train(was_training)
     if plain is None or not torch.allclose(plain, whole, rtol=0, atol=1e-3 * float(whole.std())):
         raise UserError(

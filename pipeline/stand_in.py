@@ -118,7 +118,7 @@ def gap_of(config: Config, model: Any) -> float:
         recompute_layers(model)
     if config.model.use_peft:
         model = lora.attach(model, config.model, "", config.run.seed)
-        _fill((p for p in model.parameters() if p.requires_grad), 1)
+        lora.disturb(model, 1)
     sampler.load_weights(model)
     trajectories = _converse(sampler, model.get_input_embeddings().num_embeddings)
     module = TokenLogprobs(model, rollout.temperature).eval()

@@ -371,6 +371,7 @@ def test_a_model_to_train_on_is_whole_and_takes_adapters_of_its_own(run_folder, 
     plain = checkpoint.save(tmp_path, "base", load_folder(path, PLAIN), tokenizer(), TrainState())
     assert not lora.is_adapter(plain)
     assert torch.allclose(logits(load_folder(plain, PLAIN)), logits(model), rtol=0, atol=1e-5)
+    assert all(parameter.requires_grad for parameter in load_folder(path, PLAIN).parameters())
 
 
 def test_adapters_of_a_run_that_was_moved_find_their_base(run_folder, tmp_path):

@@ -9,6 +9,7 @@ from pipeline import check, row_cache, stand_in
 from pipeline.cli import parse
 from pipeline.config import UserError
 from pipeline.flops import work_of
+from pipeline.policy import refuse_changed_logits
 from pipeline.stand_in import gap_of, try_architecture
 
 SHAPE = {
@@ -64,6 +65,17 @@ def test_what_these_sample_is_what_they_train(kind, settings, flags):
     before = torch.random.get_rng_state()
     assert trial(model_of(kind, **settings), *flags) == []
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_adapters_of_a_small_rank_do_not_enlarge_rounding():
+    model = model_of("qwen3_moe", **EXPERTS, num_hidden_layers=4, head_dim=8)
+    assert trial(model, "--use-peft", "--lora-r", "1") == []  # lora_alpha is divided by it
+
+
+def test_a_model_that_does_not_compute_is_refused():
+    model = model_of("deepseek_v3", **LATENT | EXPERTS | {"num_key_value_heads": 2})
+    with pytest.raises(UserError, match=r"got DeepseekV3ForCausalLM, which does not compute \(The"):
+        refuse_changed_logits(model)
 
 
 def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
