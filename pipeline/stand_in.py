@@ -44,6 +44,9 @@ SMALLER = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), 256),
     **dict.fromkeys(("shared_expert_intermediate_size", "block_ff_dim", "n_inner"), 256),
     **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), 8),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),  # so that there are several
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), 16),
+    "linear_num_heads": 2,
     "first_k_dense_replace": 1,
     "vocab_size_per_layer_input": VOCABULARY,
 }
@@ -267,6 +270,9 @@ def _shrink(config: Any) -> None:
         size = getattr(text, name, 0)
         if (size is None and name == "n_inner") or (isinstance(size, int) and size > most):
             setattr(text, name, most)
+    if keys := getattr(text, "linear_num_key_heads", 0):  # which several values share
+        text.linear_num_value_heads = 2 * text.linear_num_value_heads // keys
+        text.linear_num_key_heads = 2
     text.vocab_size = min(text.vocab_size, VOCABULARY)
     for owner in {id(config): config, id(text): text}.values():
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

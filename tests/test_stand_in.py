@@ -171,6 +171,16 @@ def test_the_stand_in_of_a_large_model_is_small_and_has_every_kind_of_layer(kind
     assert gap_of(parse([]), small) < 5e-4
 
 
+def test_recurrent_layers_are_made_small_with_their_proportions():
+    shape = AutoConfig.for_model("qwen3_next")
+    assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (16, 32)
+    stand_in._shrink(shape)
+    assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (2, 4)
+    shape = AutoConfig.for_model("bamba")
+    stand_in._shrink(shape)
+    assert (shape.mamba_chunk_size, shape.mamba_d_state) == (16, 16)
+
+
 def test_an_architecture_that_cannot_be_made_small_is_told(monkeypatch):
     monkeypatch.setattr(stand_in, "MOST_PARAMETERS", 10)
     (said,) = trial(model_of("qwen3", head_dim=8))
