@@ -40,6 +40,8 @@ def main(argv: list[str]) -> int:
         _end_restarts()
         return 2
     except MachineError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SILENT_S)  # it happens to all ranks of a machine
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except CtrlC:

@@ -87,7 +87,7 @@ TRAIN = [*SMALL, "--warm-start-steps", "0", "--tasks-per-step", "4", "--num-gene
 def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags that start from one warm start, just long enough for some groups to be alive."""
     folder = tmp_path_factory.mktemp("start")
-    play_run(2, [*SMALL, "--warm-start-steps", "80", "--max-steps", "0"], folder)
+    play_run(2, [*SMALL, "--warm-start-steps", "160", "--max-steps", "0"], folder)
     return ["--model", str(folder / "checkpoints" / "warm-start")]
 
 

@@ -119,11 +119,12 @@ def watch(use_peft):
     """Two updates on each rank: types, divergences, and the share of weights that moved."""
     accelerator, types, model = Accelerator(mixed_precision="bf16"), Types(), small_model()
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    model.model.layers[0].mlp.act_fn.register_forward_hook(
-        lambda _, inputs, output: types.note("layers", *inputs, output)
-    )
+    activation = model.model.layers[0].mlp.act_fn
     if use_peft:
         model = lora.attach(model, ModelSettings(lora_r=4), "base", 0)
+    activation.register_forward_hook(  # after the check of the adapters, which is in float32
+        lambda _, inputs, output: types.note("layers", *inputs, output)
+    )
     updater.grpo_loss = types.note_loss
     module, config = TokenLogprobs(model, 1.0), Config.model_validate({"grpo": {"beta": 0.1}})
     made = Updater(accelerator, module, Ranks(rank, num_ranks, 60), config, 0, Reference(module))

@@ -71,7 +71,7 @@ def test_a_run_says_in_one_line_what_the_machine_did_to_its_folder(tmp_path, har
             *("latest", "step-000001"),
         ]
         return
-    assert told == [f"error: output_dir: {folder} {gone}"]
+    assert set(told) == {f"error: output_dir: {folder} {gone}"}  # each rank may be the first
     left = {"removed": [], "replaced": ["out", "out-moved"]}[harm]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert harm == "removed" or [path.name for path in folder.iterdir()] == [".lock"]

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import wraps
 from random import Random
 from typing import Any, ClassVar
 
@@ -39,6 +39,8 @@ class Answer(BaseModel):
 
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 LOOKUPS = ("find_", "get_")  # tools that change nothing
+MAX_STEPS = 1024  # tasks whose wanted steps are kept: siblings of a group ask for the same
+_STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}
 
 
 @dataclass
@@ -102,8 +104,8 @@ class CaseEnvironment:
                 setattr(cls, name, _noted(member))
 
     def reset(self, **row: Any) -> str | None:
-        self._payload, self._steps = row["payload"], list[str]()
-        payload = json.loads(self._payload)
+        self._row, self._steps = row, list[str]()
+        payload = json.loads(row["payload"])
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
         self._facts = _FACTS.validate_python(payload["facts"])
@@ -121,8 +123,7 @@ class CaseEnvironment:
         told = all(fact in words for fact in self._facts)
         ended = self.done or bool(self.final_message)
         is_right = self._db == self._expected
-        own: Any = type(self)  # a class is hashable, which mypy does not see
-        wanted = _expert_steps(own, self._payload) if self._goal else self._steps
+        wanted = self._expert_steps() if self._goal else tuple(self._steps)
         in_order = follows(self._steps, wanted)
         parts = {"ended": ended, "facts": told, "database": is_right, "steps": in_order}
         self.reward_breakdown, self.difference = {**parts}, {}
@@ -135,6 +136,17 @@ class CaseEnvironment:
     def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
         """Serve the request by the policy text, which each domain's expert does."""
         raise NotImplementedError
+
+    def _expert_steps(self) -> tuple[str, ...]:
+        """The steps of the expert on this task, in an environment of its own."""
+        key = type(self), self._row["payload"]
+        if key not in _STEPS:
+            if len(_STEPS) >= MAX_STEPS:
+                _STEPS.clear()
+            environment = started(type(self), self._row).environment
+            self._serve(ScriptedAgent(environment, Random(0)), self._goal)
+            _STEPS[key] = tuple(environment._steps)
+        return _STEPS[key]
 
     def _transfer(self, reason: str) -> dict[str, str]:
         self._db.case.transferred = reason
@@ -151,14 +163,6 @@ class CaseEnvironment:
         if key not in records:
             raise ToolError(f"no {key}")
         return records[key]
-
-
-@lru_cache(1024)  # siblings of a group ask for the same
-def _expert_steps(environment_class: Any, payload: str) -> tuple[str, ...]:
-    """The steps of the domain's expert on a task, in an environment of its own."""
-    environment = started(environment_class, {"payload": payload}).environment
-    environment._serve(ScriptedAgent(environment, Random(0)), environment._goal)
-    return tuple(environment._steps)
 
 
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
