@@ -27,9 +27,9 @@ def run(script: str, *flags: str, folder: Path) -> tuple[str, dict[str, float]]:
     return done.stdout, found
 
 
-def test_a_run_that_is_killed_three_times_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
-    _, figures = run("chaos.py", "--kills", "3", "--warm-start-steps", "20", folder=tmp_path)
-    assert figures["kills survived"] == 3
+def test_a_run_that_is_killed_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    _, figures = run("chaos.py", "--kills", "1", "--warm-start-steps", "20", folder=tmp_path)
+    assert figures["kills survived"] == 1
     assert figures["runs brought to their end"] >= 1
 
 

@@ -112,14 +112,14 @@ def test_a_token_forced_against_its_draw_is_noticed(start: list[str], tmp_path: 
     assert max(again.ties) > 1e-5
 
 
-def test_a_deterministic_run_is_the_same_on_one_two_and_four_ranks(
+def test_a_deterministic_run_is_the_same_on_one_and_two_ranks(
     start: list[str], tmp_path: Path
 ) -> None:
-    flags = [*start, *TRAIN, "--max-steps", "20", "--deterministic"]
-    one, two, four = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2, 4))
-    assert len(one.episodes) > 20 * 16 and one.num_tokens > 4000
-    assert one.episodes == two.episodes == four.episodes  # tokens and log-probabilities
+    """On four as well, with replaced groups and resumes, in test_dynamic_sampling.py."""
+    flags = [*start, *TRAIN, "--max-steps", "8", "--deterministic"]
+    one, two = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2))
+    assert len(one.episodes) > 8 * 16 and one.num_tokens > 1600
+    assert one.episodes == two.episodes  # tokens and log-probabilities
     assert np.array_equal(one.parameters, two.parameters)
-    assert np.array_equal(one.parameters, four.parameters)
     first = np.load(tmp_path / "1" / "parameters-1.npy")
     assert difference(one.parameters, first) > 1e-3  # it learned all the while
