@@ -12,19 +12,21 @@ from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 
-from pipeline import checkpoint, error_shares, report
-from pipeline.afterwards import may_fail
-from pipeline.config import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
-from pipeline.curriculum import Stage, describe
-from pipeline.distributed import whole_state
-from pipeline.error_shares import ErrorShares
-from pipeline.evaluate import ATTEMPTS, evaluate, failed_trials, floors, success
-from pipeline.manifest import prune, sync, write_text
-from pipeline.run_folder import check_still_there
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.manifest import prune, sync, write_text
+from pipeline.checkpoints.run_folder import check_still_there
+from pipeline.config.settings import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
+from pipeline.data.curriculum import Stage, describe
+from pipeline.distributed.ranks import whole_state
+from pipeline.evaluation import error_rates as error_shares
+from pipeline.evaluation.error_rates import ErrorShares
+from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, floors, success
+from pipeline.evaluation.transfer import summary
+from pipeline.files.afterwards import may_fail
+from pipeline.files.untrusted import reason_of
+from pipeline.report import write as report
+from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 from pipeline.session import Run
-from pipeline.trajectory import RunRecord, StopReason, Trajectory
-from pipeline.transfer import summary
-from pipeline.untrusted import reason_of
 
 
 def stop_on_errors(

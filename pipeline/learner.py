@@ -9,15 +9,21 @@ from pathlib import Path
 
 import torch
 
-from pipeline import checkpoint, lora
-from pipeline.checkpoint import TrainState
-from pipeline.config import UserError
-from pipeline.curriculum import Stage
-from pipeline.layers import recompute_layers
-from pipeline.manifest import problem
-from pipeline.policy import TokenLogprobs, load_folder, load_model, refuse_mixed_up_sequences
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.checkpoints.manifest import problem
+from pipeline.config.settings import UserError
+from pipeline.data.curriculum import Stage
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.models import lora
+from pipeline.models.layers import recompute_layers
+from pipeline.models.loading import (
+    TokenLogprobs,
+    load_folder,
+    load_model,
+    refuse_mixed_up_sequences,
+)
 from pipeline.session import Run
-from pipeline.updater import Reference, Updater
 
 
 def make_updater(run: Run) -> Updater:

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from pipeline.config import STARTED_BY_US, Config, CtrlC, MachineError, UserError
-from pipeline.untrusted import printable
+from pipeline.config.settings import STARTED_BY_US, Config, CtrlC, MachineError, UserError
+from pipeline.files.untrusted import printable
 
 # A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
 # another rank failed already and said why.
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
             print("interrupted", file=sys.stderr, flush=True)
         return 1
     except BaseException as error:
-        watchdog: Any = sys.modules.get("pipeline.watchdog")
+        watchdog: Any = sys.modules.get("pipeline.distributed.watchdog")
         if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
@@ -88,9 +88,10 @@ def _keyboard() -> Iterator[None]:
 
 def _run(argv: list[str]) -> int:
     # Imported where they are needed: a mistake is told before anything heavy is loaded.
-    from pipeline import launch, variables
-    from pipeline.cli import parse
-    from pipeline.run_folder import check_folder, restarted
+    from pipeline.checkpoints.run_folder import check_folder, restarted
+    from pipeline.config import variables
+    from pipeline.config.cli import parse
+    from pipeline.distributed import launch
 
     config = restarted(parse(argv))
     variables.refuse()
@@ -101,7 +102,7 @@ def _run(argv: list[str]) -> int:
         check_folder(config)
     if world.num_launched < world.num_ranks:
         if not config.run.doctor:
-            from pipeline.check import validate
+            from pipeline.preflight.check import validate
 
             validate(config)
         return launch.start_ranks(world, argv)
@@ -121,7 +122,7 @@ def _check(config: Config) -> int:
     """Check on one process, however many were launched and whatever `num_gpus` a recipe names."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    from pipeline.check import main as check
+    from pipeline.preflight.check import main as check
 
     return check(config)
 
@@ -154,7 +155,7 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     if "LOCAL_RANK" in os.environ:
-        from pipeline.launch import end_with_the_launcher
+        from pipeline.distributed.launch import end_with_the_launcher
 
         end_with_the_launcher()
     leave(main(sys.argv[1:]))

@@ -17,27 +17,35 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.utils import logging as transformers_logging
 
-from pipeline import checkpoint, lora, variables
-from pipeline.chat import Chat
-from pipeline.check import validate, why_generate
-from pipeline.checkpoint import TrainState
-from pipeline.config import Config, RolloutSettings, UserError
-from pipeline.curriculum import Stage, describe, one_after_another
-from pipeline.distributed import Ranks, meet_again
-from pipeline.error_shares import ErrorShares
-from pipeline.generate_sampler import GenerateSampler
-from pipeline.manifest import write_text
-from pipeline.policy import load_folder, load_model, on_gpu, refuse_changed_logits, uses_bf16
-from pipeline.prepare import Prepared
-from pipeline.rollout import Rollout
-from pipeline.rotary import fix_rotary
-from pipeline.run_folder import Opened, begin, open_folder
-from pipeline.sampler import Sampler
-from pipeline.tracking import RunLog
-from pipeline.trajectory import RunRecord, Trajectory
-from pipeline.untrusted import shown
-from pipeline.updater import Updater
-from pipeline.watchdog import GRACE_S, Watchdog
+from pipeline.chat.template import Chat
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.checkpoints.manifest import write_text
+from pipeline.checkpoints.run_folder import Opened, begin, open_folder
+from pipeline.config import variables
+from pipeline.config.settings import Config, RolloutSettings, UserError
+from pipeline.data.curriculum import Stage, describe, one_after_another
+from pipeline.distributed.ranks import Ranks, meet_again
+from pipeline.distributed.watchdog import GRACE_S, Watchdog
+from pipeline.evaluation.error_rates import ErrorShares
+from pipeline.files.untrusted import shown
+from pipeline.grpo.updater import Updater
+from pipeline.models import lora
+from pipeline.models.loading import (
+    load_folder,
+    load_model,
+    on_gpu,
+    refuse_changed_logits,
+    uses_bf16,
+)
+from pipeline.models.rotary import fix_rotary
+from pipeline.preflight.check import validate, why_generate
+from pipeline.preflight.prepare import Prepared
+from pipeline.rollout.generate_sampler import GenerateSampler
+from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.tracking.log import RunLog
 
 
 @dataclass(kw_only=True)

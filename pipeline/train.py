@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.advantages import dead_groups, group_advantages, in_baseline
+from pipeline.checkpoints.run_folder import machine_fault
 from pipeline.collect import (
     collect_records,
     evaluate_and_record,
@@ -23,24 +23,24 @@ from pipeline.collect import (
     stop,
     stop_on_errors,
 )
-from pipeline.config import Config
-from pipeline.curriculum import Stage
-from pipeline.distributed import Interrupted
-from pipeline.draws import permutation
-from pipeline.dynamic_sampling import PlayedStep, left_out, play_step
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
+from pipeline.data.rng import permutation
+from pipeline.distributed.ranks import Interrupted
+from pipeline.distributed.watchdog import Watchdog
+from pipeline.evaluation.validation import ends_early, keep_anchors, load_anchors, validate_when_due
+from pipeline.grpo.advantages import dead_groups, group_advantages, in_baseline
+from pipeline.grpo.dynamic_sampling import PlayedStep, left_out, play_step
+from pipeline.grpo.updater import learning_rate_at
 from pipeline.learner import make_updater, start_stage
-from pipeline.policy import load_folder
-from pipeline.profiling import Timer, profiled
-from pipeline.rotary import fix_rotary
-from pipeline.run_folder import machine_fault
+from pipeline.models.loading import load_folder
+from pipeline.models.rotary import fix_rotary
+from pipeline.rollout.trajectory import Trajectory
 from pipeline.session import Run, connect, start
-from pipeline.step_metrics import over_iterations, rollout_metrics, warn_of_gap
-from pipeline.tracking import StageProgress
-from pipeline.trajectory import Trajectory
-from pipeline.updater import learning_rate_at
-from pipeline.validation import ends_early, keep_anchors, load_anchors, validate_when_due
-from pipeline.warm_start import warm_start
-from pipeline.watchdog import Watchdog
+from pipeline.sft import warm_start
+from pipeline.tracking.log import StageProgress
+from pipeline.tracking.profiling import Timer, profiled
+from pipeline.tracking.step_metrics import over_iterations, rollout_metrics, warn_of_gap
 
 
 def main(config: Config) -> int:

@@ -29,9 +29,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli import flag, parse
-from pipeline.config import UserError, nearest
-from pipeline.recipe import SETTINGS
+from pipeline.config.cli import flag, parse
+from pipeline.config.recipe import SETTINGS
+from pipeline.config.settings import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[1]
 

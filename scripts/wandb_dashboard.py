@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.config import Config, UserError
-from pipeline.untrusted import reason_of
-from pipeline.wandb_feed import has_wandb_key, say
+from pipeline.config.settings import Config, UserError
+from pipeline.files.untrusted import reason_of
+from pipeline.tracking.wandb_feed import has_wandb_key, say
 
 TRANSFER = (
     *("average_accuracy", "total_gain", "stage_gain", "backward_transfer", "forward_transfer"),

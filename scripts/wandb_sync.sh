@@ -18,7 +18,7 @@ PYTHON=${PYTHON:-}  # the Python that makes .venv; 3.11 or newer
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env
 
-parts=$("$VENV/bin/python" -m pipeline.wandb_sync "$@")
+parts=$("$VENV/bin/python" -m pipeline.tracking.wandb_sync "$@")
 if [ -z "$parts" ]; then
     say "nothing is left to be sent"
     exit 0

@@ -11,13 +11,13 @@ import torch
 from accelerate import Accelerator
 from helpers import in_float64, make_episodes, make_trajectory, play_ranks, small_model
 
-from pipeline.config import Config
-from pipeline.distributed import Ranks, parameter_hash
-from pipeline.micro_batches import Item, cuts, make_micro_batches, micro_batch, shared_cuts
-from pipeline.policy import TokenLogprobs
-from pipeline.tiny import tiny_model, tiny_tokenizer
-from pipeline.trajectory import MicroBatch, Trajectory
-from pipeline.updater import Reference, Updater
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.grpo.micro_batches import Item, cuts, make_micro_batches, micro_batch, shared_cuts
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.models.loading import TokenLogprobs
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.trajectory import MicroBatch, Trajectory
 
 LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")
 LEVELS = ("token", "sequence")

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.chat import Chat
-from pipeline.conversations import Sampled
-from pipeline.draws import uniforms
-from pipeline.micro_batches import micro_batch
-from pipeline.picking import cumulative
-from pipeline.policy import TokenLogprobs
-from pipeline.sampler import Sampler
-from pipeline.tasks import Message, Task
-from pipeline.tiny import tiny_tokenizer
-from pipeline.trajectory import StopReason, Trajectory
+from pipeline.chat.template import Chat
+from pipeline.data.rng import uniforms
+from pipeline.data.tasks import Message, Task
+from pipeline.grpo.micro_batches import micro_batch
+from pipeline.models.loading import TokenLogprobs
+from pipeline.models.tiny import tiny_tokenizer
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.sequences import Sampled
+from pipeline.rollout.token_sampling import cumulative
+from pipeline.rollout.trajectory import StopReason, Trajectory
 
 
 @cache
@@ -273,7 +273,7 @@ class ForcedSampler(Sampler):
 def start_unwatched(config: Any) -> Any:
     """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
     from pipeline import session
-    from pipeline.watchdog import Watchdog
+    from pipeline.distributed.watchdog import Watchdog
 
     accelerator, ranks = session.connect(config)
     return session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))

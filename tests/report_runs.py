@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 
 THREE = ("airline", "retail", "telecom")
 

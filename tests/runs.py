@@ -15,9 +15,9 @@ from helpers import ForcedSampler, play_ranks
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from pipeline import collect, session, train
-from pipeline.cli import parse
-from pipeline.draws import stream_key
-from pipeline.trajectory import Trajectory
+from pipeline.config.cli import parse
+from pipeline.data.rng import stream_key
+from pipeline.rollout.trajectory import Trajectory
 
 Place = tuple[str, int, str, str, int]  # stage or evaluation, step, domain, task, trial
 

@@ -17,17 +17,17 @@ from datasets import Dataset, Features, Image, List, Value
 from helpers import tokenizer
 from safetensors.torch import load_file, save_file
 
-from pipeline import lora
-from pipeline.check import refuse_full_disk
-from pipeline.config import Config, ModelSettings, UserError
-from pipeline.environments.airline import generate_tasks
-from pipeline.policy import load_folder, load_model
-from pipeline.recipe import read_recipe
+from pipeline.config.recipe import read_recipe
+from pipeline.config.settings import Config, ModelSettings, UserError
+from pipeline.data.rows import DatasetRows
+from pipeline.data.tasks import load_tasks, tasks_of
+from pipeline.embedded.airline import generate_tasks
+from pipeline.models import lora
+from pipeline.models.loading import load_folder, load_model
+from pipeline.models.tiny import tiny_model
+from pipeline.preflight.check import refuse_full_disk
 from pipeline.run import main
-from pipeline.task_rows import DatasetRows
-from pipeline.tasks import load_tasks, tasks_of
-from pipeline.tiny import tiny_model
-from pipeline.warm_start import read_demonstrations
+from pipeline.sft import read_demonstrations
 
 ROOT = Path(__file__).resolve().parent.parent
 Usage = namedtuple("Usage", "total used free")
@@ -41,7 +41,7 @@ def _alone_on_cpu_without_network(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    for module in ("policy", "check", "prepare"):
+    for module in ("models.loading", "preflight.check", "preflight.prepare"):
         monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
 
 
@@ -934,7 +934,7 @@ def test_a_bad_world(case, refuse, monkeypatch):
 # Environments of one's own
 
 BANK = '''
-from pipeline.tasks import Task
+from pipeline.data.tasks import Task
 
 
 class Bank:

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from helpers import in_float64, make_episodes, make_trajectory, play_ranks, small_model
 
-from pipeline.balance import costs_of, make_plan, packed, unpacked
-from pipeline.config import Config
-from pipeline.distributed import Ranks
-from pipeline.policy import TokenLogprobs
-from pipeline.updater import Updater
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.load_balance import costs_of, make_plan, packed, unpacked
+from pipeline.grpo.updater import Updater
+from pipeline.models.loading import TokenLogprobs
 
 
 def moves(plan):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import tokenizer
 
-from pipeline.tiny import tiny_model
+from pipeline.models.tiny import tiny_model
 
 pytestmark = pytest.mark.whole_run
 

@@ -9,14 +9,14 @@ import trl
 from helpers import call, chat, say, tokenizer
 from tokenizers import AddedToken
 
-from pipeline.chat import Chat
-from pipeline.config import EMBEDDED_DOMAINS, UserError
+from pipeline.chat.escaping import STUB
+from pipeline.chat.template import Chat
+from pipeline.chat.tool_calls import Parsed, parse_hermes
+from pipeline.config.settings import EMBEDDED_DOMAINS, UserError
+from pipeline.embedded.experts import play_expert
 from pipeline.environments import environment_classes
-from pipeline.environments.base import tool_schemas
-from pipeline.environments.experts import play_expert
-from pipeline.special_text import STUB
-from pipeline.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from pipeline.tool_calls import Parsed, parse_hermes
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
 TOOLS = tool_schemas(CLASSES["airline"])
@@ -77,7 +77,7 @@ def qwen3(**options):
 
 def expert_episodes(count=12):
     for domain in EMBEDDED_DOMAINS:
-        module = import_module(f"pipeline.environments.{domain}")
+        module = import_module(f"pipeline.embedded.{domain}")
         for task in module.generate_tasks(0, count, "train", "hard"):
             messages, _ = play_expert(CLASSES[domain](), module.expert, task)
             while messages[-1]["role"] == "tool":  # a transfer ends the episode

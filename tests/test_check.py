@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 from helpers import tokenizer
 
-from pipeline import check, lora
-from pipeline.check import empty_model, memory_of_a_rank, memory_per_rank, validate
-from pipeline.checkpoint import TrainState, save
-from pipeline.config import Config, ModelSettings, UserError
-from pipeline.environments.airline import generate_tasks
-from pipeline.environments.base import tool_schemas
-from pipeline.prepare import prepare
-from pipeline.recipe import load_recipe
-from pipeline.run_folder import begin, check_folder, folder_of, open_folder
-from pipeline.tasks import save_tasks
-from pipeline.tiny import tiny_model
+from pipeline.checkpoints.checkpoint import TrainState, save
+from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
+from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import Config, ModelSettings, UserError
+from pipeline.data.tasks import save_tasks
+from pipeline.embedded.airline import generate_tasks
+from pipeline.environments.tools import tool_schemas
+from pipeline.models import lora
+from pipeline.models.tiny import tiny_model
+from pipeline.preflight import check
+from pipeline.preflight.check import empty_model, memory_of_a_rank, memory_per_rank, validate
+from pipeline.preflight.prepare import prepare
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
@@ -27,7 +28,7 @@ QWEN = "qwen3_4b_8gpu"
 def on_cpu_without_network(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for module in ("policy", "check", "prepare"):
+    for module in ("models.loading", "preflight.check", "preflight.prepare"):
         monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
 
 
@@ -304,7 +305,7 @@ def test_demonstrations_are_read_before_anything_runs(tmp_path):
 
 
 BANK = '''
-from pipeline.tasks import Task
+from pipeline.data.tasks import Task
 
 
 class Bank:

@@ -12,14 +12,21 @@ from accelerate import Accelerator
 from helpers import make_episodes, play_ranks, small_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline import checkpoint
-from pipeline.checkpoint import TrainState, load_optimizer, load_state, save
-from pipeline.config import Config, UserError
-from pipeline.distributed import Ranks, parameter_hash, whole_state
-from pipeline.manifest import newest_first, number_of, problem, prune, put_aside, write_text
-from pipeline.policy import TokenLogprobs
-from pipeline.run_folder import find_checkpoint
-from pipeline.updater import Updater
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, load_state, save
+from pipeline.checkpoints.manifest import (
+    newest_first,
+    number_of,
+    problem,
+    prune,
+    put_aside,
+    write_text,
+)
+from pipeline.checkpoints.run_folder import find_checkpoint
+from pipeline.config.settings import Config, UserError
+from pipeline.distributed.ranks import Ranks, parameter_hash, whole_state
+from pipeline.grpo.updater import Updater
+from pipeline.models.loading import TokenLogprobs
 
 
 def adamw(model):

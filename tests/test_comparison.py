@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import yaml
+from pipeline.report import comparison
 from report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 
-from pipeline.config import UserError
-from pipeline.report import main
-from pipeline.reporting import comparison
-from pipeline.reporting.run_files import load_run
-from pipeline.reporting.transfer_sections import shown
-from pipeline.transfer import differences, summary
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import differences, summary
+from pipeline.report.run_files import load_run
+from pipeline.report.transfer_sections import shown
+from pipeline.report.write import main
 
 
 @pytest.fixture(scope="module")

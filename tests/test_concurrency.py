@@ -9,9 +9,9 @@ from threading import Barrier, Event, current_thread
 
 from helpers import Desk, ScriptedSampler, call, chat, make_task, say
 
-from pipeline.config import RolloutSettings
-from pipeline.environments.base import may_wait, settled
-from pipeline.rollout import Rollout, Start
+from pipeline.config.settings import RolloutSettings
+from pipeline.environments.tools import may_wait, settled
+from pipeline.rollout.rollout import Rollout, Start
 
 LIMITS = RolloutSettings(max_turns=6, max_tokens_per_turn=100, max_tokens=800)
 TIMEOUT_S = 60

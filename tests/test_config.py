@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse
-from pipeline.config import Config, UserError
-from pipeline.recipe import SETTINGS, dump, load_recipe
+from pipeline.config.cli import parse
+from pipeline.config.recipe import SETTINGS, dump, load_recipe
+from pipeline.config.settings import Config, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -516,7 +516,7 @@ def test_no_environment_variable_changes_anything(monkeypatch, capsys):
 
 def test_importing_the_settings_imports_no_torch():
     code = (
-        "import sys, pipeline.cli, pipeline.config, pipeline.recipe;"
+        "import sys, pipeline.config.cli, pipeline.config.settings, pipeline.config.recipe;"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

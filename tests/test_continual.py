@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pipeline.continual import (
+from pipeline.evaluation.transfer_metrics import (
     RESAMPLES,
     Stages,
     area_under_curve,

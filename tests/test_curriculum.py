@@ -3,8 +3,8 @@
 import pytest
 from helpers import make_task
 
-from pipeline.config import Config, UserError
-from pipeline.curriculum import (
+from pipeline.config.settings import Config, UserError
+from pipeline.data.curriculum import (
     describe,
     make_stages,
     on_plateau,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from numpy import float32
 
-from pipeline.tracking import read_records
-from pipeline.trajectory import StopReason
-from pipeline.wandb_extras import final_numbers
-from pipeline.wandb_feed import numbers
-from pipeline.wandb_parts import parts_of, records
+from pipeline.rollout.trajectory import StopReason
+from pipeline.tracking.log import read_records
+from pipeline.tracking.wandb_extras import final_numbers
+from pipeline.tracking.wandb_feed import numbers
+from pipeline.tracking.wandb_parts import parts_of, records
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import CtrlC
+from pipeline.config.settings import CtrlC
 from pipeline.environments import calls, deadline
 from pipeline.environments.calls import Calls
 from pipeline.environments.deadline import CallTimeout, EnvironmentFault, guarded, settled

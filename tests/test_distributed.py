@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from helpers import play_ranks, small_model
 
-from pipeline.distributed import Ranks, parameter_hash, sharded_adamw, whole_state
+from pipeline.distributed.ranks import Ranks, parameter_hash, sharded_adamw, whole_state
 
 DEADLINE_S = 3
 

@@ -19,9 +19,9 @@ import torch
 from accelerate import Accelerator
 from helpers import play_ranks
 
-from pipeline import distributed
-from pipeline.config import Config
-from pipeline.distributed import Board
+from pipeline.config.settings import Config
+from pipeline.distributed import ranks as distributed
+from pipeline.distributed.ranks import Board
 from pipeline.doctor import links, machine
 from pipeline.doctor import main as doctor
 from pipeline.doctor.links import judge_fit, judge_mean, judge_speed

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from pipeline.draws import choose, generator, permutation, stream_key, uniforms
+from pipeline.data.rng import choose, generator, permutation, stream_key, uniforms
 
 
 def keys(*values: int) -> np.ndarray:
@@ -102,7 +102,7 @@ def test_choose_takes_the_item_in_whose_share_the_number_falls():
 
 
 def test_another_process_with_another_hash_seed_draws_the_same():
-    program = "from pipeline.draws import *; print(stream_key('a', 1), permutation(9, 'a', 1))"
+    program = "from pipeline.data.rng import *; print(stream_key('a', 1), permutation(9, 'a', 1))"
     environment = {**os.environ, "PYTHONHASHSEED": "123"}
     printed = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True

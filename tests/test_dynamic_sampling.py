@@ -14,20 +14,20 @@ import pytest
 from helpers import Desk, ScriptedSampler, call, chat, make_task, play_ranks, say
 from runs import play_run
 
-from pipeline.cli import parse
-from pipeline.config import Config, UserError
-from pipeline.curriculum import Stage
-from pipeline.distributed import Ranks
-from pipeline.draws import stream_key
-from pipeline.dynamic_sampling import PlayedStep, play_step
-from pipeline.environments.base import Outage
-from pipeline.rollout import Rollout
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config, UserError
+from pipeline.data.curriculum import Stage
+from pipeline.data.rng import stream_key
+from pipeline.data.tasks import Task
+from pipeline.distributed.ranks import Ranks
+from pipeline.environments.tools import Outage
+from pipeline.grpo.dynamic_sampling import PlayedStep, play_step
+from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.trajectory import Trajectory
 from pipeline.session import connect
-from pipeline.step_metrics import rollout_metrics
-from pipeline.tasks import Task
-from pipeline.tracking import StageProgress
+from pipeline.tracking.log import StageProgress
+from pipeline.tracking.step_metrics import rollout_metrics
 from pipeline.train import advantages_of, rewards_of, std_of_step
-from pipeline.trajectory import Trajectory
 
 pytestmark = pytest.mark.whole_run
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from helpers import Desk, ForcedSampler, ScriptedSampler, call, chat, make_task, say, small_model
 
-from pipeline.config import RolloutSettings
-from pipeline.environments.base import Outage, ToolError, answer_call
-from pipeline.rollout import Rollout, Start
-from pipeline.trajectory import StopReason
+from pipeline.config.settings import RolloutSettings
+from pipeline.environments.tools import Outage, ToolError, answer_call
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.trajectory import StopReason
 
 SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
 DEADLINE_S = 1.0  # where other calls have to be

@@ -15,19 +15,19 @@ from random import Random
 
 import pytest
 
-from pipeline.config import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, UserError
+from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, UserError
+from pipeline.data.tasks import DIFFICULTIES, SPLITS
+from pipeline.embedded.experts import play_expert
+from pipeline.embedded.generation import IDS, Draft, Family, generate, quota
+from pipeline.embedded.scripted import Case, Database, ScriptedUser
+from pipeline.embedded.telecom_chat import REQUESTS
 from pipeline.environments import environment_classes, telecom
-from pipeline.environments.base import ToolError, call_tool, tool_methods, tool_schemas
-from pipeline.environments.cases import Case, Database, ScriptedUser
-from pipeline.environments.experts import play_expert
-from pipeline.environments.generation import IDS, Draft, Family, generate, quota
-from pipeline.environments.telecom_chat import REQUESTS
-from pipeline.evaluate import floors
-from pipeline.tasks import DIFFICULTIES, SPLITS
+from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
+from pipeline.evaluation.evaluate import floors
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
-MODULES = {domain: import_module(f"pipeline.environments.{domain}") for domain in EMBEDDED_DOMAINS}
+MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in EMBEDDED_DOMAINS}
 in_every_domain = pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 in_the_default_domains = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
 at_every_difficulty = pytest.mark.parametrize("difficulty", DIFFICULTIES)
@@ -620,7 +620,7 @@ import hashlib
 from importlib import import_module
 digest = hashlib.sha256()
 for domain in ("airline", "retail", "telecom"):
-    module = import_module(f"pipeline.environments.{domain}")
+    module = import_module(f"pipeline.embedded.{domain}")
     for difficulty in ("easy", "medium", "hard"):
         for split in ("train", "validation", "test"):
             digest.update(repr(module.generate_tasks(7, 40, split, difficulty)).encode())
@@ -965,7 +965,7 @@ def test_environments_import_neither_torch_nor_transformers():
     program = (
         "import sys\n"
         "from pipeline.environments import environment_classes\n"
-        "import pipeline.environments.trl\n"
+        "import pipeline.environments.trl_adapter\n"
         "environment_classes(['airline', 'retail', 'telecom'], {})\n"
         "print({'torch', 'transformers', 'trl'} & set(sys.modules))"
     )

@@ -7,12 +7,12 @@ import pytest
 from accelerate import Accelerator
 from helpers import make_trajectory, play_ranks
 
-from pipeline.config import Config
-from pipeline.distributed import Ranks
-from pipeline.dynamic_sampling import PlayedStep
-from pipeline.error_shares import ErrorShares, stop_on_errors
-from pipeline.step_metrics import rollout_metrics
-from pipeline.trajectory import StopReason
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation.error_rates import ErrorShares, stop_on_errors
+from pipeline.grpo.dynamic_sampling import PlayedStep
+from pipeline.rollout.trajectory import StopReason
+from pipeline.tracking.step_metrics import rollout_metrics
 
 ALONE = Ranks(0, 1, 5)
 FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}

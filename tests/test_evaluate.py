@@ -13,13 +13,13 @@ import pytest
 from accelerate import Accelerator
 from helpers import Desk, ScriptedSampler, chat, make_task, make_trajectory, play_ranks, say
 
-from pipeline.config import EMBEDDED_DOMAINS, RolloutSettings
-from pipeline.distributed import Ranks
+from pipeline.config.settings import EMBEDDED_DOMAINS, RolloutSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.embedded.blind import most_solved
 from pipeline.environments import environment_classes, telecom
-from pipeline.environments.base import call_tool, tool_schemas
-from pipeline.environments.blind import most_solved
-from pipeline.evaluate import evaluate, failed_trials, floors, success
-from pipeline.rollout import Rollout
+from pipeline.environments.tools import call_tool, tool_schemas
+from pipeline.evaluation.evaluate import evaluate, failed_trials, floors, success
+from pipeline.rollout.rollout import Rollout
 
 ALONE = Ranks(0, 1, 5)
 TASKS = [make_task(f"t{n}") for n in range(5)]
@@ -313,9 +313,7 @@ FAILURES = ("reset", "get_reward", "nothing", "reset")
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
-    tasks = import_module(f"pipeline.environments.{domain}").generate_tasks(
-        0, 400, "test", "medium"
-    )
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 400, "test", "medium")
     floor = floors(environment_classes([domain], {}), {domain: tasks})[domain]
     assert floor["nothing"] == 0.0
     assert floor["transfer"] <= 0.12
@@ -346,7 +344,7 @@ def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_no
 def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
     """After all lookups that the request names; the closing words hold the chosen value."""
     classes = environment_classes([domain], {})
-    tasks = import_module(f"pipeline.environments.{domain}").generate_tasks(3, 60, "test", "medium")
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 60, "test", "medium")
     schemas = [schema["function"] for schema in tool_schemas(classes[domain])]
     lookups = [s for s in schemas if s["name"].startswith("get_")]
     lookups += [s for s in schemas if s["name"].startswith("find_")]

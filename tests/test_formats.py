@@ -21,14 +21,14 @@ from helpers import play_ranks, start_unwatched
 from safetensors.torch import load_file
 
 from pipeline import train
-from pipeline.checkpoint import TrainState, load_optimizer, load_state
-from pipeline.cli import parse
+from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, load_state
+from pipeline.checkpoints.manifest import write_manifest
+from pipeline.checkpoints.run_folder import FORMAT, read_state
 from pipeline.collect import _records_in
-from pipeline.config import UserError
-from pipeline.manifest import write_manifest
-from pipeline.reporting.run_files import load_run
+from pipeline.config.cli import parse
+from pipeline.config.settings import UserError
+from pipeline.report.run_files import load_run
 from pipeline.run import main
-from pipeline.run_folder import FORMAT, read_state
 
 KEPT = Path(__file__).parent / "checkpoints"
 VERSIONS = [path.name for path in sorted(KEPT.iterdir())]

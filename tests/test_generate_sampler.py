@@ -12,15 +12,17 @@ import transformers
 from helpers import chat, make_trajectory, play_ranks, small_model, tokenizer
 from transformers import GenerationConfig
 
-from pipeline import check, generate_sampler, train
-from pipeline.cli import parse
-from pipeline.config import Config, RolloutSettings, UserError
-from pipeline.draws import stream_key
-from pipeline.generate_sampler import GenerateSampler
-from pipeline.micro_batches import make_micro_batches
-from pipeline.picking import kept
-from pipeline.policy import TokenLogprobs, refuse_changed_logits
-from pipeline.sampler import Sampler
+from pipeline import train
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config, RolloutSettings, UserError
+from pipeline.data.rng import stream_key
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.models.loading import TokenLogprobs, refuse_changed_logits
+from pipeline.preflight import check
+from pipeline.rollout import generate_sampler
+from pipeline.rollout.generate_sampler import GenerateSampler
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.token_sampling import kept
 from pipeline.session import make_sampler
 
 END, VOCABULARY = 0, 32

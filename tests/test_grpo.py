@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers import make_episodes, small_model
 
-from pipeline.config import GRPOSettings
-from pipeline.grpo import grpo_loss, importance_ratios, k3, token_weights
-from pipeline.micro_batches import make_micro_batches
-from pipeline.policy import TokenLogprobs
-from pipeline.trajectory import MicroBatch
+from pipeline.config.settings import GRPOSettings
+from pipeline.grpo.loss import grpo_loss, importance_ratios, k3, token_weights
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.models.loading import TokenLogprobs
+from pipeline.rollout.trajectory import MicroBatch
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 LEVELS = ["token", "sequence"]

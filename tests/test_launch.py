@@ -19,9 +19,10 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-from pipeline import launch, run
-from pipeline.config import UserError
-from pipeline.launch import World, resolve
+from pipeline import run
+from pipeline.config.settings import UserError
+from pipeline.distributed import launch
+from pipeline.distributed.launch import World, resolve
 
 pytestmark = pytest.mark.whole_run
 
@@ -37,7 +38,7 @@ import os, sys, time, types
 def main(config):
     import torch
     from accelerate import Accelerator
-    from pipeline.config import UserError
+    from pipeline.config.settings import UserError
     accelerator = Accelerator()
     rank, do = accelerator.process_index, config.tracking.run_name
     total = int(accelerator.reduce(torch.tensor([2.0**rank])))
@@ -56,10 +57,10 @@ def main(config):
         time.sleep(600)
     return 0
 
-train, check = types.ModuleType("pipeline.train"), types.ModuleType("pipeline.check")
+train, check = types.ModuleType("pipeline.train"), types.ModuleType("pipeline.preflight.check")
 train.main = main
 check.validate = lambda config: print("validated", flush=True)
-sys.modules.update({"pipeline.train": train, "pipeline.check": check})
+sys.modules.update({"pipeline.train": train, "pipeline.preflight.check": check})
 """
 
 

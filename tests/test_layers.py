@@ -18,14 +18,14 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from pipeline import lora
-from pipeline.cli import parse
-from pipeline.config import ModelSettings, UserError
-from pipeline.layers import outer_layers, recompute_layers, refuse_unlayered
+from pipeline.config.cli import parse
+from pipeline.config.settings import ModelSettings, UserError
+from pipeline.grpo.micro_batches import micro_batch
+from pipeline.grpo.updater import Reference
 from pipeline.learner import make_updater
-from pipeline.micro_batches import micro_batch
-from pipeline.policy import TokenLogprobs, load_folder
-from pipeline.updater import Reference
+from pipeline.models import lora
+from pipeline.models.layers import outer_layers, recompute_layers, refuse_unlayered
+from pipeline.models.loading import TokenLogprobs, load_folder
 
 ROWS, _ = make_episodes(6)
 BATCH = micro_batch([(row, 1.0, 1.0) for row in ROWS], 0)

@@ -116,7 +116,7 @@ def first_part(name: str) -> str:
 
 def test_reading_the_command_line_loads_no_torch():
     modules = ", ".join(f"pipeline.{name}" for name in WITHOUT_TORCH)
-    domains = "pipeline.environments.airline, pipeline.environments.retail"
+    domains = "pipeline.embedded.airline, pipeline.embedded.retail"
     code = f"import sys, {modules}, {domains}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -14,20 +14,20 @@ from accelerate import Accelerator
 from helpers import make_episodes, play_ranks, small_model, start_unwatched, tokenizer
 from safetensors.torch import load_file
 
-from pipeline import lora
-from pipeline.cli import parse
 from pipeline.collect import save_checkpoint
-from pipeline.config import Config, ModelSettings
-from pipeline.distributed import Ranks, parameter_hash
-from pipeline.grpo import k3
-from pipeline.layers import recompute_layers
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config, ModelSettings
+from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.grpo.loss import k3
+from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
+from pipeline.grpo.updater import Reference, Updater
 from pipeline.learner import make_updater, start_stage
-from pipeline.micro_batches import make_micro_batches, micro_batch
-from pipeline.policy import TokenLogprobs, load_folder
+from pipeline.models import lora
+from pipeline.models.layers import recompute_layers
+from pipeline.models.loading import TokenLogprobs, load_folder
+from pipeline.models.tiny import tiny_model
 from pipeline.run import main as command
-from pipeline.tiny import tiny_model
 from pipeline.train import before_training, train
-from pipeline.updater import Reference, Updater
 
 ROWS, ADVANTAGES = make_episodes(12)
 BATCH = micro_batch([(row, 1.0, 1.0) for row in ROWS], 0)

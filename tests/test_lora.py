@@ -35,12 +35,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from pipeline import checkpoint, lora
-from pipeline.checkpoint import TrainState
-from pipeline.config import ModelSettings, UserError
-from pipeline.micro_batches import make_micro_batches
-from pipeline.policy import TokenLogprobs, load_folder, load_model
-from pipeline.sampler import Sampler
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.config.settings import ModelSettings, UserError
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.models import lora
+from pipeline.models.loading import TokenLogprobs, load_folder, load_model
+from pipeline.rollout.row_sampler import Sampler
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]])
 PLAIN = ModelSettings()

@@ -5,9 +5,9 @@ import pytest
 import torch
 from helpers import make_episodes, make_trajectory, small_model
 
-from pipeline.config import UserError
-from pipeline.micro_batches import cuts, make_micro_batches, micro_batch, shared_cuts
-from pipeline.policy import TokenLogprobs, refuse_mixed_up_sequences
+from pipeline.config.settings import UserError
+from pipeline.grpo.micro_batches import cuts, make_micro_batches, micro_batch, shared_cuts
+from pipeline.models.loading import TokenLogprobs, refuse_mixed_up_sequences
 
 BOTH = pytest.mark.parametrize("padding_free", [False, True])
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import trl
 
-from pipeline import picking
-from pipeline.cli import parse
-from pipeline.config import RolloutSettings, UserError
-from pipeline.draws import uniforms
-from pipeline.picking import cumulative, inverse_cdf, kept, logprobs_of, pick
+from pipeline.config.cli import parse
+from pipeline.config.settings import RolloutSettings, UserError
+from pipeline.data.rng import uniforms
+from pipeline.rollout import token_sampling as picking
+from pipeline.rollout.token_sampling import cumulative, inverse_cdf, kept, logprobs_of, pick
 
 IMPOSSIBLE = float("-inf")
 LARGEST = 1 - 2.0**-53  # of the draws

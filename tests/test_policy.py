@@ -8,16 +8,16 @@ import torch
 from helpers import chat, make_trajectory, small_model, tokenizer
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline import policy
-from pipeline.chat import Chat
-from pipeline.config import ModelSettings, UserError
-from pipeline.draws import stream_key, uniforms
-from pipeline.micro_batches import make_micro_batches
-from pipeline.picking import cumulative, inverse_cdf
-from pipeline.policy import TokenLogprobs, load_folder, load_model, load_tokenizer
-from pipeline.prefixes import unserved
-from pipeline.sampler import Sampler
-from pipeline.tiny import tiny_model
+from pipeline.chat.template import Chat
+from pipeline.config.settings import ModelSettings, UserError
+from pipeline.data.rng import stream_key, uniforms
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.prefix_tree import unserved
+from pipeline.models import loading as policy
+from pipeline.models.loading import TokenLogprobs, load_folder, load_model, load_tokenizer
+from pipeline.models.tiny import tiny_model
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.token_sampling import cumulative, inverse_cdf
 
 END = 0  # the end of turn of the small models
 VOCABULARY = 16

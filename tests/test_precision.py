@@ -17,16 +17,18 @@ from helpers import (
     tokenizer,
 )
 
-from pipeline import grpo, lora, updater
-from pipeline.cli import parse
-from pipeline.config import Config, ModelSettings
-from pipeline.distributed import Ranks
-from pipeline.micro_batches import make_micro_batches
-from pipeline.policy import TokenLogprobs
-from pipeline.sampler import Sampler
-from pipeline.tiny import tiny_model
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config, ModelSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo import loss as grpo
+from pipeline.grpo import updater
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.models import lora
+from pipeline.models.loading import TokenLogprobs
+from pipeline.models.tiny import tiny_model
+from pipeline.rollout.row_sampler import Sampler
 from pipeline.train import train
-from pipeline.updater import Reference, Updater
 
 SEEDS = range(6)
 # The largest and the mean error of a log-probability, in nats, over about a thousand tokens that

@@ -7,12 +7,13 @@ import torch
 from helpers import in_float64, make_trajectory, small_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from pipeline import lora, policy
-from pipeline.config import ModelSettings, UserError
-from pipeline.layers import recompute_layers
-from pipeline.micro_batches import make_micro_batches
-from pipeline.policy import TokenLogprobs
-from pipeline.prefixes import attend, follow_prefixes, num_distinct_tokens, shared_row
+from pipeline.config.settings import ModelSettings, UserError
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.prefix_tree import attend, follow_prefixes, num_distinct_tokens, shared_row
+from pipeline.models import loading as policy
+from pipeline.models import lora
+from pipeline.models.layers import recompute_layers
+from pipeline.models.loading import TokenLogprobs
 
 
 def test_a_common_beginning_stands_in_the_row_once():

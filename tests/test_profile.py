@@ -4,11 +4,11 @@ import pytest
 from helpers import small_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from pipeline import lora
-from pipeline.cli import build_parser, parse
-from pipeline.config import ModelSettings, UserError
-from pipeline.flops import Work, peak_of, work_of
-from pipeline.profiling import rates
+from pipeline.config.cli import build_parser, parse
+from pipeline.config.settings import ModelSettings, UserError
+from pipeline.models import lora
+from pipeline.tracking.flops import Work, peak_of, work_of
+from pipeline.tracking.profiling import rates
 
 # FLOPs, of a model of 2 layers, 4 heads of size 8, hidden size 32, MLP of 64, 16 tokens
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import parse
-from pipeline.config import DEFAULT_DOMAINS
+from pipeline.config.cli import parse
+from pipeline.config.settings import DEFAULT_DOMAINS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -16,10 +16,11 @@ import pytest
 from helpers import make_task, play_ranks, say
 from report_runs import make_run, matplotlib_home  # noqa: F401
 
-from pipeline import collect, report, train
-from pipeline.cli import parse
-from pipeline.tasks import Task
-from pipeline.wandb_extras import final_numbers
+from pipeline import collect, train
+from pipeline.config.cli import parse
+from pipeline.data.tasks import Task
+from pipeline.report import write as report
+from pipeline.tracking.wandb_extras import final_numbers
 
 REWARDS = {"red": -3.5, "green": 0.0, "blue": 7.2}
 
@@ -159,7 +160,7 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     what = {"results": "results.json", "transfer": "transfer numbers"}.get(broken, broken)
     assert line.startswith(f"warning: {what}: ZeroDivisionError: no ink (")
     assert f"{os.path.basename(__file__)}, line " in line and str(folder) in line
-    assert ("pipeline.report" in line) == (broken != "results")
+    assert ("pipeline.report.write" in line) == (broken != "results")
     assert f"report, plots and checkpoints: {folder}" in said
     assert (folder / "report.md").is_file() == (broken != "report")
 

@@ -9,16 +9,16 @@ import pytest
 from PIL import Image
 from report_runs import THREE, evaluation, make_run, matplotlib_home  # noqa: F401
 
-from pipeline.config import UserError
-from pipeline.continual import wilson
-from pipeline.report import final_table, main, write_report
-from pipeline.reporting.plots import smooth
-from pipeline.reporting.plots_training import dead_groups
-from pipeline.reporting.report_sections import sections_of
-from pipeline.reporting.run_files import load_run
-from pipeline.reporting.sections import markdown
-from pipeline.reporting.transfer_sections import shown
-from pipeline.transfer import summary
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import summary
+from pipeline.evaluation.transfer_metrics import wilson
+from pipeline.report.plots import smooth
+from pipeline.report.plots_training import dead_groups
+from pipeline.report.report_sections import sections_of
+from pipeline.report.run_files import load_run
+from pipeline.report.sections import markdown
+from pipeline.report.transfer_sections import shown
+from pipeline.report.write import final_table, main, write_report
 
 
 def assert_nothing_is_cut_off(path: Path) -> numpy.ndarray:

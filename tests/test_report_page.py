@@ -17,12 +17,12 @@ from report_runs import (  # noqa: F401
 )
 from tokenizers import Tokenizer, decoders, models
 
-from pipeline.report import write_report
-from pipeline.reporting.page import data, rich
-from pipeline.reporting.reader_data import choose, read_episodes
-from pipeline.reporting.run_files import load_run
-from pipeline.reporting.token_texts import TokenTexts
-from pipeline.reporting.transfer_sections import shown
+from pipeline.report.page import data, rich
+from pipeline.report.reader_data import choose, read_episodes
+from pipeline.report.run_files import load_run
+from pipeline.report.token_texts import TokenTexts
+from pipeline.report.transfer_sections import shown
+from pipeline.report.write import write_report
 
 EVIL = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>\u2028"
 

@@ -10,17 +10,17 @@ import torch
 from helpers import Desk, ForcedSampler, ScriptedSampler, call, chat, make_task, say, tokenizer
 
 from pipeline import session
-from pipeline.chat import Chat
-from pipeline.config import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings, UserError
-from pipeline.draws import stream_key
+from pipeline.chat.template import Chat
+from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings, UserError
+from pipeline.data.rng import stream_key
+from pipeline.embedded.experts import play_expert
 from pipeline.environments import environment_classes
-from pipeline.environments.base import tool_schemas
-from pipeline.environments.experts import play_expert
-from pipeline.policy import load_folder, load_model, load_tokenizer
-from pipeline.rollout import Rollout, Start
-from pipeline.sampler import Sampler
-from pipeline.tiny import tiny_model, tiny_tokenizer
-from pipeline.trajectory import StopReason
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.loading import load_folder, load_model, load_tokenizer
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.trajectory import StopReason
 
 LIMITS = RolloutSettings(
     max_turns=6, max_tokens_per_turn=100, max_tokens=800, max_tool_result_tokens=120
@@ -405,7 +405,7 @@ def test_no_episodes_are_no_trajectories():
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
-    module = import_module(f"pipeline.environments.{domain}")
+    module = import_module(f"pipeline.embedded.{domain}")
     environments = environment_classes([domain], {})
     tasks = module.generate_tasks(5, 40, "train", "medium")
     scripts = {}
@@ -424,7 +424,7 @@ def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
 
 
 def test_the_real_sampler_plays_the_same_episodes_again():
-    module = import_module("pipeline.environments.retail")
+    module = import_module("pipeline.embedded.retail")
     tasks = module.generate_tasks(5, 4, "train", "medium")
     model = tiny_model(tokenizer(), seed=1)
     sampler = Sampler(model, chat().end_of_turn_id, 1.0, torch.float32)

@@ -5,9 +5,9 @@ import torch
 import transformers
 from test_generate_sampler import play, recomputed
 
-from pipeline.config import UserError
-from pipeline.rotary import fix_rotary
-from pipeline.sampler import Sampler
+from pipeline.config.settings import UserError
+from pipeline.models.rotary import fix_rotary
+from pipeline.rollout.row_sampler import Sampler
 
 BORDER = 24  # tokens; the conversations that `play` makes have up to 88
 LONGROPE = {

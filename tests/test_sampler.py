@@ -8,9 +8,9 @@ from helpers import small_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pipeline.conversations import common_stems, passes
-from pipeline.row_cache import attend
-from pipeline.sampler import Sampler
+from pipeline.rollout.kv_cache import attend
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.sequences import common_stems, passes
 
 END = 0
 

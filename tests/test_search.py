@@ -11,8 +11,8 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from pipeline.cli import parse
-from pipeline.config import UserError
+from pipeline.config.cli import parse
+from pipeline.config.settings import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "optuna_study.py"

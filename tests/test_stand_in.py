@@ -5,12 +5,13 @@ import torch
 from helpers import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline import check, row_cache, stand_in
-from pipeline.cli import parse
-from pipeline.config import UserError
-from pipeline.flops import work_of
-from pipeline.policy import refuse_changed_logits
-from pipeline.stand_in import gap_of, try_architecture
+from pipeline.config.cli import parse
+from pipeline.config.settings import UserError
+from pipeline.models.loading import refuse_changed_logits
+from pipeline.preflight import check, stand_in
+from pipeline.preflight.stand_in import gap_of, try_architecture
+from pipeline.rollout import kv_cache as row_cache
+from pipeline.tracking.flops import work_of
 
 SHAPE = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},

@@ -13,8 +13,8 @@ from helpers import play_ranks
 from safetensors import SafetensorError
 
 from pipeline import collect, train
+from pipeline.checkpoints.run_folder import machine_fault
 from pipeline.run import main
-from pipeline.run_folder import machine_fault
 
 FLAGS = [
     *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2", "--report-to"),

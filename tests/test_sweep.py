@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_train import SHORT, results
 
-from pipeline.config import UserError
+from pipeline.config.settings import UserError
 
 pytestmark = pytest.mark.whole_run
 

@@ -14,14 +14,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict, Features, Json, Value, config
 
-from pipeline.config import Config, UserError
-from pipeline.draws import permutation
-from pipeline.environments.airline import AirlineEnvironment
-from pipeline.environments.airline import generate_tasks as airline_tasks
-from pipeline.environments.retail import generate_tasks
-from pipeline.prepare import train_tasks
-from pipeline.task_rows import DatasetRows
-from pipeline.tasks import (
+from pipeline.config.settings import Config, UserError
+from pipeline.data.rng import permutation
+from pipeline.data.rows import DatasetRows
+from pipeline.data.tasks import (
     Task,
     count_by,
     load_tasks,
@@ -30,6 +26,10 @@ from pipeline.tasks import (
     tasks_for_step,
     tasks_of,
 )
+from pipeline.embedded.airline import AirlineEnvironment
+from pipeline.embedded.airline import generate_tasks as airline_tasks
+from pipeline.embedded.retail import generate_tasks
+from pipeline.preflight.prepare import train_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
@@ -441,7 +441,7 @@ def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, 
     (tmp_path / "empty").mkdir()
     assert "empty doesn't contain any data files); give" in source_refusal(tmp_path / "empty")
     monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("pipeline.prepare.hub_reachable", lambda: False)
+    monkeypatch.setattr("pipeline.preflight.prepare.hub_reachable", lambda: False)
     said = source_refusal("org/name")
     assert said.startswith("airline_tasks: got 'org/name', which is no file, nor a dataset that ")
     assert "(Couldn't reach 'org/name' on the Hub" in said
@@ -471,7 +471,7 @@ def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path,
         def reset(self, **row):
             tried.append(row["id"])
 
-    monkeypatch.setattr("pipeline.prepare.NUM_TRIED", 4)
+    monkeypatch.setattr("pipeline.preflight.prepare.NUM_TRIED", 4)
     save_tasks(
         [replace(task, domain="airline") for task in make_tasks(14)], path := tmp_path / "a.jsonl"
     )
@@ -482,7 +482,7 @@ def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path,
 
 
 def test_the_longest_prompts_of_a_source_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.prepare.NUM_LONGEST", 2)
+    monkeypatch.setattr("pipeline.preflight.prepare.NUM_LONGEST", 2)
     tasks = [
         replace(task, domain="airline", prompt=({"role": "user", "content": "x" * length},))
         for task, length in zip(make_tasks(5), (3, 9, 1, 7, 99), strict=True)
@@ -549,7 +549,7 @@ def test_an_order_is_drawn_once_a_pass(monkeypatch):
         drawn.append(key[-1])
         return permutation(count, *key)
 
-    monkeypatch.setattr("pipeline.tasks.permutation", counted)
+    monkeypatch.setattr("pipeline.data.tasks.permutation", counted)
     tasks = make_tasks(9)
     for step in range(6):  # two steps of each domain, in turns, in every pass
         for domain in ("airline", "retail"):

@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from pipeline.cli import parse
-from pipeline.environments import telecom, telecom_chat
-from pipeline.environments.base import call_tool, tool_methods
-from pipeline.environments.experts import play_expert
-from pipeline.environments.telecom_chat import (
+from pipeline.config.cli import parse
+from pipeline.data.tasks import save_tasks
+from pipeline.embedded.experts import play_expert
+from pipeline.embedded.telecom_chat import (
     REQUESTS,
     WORDINGS,
     TelecomChatEnvironment,
     asked_for,
 )
-from pipeline.prepare import prepare
-from pipeline.tasks import save_tasks
+from pipeline.embedded import telecom, telecom_chat
+from pipeline.environments.tools import call_tool, tool_methods
+from pipeline.preflight.prepare import prepare
 
 
 def tasks(count=120, split="train", difficulty="medium"):

@@ -13,13 +13,13 @@ import torch
 from helpers import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.chat import Chat
-from pipeline.config import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
+from pipeline.chat.template import Chat
+from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
+from pipeline.embedded.experts import play_expert
+from pipeline.embedded.generation import IDS
 from pipeline.environments import environment_classes
-from pipeline.environments.base import tool_schemas
-from pipeline.environments.experts import play_expert
-from pipeline.environments.generation import IDS
-from pipeline.tiny import tiny_model, tiny_tokenizer
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
@@ -38,7 +38,7 @@ def tokens(text, made=None):
 def conversations(count=60, domains=EMBEDDED_DOMAINS):
     """What the expert and the environments say on tasks of every domain and difficulty."""
     for domain in domains:
-        module = import_module(f"pipeline.environments.{domain}")
+        module = import_module(f"pipeline.embedded.{domain}")
         for difficulty in ("easy", "medium", "hard"):
             for task in module.generate_tasks(0, count, "train", difficulty):
                 messages, _ = play_expert(CLASSES[domain](), module.expert, task)

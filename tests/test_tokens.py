@@ -18,16 +18,16 @@ from helpers import Desk, call, chat, make_task, play_ranks, say, tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.chat import Chat
-from pipeline.config import STARTED_BY_US, RolloutSettings, UserError
-from pipeline.draws import generator, stream_key
-from pipeline.environments.base import tool_schemas
-from pipeline.micro_batches import make_micro_batches
-from pipeline.policy import TokenLogprobs
-from pipeline.rollout import Rollout, Start
-from pipeline.sampler import Sampler
-from pipeline.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
-from pipeline.tool_calls import Parsed
+from pipeline.chat.template import Chat
+from pipeline.chat.tool_calls import Parsed
+from pipeline.config.settings import STARTED_BY_US, RolloutSettings, UserError
+from pipeline.data.rng import generator, stream_key
+from pipeline.environments.tools import tool_schemas
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.models.loading import TokenLogprobs
+from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.row_sampler import Sampler
 
 NUM_EPISODES = 520
 NUM_TURNS = 3000  # at least

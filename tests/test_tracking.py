@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, UserError
-from pipeline.tracking import RunLog, StageProgress, read_records
+from pipeline.config.settings import Config, UserError
+from pipeline.tracking.log import RunLog, StageProgress, read_records
 
 ROOT = Path(__file__).parent.parent
 TRAIN = {
@@ -179,8 +179,8 @@ def test_a_file_that_lost_lines_is_named_and_its_whole_lines_are_kept(
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from pipeline.config import Config
-from pipeline.tracking import RunLog
+from pipeline.config.settings import Config
+from pipeline.tracking.log import RunLog
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 nothing = Config.model_validate({"tracking": {"report_to": []}})
@@ -264,8 +264,8 @@ from pathlib import Path
 asked = []
 socket.getaddrinfo = lambda *name, **how: asked.append(name) or []
 from accelerate import PartialState
-from pipeline.config import Config
-from pipeline.tracking import RunLog
+from pipeline.config.settings import Config
+from pipeline.tracking.log import RunLog
 
 PartialState(cpu=True)
 folder, lines = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -372,7 +372,7 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
 
 def test_importing_it_needs_no_torch_and_no_tracker():
     code = (
-        "import sys, pipeline.tracking, pipeline.report, pipeline.wandb_sync; "
+        "import sys, pipeline.tracking.log, pipeline.report.write, pipeline.tracking.wandb_sync; "
         "print([m for m in ('torch', 'wandb', 'accelerate', 'matplotlib', 'trackio') "
         "if m in sys.modules])"
     )

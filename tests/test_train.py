@@ -17,7 +17,7 @@ from helpers import make_trajectory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.train import advantages_of
 
 pytestmark = pytest.mark.whole_run
@@ -297,7 +297,7 @@ def test_settings_of_the_loss_run_with_few_tasks_mixed_and_in_bf16(tmp_path: Pat
 
 BANK = '''
 import json
-from pipeline.tasks import Task
+from pipeline.data.tasks import Task
 
 class BankEnvironment:
     """A bank in TRL's convention: no user, no case file."""
@@ -360,7 +360,7 @@ DESK = """
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.environments.airline import AirlineEnvironment, generate_tasks as airline_tasks
+from pipeline.embedded.airline import AirlineEnvironment, generate_tasks as airline_tasks
 
 
 class DeskEnvironment(AirlineEnvironment):
@@ -404,8 +404,8 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
 
 
 def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path: Path) -> None:
-    from pipeline.environments.airline import generate_tasks
-    from pipeline.tasks import save_tasks
+    from pipeline.data.tasks import save_tasks
+    from pipeline.embedded.airline import generate_tasks
 
     save_tasks(generate_tasks(5, 6, "train", "easy"), tmp_path / "airline.jsonl")
     arguments = ["--domains", "airline", "--airline-tasks", "airline.jsonl"]

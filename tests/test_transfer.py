@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.config import UserError
-from pipeline.transfer import differences, matrix_of, points_of, summary
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import differences, matrix_of, points_of, summary
 
 TASKS = [f"t{i}" for i in range(8)]
 

@@ -12,15 +12,15 @@ from transformers import Qwen3ForCausalLM
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 
-from pipeline.config import DEFAULT_DOMAINS
+from pipeline.config.settings import DEFAULT_DOMAINS
+from pipeline.embedded.experts import play_expert
 from pipeline.environments import environment_classes
-from pipeline.environments.base import tool_schemas
-from pipeline.environments.experts import play_expert
-from pipeline.environments.trl import factories, outcome_reward, rows_without_user
-from pipeline.tiny import tiny_model
+from pipeline.environments.tools import tool_schemas
+from pipeline.environments.trl_adapter import factories, outcome_reward, rows_without_user
+from pipeline.models.tiny import tiny_model
 
 CLASSES = environment_classes(list(DEFAULT_DOMAINS), {})
-MODULES = {domain: import_module(f"pipeline.environments.{domain}") for domain in DEFAULT_DOMAINS}
+MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in DEFAULT_DOMAINS}
 END = chat().end_of_turn_id
 in_every_domain = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
 

@@ -14,13 +14,13 @@ from datasets import Dataset
 from helpers import make_trajectory, small_model, tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from pipeline.advantages import group_advantages
-from pipeline.config import Config, GRPOSettings, RolloutSettings
-from pipeline.distributed import Ranks
-from pipeline.grpo import grpo_loss, importance_ratios, token_weights
-from pipeline.micro_batches import make_micro_batches
-from pipeline.policy import TokenLogprobs
-from pipeline.updater import Reference, Updater
+from pipeline.config.settings import Config, GRPOSettings, RolloutSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.advantages import group_advantages
+from pipeline.grpo.loss import grpo_loss, importance_ratios, token_weights
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.models.loading import TokenLogprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,14 +10,14 @@ import torch
 from accelerate import Accelerator
 from helpers import in_float64, make_episodes, make_trajectory, play_ranks, small_model
 
-from pipeline.config import Config
-from pipeline.distributed import Ranks
-from pipeline.micro_batches import micro_batch
-from pipeline.policy import TokenLogprobs
-from pipeline.sampler import Sampler
-from pipeline.trajectory import MicroBatch
-from pipeline.update_faults import is_out_of_memory, smaller_budget
-from pipeline.updater import Reference, Updater
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.faults import is_out_of_memory, smaller_budget
+from pipeline.grpo.micro_batches import micro_batch
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.models.loading import TokenLogprobs
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.trajectory import MicroBatch
 
 BUDGET = 160  # tokens that the micro-batches of these tests may have
 EPISODES = 48

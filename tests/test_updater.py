@@ -7,10 +7,10 @@ import torch
 from accelerate import Accelerator
 from helpers import make_episodes, make_trajectory, play_ranks, small_model
 
-from pipeline.config import Config, GRPOSettings
-from pipeline.distributed import Ranks
-from pipeline.policy import TokenLogprobs
-from pipeline.updater import Updater, learning_rate_at
+from pipeline.config.settings import Config, GRPOSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.updater import Updater, learning_rate_at
+from pipeline.models.loading import TokenLogprobs
 
 
 def config_of(**grpo) -> Config:

@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from helpers import make_trajectory, small_model
 from test_train import SHORT, jsonl, metrics, results, run
 
-from pipeline.config import Config
-from pipeline.distributed import Ranks
-from pipeline.policy import TokenLogprobs
-from pipeline.trajectory import RunRecord
-from pipeline.validation import divergences, scored
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation.validation import divergences, scored
+from pipeline.models.loading import TokenLogprobs
+from pipeline.rollout.trajectory import RunRecord
 
 pytestmark = pytest.mark.whole_run
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers import play_ranks, start_unwatched
 
-from pipeline import train, variables
-from pipeline.cli import parse
+from pipeline import train
+from pipeline.config import variables
+from pipeline.config.cli import parse
 from pipeline.doctor.main import connect as connect_doctor
 from pipeline.run import main
 from pipeline.session import connect

@@ -22,14 +22,14 @@ import psutil
 import pytest
 from PIL import Image
 
-from pipeline import wandb_feed, wandb_sync
-from pipeline.config import Config, UserError
-from pipeline.manifest import write_manifest
-from pipeline.recipe import dump
-from pipeline.tracking import RunLog, read_records
-from pipeline.wandb_extras import COLUMNS, episode_rows
-from pipeline.wandb_feed import has_wandb_key
-from pipeline.wandb_parts import close_parts, parts_of, records
+from pipeline.checkpoints.manifest import write_manifest
+from pipeline.config.recipe import dump
+from pipeline.config.settings import Config, UserError
+from pipeline.tracking import wandb_feed, wandb_sync
+from pipeline.tracking.log import RunLog, read_records
+from pipeline.tracking.wandb_extras import COLUMNS, episode_rows
+from pipeline.tracking.wandb_feed import has_wandb_key
+from pipeline.tracking.wandb_parts import close_parts, parts_of, records
 
 pytestmark = pytest.mark.whole_run
 
@@ -234,9 +234,9 @@ def test_a_disabled_wandb_leaves_nothing_and_claims_nothing(tmp_path, machine):
 KILLED = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.config import Config
-from pipeline.tracking import RunLog
-from pipeline.wandb_parts import parts_of
+from pipeline.config.settings import Config
+from pipeline.tracking.log import RunLog
+from pipeline.tracking.wandb_parts import parts_of
 
 folder, last, save_at, wanted_rows = Path(sys.argv[1]), *map(int, sys.argv[2:])
 saved = folder / "saved.json"

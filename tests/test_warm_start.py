@@ -8,14 +8,20 @@ import torch
 from accelerate import Accelerator
 from helpers import ScriptedSampler, call, chat, play_ranks, say, tokenizer
 
-from pipeline.config import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, Config, RolloutSettings, UserError
-from pipeline.distributed import Ranks
+from pipeline.config.settings import (
+    DEFAULT_DOMAINS,
+    EMBEDDED_DOMAINS,
+    Config,
+    RolloutSettings,
+    UserError,
+)
+from pipeline.distributed.ranks import Ranks
+from pipeline.embedded.experts import play_expert
 from pipeline.environments import environment_classes
-from pipeline.environments.base import tool_schemas
-from pipeline.environments.experts import play_expert
-from pipeline.rollout import Rollout, Start
-from pipeline.tiny import tiny_model
-from pipeline.warm_start import (
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.tiny import tiny_model
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.sft import (
     IGNORED,
     check_demonstrations,
     demonstration_rows,
@@ -75,7 +81,7 @@ def test_labels_stand_exactly_on_what_the_assistant_says():
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_a_row_holds_the_tokens_of_the_rollout_that_says_the_same(domain):
-    module, environment = import_module(f"pipeline.environments.{domain}"), ENVIRONMENTS[domain]
+    module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
     tasks = module.generate_tasks(3, 30, "train", "medium")
     played = [play_expert(environment(), module.expert, task, 0.5)[0] for task in tasks]
     scripts = {
@@ -110,7 +116,7 @@ def test_every_domain_has_its_share_of_the_rows():
 
 
 def expert_rows(domain, count, share, seed=1):
-    module, environment = import_module(f"pipeline.environments.{domain}"), ENVIRONMENTS[domain]
+    module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
     played = [
         play_expert(environment(), module.expert, task, share, seed)
         for task in module.generate_tasks(0, count, "train", "medium")

@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 from helpers import play_ranks
 
-from pipeline.config import UserError
-from pipeline.distributed import CollectiveError, Interrupted, Ranks
-from pipeline.watchdog import ToldElsewhere, Watchdog
+from pipeline.config.settings import UserError
+from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
+from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 
 pytestmark = pytest.mark.whole_run
 

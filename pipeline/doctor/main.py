@@ -21,11 +21,11 @@ from typing import Any
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin
 
-from pipeline.config import Config
-from pipeline.distributed import Board, Ranks
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Board, Ranks
 from pipeline.doctor import links, machine
 from pipeline.doctor.table import COLUMNS, Check, Finding, Place, named, shown
-from pipeline.policy import on_gpu
+from pipeline.models.loading import on_gpu
 
 DEADLINE_S = 30.0  # of one check, if the run's own is not shorter
 EARLY = 2 / 3  # of the deadline, after which a collective fails by itself

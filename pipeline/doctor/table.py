@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 
-from pipeline.config import Config
-from pipeline.distributed import Board, Ranks
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Board, Ranks
 
 Facts = dict[str, Any]
 

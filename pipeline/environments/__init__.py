@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from pipeline.config import EMBEDDED_DOMAINS, UserError
+from pipeline.config.settings import EMBEDDED_DOMAINS, UserError
 
 
 def environment_classes(domains: list[str], own: dict[str, str]) -> dict[str, type[Any]]:
@@ -15,7 +15,7 @@ def environment_classes(domains: list[str], own: dict[str, str]) -> dict[str, ty
     """
     classes: dict[str, type[Any]] = {}
     for domain in domains:
-        embedded = f"pipeline.environments.{domain}:{domain.title().replace('_', '')}Environment"
+        embedded = f"pipeline.embedded.{domain}:{domain.title().replace('_', '')}Environment"
         name = embedded if domain in EMBEDDED_DOMAINS else own[domain]
         module, _, attribute = name.partition(":")
         try:

@@ -37,7 +37,7 @@ def fault(kind: str) -> None:
 def install(kind: str, phase: str, rank: int, note: Path) -> None:
     """Put the fault in its place on this rank."""
     from pipeline import session
-    from pipeline.distributed import Ranks
+    from pipeline.distributed.ranks import Ranks
 
     make_groups_live()
     if rank != int(os.environ["RANK"]):
@@ -71,7 +71,7 @@ def install(kind: str, phase: str, rank: int, note: Path) -> None:
 
 def make_groups_live() -> None:
     """Give siblings different rewards; evaluations, which have one trial a task, keep theirs."""
-    from pipeline.rollout import Rollout
+    from pipeline.rollout.rollout import Rollout
 
     play = Rollout.__call__
 
@@ -86,8 +86,8 @@ def make_groups_live() -> None:
 
 def install_nan(phase: str, note: Path) -> None:
     """Make one loss of the update, or the sampler's log-probabilities of one step, NaN."""
-    from pipeline import updater
-    from pipeline.rollout import Rollout
+    from pipeline.grpo import updater
+    from pipeline.rollout.rollout import Rollout
 
     computed, play = updater.grpo_loss, Rollout.__call__
 
@@ -113,7 +113,8 @@ def install_nan(phase: str, note: Path) -> None:
 
 
 def main() -> NoReturn:
-    from pipeline import launch, run
+    from pipeline import run
+    from pipeline.distributed import launch
 
     launch.RUN = Path(__file__).resolve()
     if "RANK" in os.environ:

@@ -21,10 +21,10 @@ from typing import Any
 
 from common import in_fresh_process, machine, write_json
 
-from pipeline.config import Config
-from pipeline.curriculum import Stage, tasks_of_step
-from pipeline.environments.airline import generate_tasks
-from pipeline.tasks import Source, Task, Tasks, load_tasks, save_tasks, shard_tasks
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage, tasks_of_step
+from pipeline.data.tasks import Source, Task, Tasks, load_tasks, save_tasks, shard_tasks
+from pipeline.embedded.airline import generate_tasks
 
 RANKS = (1, 8, 64, 1024)
 RULE = "Refund only what the fare allows and only to the card that paid, whoever asks for it.\n"
@@ -104,7 +104,7 @@ def start_up(source: Path, num_tasks: int) -> dict[str, float]:
     import datasets  # noqa: F401  (its import is not what is measured)
 
     from pipeline.environments import environment_classes
-    from pipeline.prepare import generated, train_tasks
+    from pipeline.preflight.prepare import generated, train_tasks
 
     data = {"domains": ["airline"], "airline_tasks": str(source), "tasks_per_domain": num_tasks}
     config = Config.model_validate({"data": data})

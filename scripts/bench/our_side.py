@@ -17,13 +17,13 @@ import torch
 from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline import session, train
-from pipeline.cli import parse
-from pipeline.curriculum import tasks_of_step
-from pipeline.dynamic_sampling import play_step
-from pipeline.environments.base import tool_schemas
+from pipeline.config.cli import parse
+from pipeline.data.curriculum import tasks_of_step
+from pipeline.distributed.watchdog import Watchdog
+from pipeline.environments.tools import tool_schemas
+from pipeline.grpo.dynamic_sampling import play_step
 from pipeline.learner import make_updater
-from pipeline.trajectory import RunRecord, Trajectory
-from pipeline.watchdog import Watchdog
+from pipeline.rollout.trajectory import RunRecord, Trajectory
 
 
 class Scripted:

@@ -63,8 +63,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
 
-        from pipeline.sampler import Sampler
-        from pipeline.tiny import tiny_model, tiny_tokenizer
+        from pipeline.models.tiny import tiny_model, tiny_tokenizer
+        from pipeline.rollout.row_sampler import Sampler
 
         self.options = options
         small = options.shape == "tiny"

@@ -21,12 +21,14 @@ from common import ready, seconds_of
 from our_side import Scripted, counts, scripts_of
 from turns import Gate, Work, without_users
 
-from pipeline import distributed, dynamic_sampling, session, train
-from pipeline.balance import packed
-from pipeline.cli import parse
+from pipeline import session, train
 from pipeline.collect import save_trajectories
-from pipeline.tasks import shard_tasks
-from pipeline.watchdog import Watchdog
+from pipeline.config.cli import parse
+from pipeline.data.tasks import shard_tasks
+from pipeline.distributed import ranks as distributed
+from pipeline.distributed.watchdog import Watchdog
+from pipeline.grpo import dynamic_sampling
+from pipeline.grpo.load_balance import packed
 
 LARGE = ("gradients", "messages")  # kinds of what ranks give each other
 

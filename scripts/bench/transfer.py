@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import sweep
 
-from pipeline.config import UserError
-from pipeline.transfer import Number, differences, summary
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import Number, differences, summary
 
 Runs = list[dict[str, Any]]
 PLAIN, MIXED = "airline, retail, telecom", "mixed"

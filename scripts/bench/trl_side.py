@@ -24,12 +24,12 @@ from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from turns import Gate, Work, script_of, siblings, without_users
 
-from pipeline.cli import parse
-from pipeline.config import Config
-from pipeline.curriculum import tasks_of_step
-from pipeline.environments.trl import factories, outcome_reward
-from pipeline.policy import load_model
-from pipeline.prepare import Prepared, prepare
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import tasks_of_step
+from pipeline.environments.trl_adapter import factories, outcome_reward
+from pipeline.models.loading import load_model
+from pipeline.preflight.prepare import Prepared, prepare
 
 SAME = {  # settings under the same names
     *("temperature", "num_generations", "learning_rate", "lr_scheduler_type", "warmup_steps"),

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from common import ROOT, model_of, ratios_of, ready
 
 if TYPE_CHECKING:
-    from pipeline.prepare import Prepared
-    from pipeline.tasks import Task
+    from pipeline.data.tasks import Task
+    from pipeline.preflight.prepare import Prepared
 
 HERE = Path(__file__).resolve().parent
 TOOL_TURNS = 4  # of a forced episode, before its last message
@@ -194,7 +194,7 @@ def complete(facts: Mapping[str, float], kind: str) -> dict[str, float]:
 
 def without_users(parts: Prepared) -> Prepared:
     """The parts of a run, with only those tasks that TRL can play: the ones without a user."""
-    from pipeline.environments.trl import rows_without_user
+    from pipeline.environments.trl_adapter import rows_without_user
 
     train: dict[str, Sequence[Task]] = {}
     for domain, tasks in parts.train.items():
@@ -209,10 +209,10 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
     The look-up that the domain's expert begins with, `TOOL_TURNS` times, then "Done.". The siblings
     of a group say the same until `PARTING_TURN`, from which on each asks for other ids.
     """
-    from pipeline.environments.experts import play_expert
-    from pipeline.environments.generation import IDS
+    from pipeline.embedded.experts import play_expert
+    from pipeline.embedded.generation import IDS
 
-    expert = import_module(f"pipeline.environments.{task.domain}").expert
+    expert = import_module(f"pipeline.embedded.{task.domain}").expert
     messages, _ = play_expert(parts.environments[task.domain](), expert, task)
     look_up = next(message for message in messages if message.get("tool_calls"))
     function = look_up["tool_calls"][0]["function"]
@@ -256,7 +256,7 @@ def random_model(path: Path, options: argparse.Namespace, shape: str, **fields: 
     """The folder of a model with random weights and the embedded tokenizer."""
     from transformers.utils import logging
 
-    from pipeline.tiny import tiny_tokenizer
+    from pipeline.models.tiny import tiny_tokenizer
 
     logging.disable_progress_bar()
     own = {"num_hidden_layers": options.layers, "vocab_size": options.vocab_size}

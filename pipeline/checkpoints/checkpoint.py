@@ -1,0 +1,172 @@
+"""Checkpoints: written aside, synced, described by a manifest, renamed; then older ones go.
+
+A checkpoint is a folder that `from_pretrained` loads (model, or LoRA adapters, and tokenizer), with
+`optimizer.pt`, `state.json` and `manifest.json`. The learning-rate schedule and the place in the
+tasks are functions of the step and the settings, and every draw has a key of its own, so that
+there is no state of a scheduler, a data loader or a random generator to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, get_type_hints
+
+import torch
+from peft import PeftModel
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic takes that of Python from 3.12 on
+
+from pipeline.checkpoints.manifest import (
+    PREVIOUS,
+    WRITING,
+    newest_first,
+    number_of,
+    sync,
+    write_manifest,
+    write_text,
+)
+from pipeline.checkpoints.run_folder import FORMAT, read_state
+from pipeline.config.settings import UserError
+from pipeline.files.untrusted import reason_of, shown
+from pipeline.models import lora
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Where a run stands."""
+
+    stage: str = "start"
+    step: int = 0  # optimizer steps done
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
+    validations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
+    ended_early: dict[str, int] = field(default_factory=dict)  # steps of stages on a plateau
+    # Summaries of finished stages.
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Bytes of metrics.jsonl and timings.jsonl that belong to the run so far.
+    sizes: dict[str, int] = field(default_factory=dict)
+    wall_s: float = 0.0  # of all the processes that brought it here, up to the last save
+    max_tokens_per_microbatch: int | None = None  # after out-of-memory faults
+    num_skipped_steps: int = 0  # for a loss or gradient that was not finite
+    num_skipped_in_a_row: int = 0
+    error_counts: dict[str, list[int]] = field(default_factory=dict)
+    tracker_run_id: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # the settings of the run, resolved
+
+    def evaluated(self, after: str) -> bool:
+        return any(evaluation["after"] == after for evaluation in self.evaluations)
+
+    def validated(self, step: int) -> bool:
+        return any(validation["step"] == step for validation in self.validations)
+
+    @property
+    def config_hash(self) -> str:
+        """SHA-256 of the settings as canonical JSON."""
+        text = json.dumps(self.config, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def save(
+    folder: Path,
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    state: TrainState,
+    optimizer_state: dict[str, Any] | None = None,
+) -> Path:
+    """Write `folder/name` and point `latest` at it; of a model with LoRA, the adapters alone.
+
+    An interrupted or failing call leaves every earlier checkpoint as it was. Raises OSError where
+    the disk is full; what was written of the new checkpoint is removed then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final, writing = folder / name, folder / f"{WRITING}{name}"
+    shutil.rmtree(writing, ignore_errors=True)
+    number = 1 + max(map(number_of, newest_first(folder)), default=0)
+    try:
+        _write(writing, model, tokenizer, state, optimizer_state)
+        write_manifest(writing, number)
+        for path in writing.rglob("*"):
+            sync(path)
+        sync(writing)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    if final.exists():  # it stays a checkpoint that can be resumed from until the new one is there
+        previous = folder / f"{name}{PREVIOUS}"
+        shutil.rmtree(previous, ignore_errors=True)
+        final.rename(previous)
+    writing.rename(final)
+    sync(folder)
+    write_text(folder / "latest", name + "\n")
+    return final
+
+
+def _write(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    state: TrainState,
+    optimizer_state: dict[str, Any] | None,
+) -> None:
+    if isinstance(model, PeftModel):
+        lora.save(model, folder)
+    else:
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if optimizer_state is not None:
+        with (folder / "optimizer.pt").open("wb") as file:  # by name, torch hides a full disk
+            torch.save(optimizer_state, file)
+    content = {"format": FORMAT, **asdict(state), "config_hash": state.config_hash}
+    (folder / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+class _Validation(TypedDict):
+    """What is read of a validation, whatever else it holds."""
+
+    step: int
+    success: dict[str, dict[str, Any]]
+
+
+class _Evaluation(_Validation):
+    after: str
+
+
+_ENTRIES = {"evaluations": list[_Evaluation], "validations": list[_Validation]}
+
+
+def load_state(path: Path) -> TrainState:
+    """The state of a checkpoint; what an earlier version did not write has its default.
+
+    Raises UserError where the format is newer than FORMAT, or a value of another type.
+    """
+    content, known = read_state(path), {}
+    types: dict[str, Any] = get_type_hints(TrainState)
+    for name in types.keys() & content.keys():
+        known[name] = value = content[name]
+        try:
+            TypeAdapter(_ENTRIES.get(name, types[name])).validate_python(value, strict=True)
+        except ValidationError:
+            raise UserError(
+                f"resume_from_checkpoint: {path.name}: state.json has {name} {shown(value)}, which "
+                "is not what a run writes; give another checkpoint"
+            ) from None
+    return TrainState(**known)
+
+
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer if the checkpoint has one (that of the warm start has none)."""
+    file = path / "optimizer.pt"
+    if not file.is_file():
+        return
+    try:
+        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except (UnpicklingError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"resume_from_checkpoint: {path.name}: optimizer.pt does not fit what is trained "
+            f"({reason_of(error)}); give another checkpoint"
+        ) from None

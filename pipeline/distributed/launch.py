@@ -1,0 +1,242 @@
+"""`--num-gpus N` against what was launched: N ranks run and know each other, or one line says why.
+
+N is the number of ranks in total, over all machines. Ranks come from `accelerate launch` or
+`torchrun`; where one process was launched and N is larger, it starts the ranks itself, through
+Accelerate's launcher. Without a GPU, or with ACCELERATE_USE_CPU=true, ranks run on CPU over gloo.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.config.settings import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+RANKS_CONFIG = RUN.parent.parent / "accelerate_configs" / "multi_gpu.yaml"
+COMMAND = "python pipeline/run.py --num-gpus"
+
+# What a launcher tells a process of its place; a process that starts ranks of its own drops it.
+# KMP_AFFINITY is Accelerate's for a lone process: it would bind every rank to the same cores.
+PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+PLACE |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY"}
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Ranks that were told to stop are killed after this; schedulers commonly grant 30 s in all.
+SHUTDOWN_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks of a run, which of them this process is, and how many are there already."""
+
+    num_ranks: int
+    rank: int
+    device_type: Literal["cpu", "cuda"]
+    num_launched: int  # 1 or num_ranks
+
+
+def resolve(num_gpus: int | None) -> World:
+    """The world that `num_gpus` asks for and the launcher's environment variables describe.
+
+    Raises UserError where the two disagree, where GPUs are missing, and where processes were
+    launched that would each believe to be alone.
+    """
+    num_launched = _num_launched()
+    num_ranks = num_gpus or num_launched
+    if num_launched > 1 and num_ranks != num_launched:
+        raise UserError(
+            f"--num-gpus: got {num_ranks}, but {num_launched} ranks were launched; "
+            f"give --num-gpus {num_launched}, or start them with: {COMMAND} {num_ranks}"
+        )
+    if num_launched == 1:
+        _refuse_lost_processes(num_gpus)
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    num_visible = 0 if on_cpu else visible_gpus()
+    num_here = num_ranks if num_launched == 1 else _integer("LOCAL_WORLD_SIZE", 1)
+    if 1 <= num_visible < num_here:
+        gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
+        raise UserError(
+            f"--num-gpus: got {num_here} ranks for this machine, but {gpus} visible; "
+            f"use: {COMMAND} {num_visible}, or set ACCELERATE_USE_CPU=true for ranks on CPU"
+        )
+    return World(
+        num_ranks=num_ranks,
+        rank=_integer("RANK", 0) if num_launched > 1 else 0,
+        device_type="cuda" if num_visible else "cpu",
+        num_launched=num_launched,
+    )
+
+
+def visible_gpus() -> int:
+    """The number of GPUs that PyTorch can use here."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def use_device(world: World) -> None:
+    """Make Accelerate use the world's device in this process; on CPU, rank 0 says so.
+
+    Must come before the first `Accelerator`: ranks on CPU find each other only if it is told.
+    """
+    if world.device_type == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        if world.rank == 0:
+            ranks = "1 rank" if world.num_ranks == 1 else f"{world.num_ranks} ranks, over gloo"
+            print(f"running on CPU: {ranks}", file=sys.stderr, flush=True)
+
+
+def start_ranks(world: World, argv: list[str]) -> int:
+    """Run this command line on `world.num_ranks` new ranks and return their exit code.
+
+    Changes this process's environment and signal handlers for good: it is the ranks' parent from
+    here on. Signals are passed to the ranks, and none of them outlives the call.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with TemporaryDirectory(prefix="ranks-") as log_dir:
+        _set_environment(world, log_dir)
+        arguments = ["--config_file", str(RANKS_CONFIG), "--num_processes", str(world.num_ranks)]
+        arguments += ["--log_dir", log_dir, str(RUN), *argv]
+        logging.disable(logging.ERROR)  # the launcher's own account of what the ranks said
+        try:
+            launch_command(launch_command_parser().parse_args(arguments))
+        except ChildFailedError as error:
+            return _exit_code(*error.get_first_failure())
+        except SignalException:
+            for stop in STOPS:  # a second Ctrl-C must not interrupt what ends the ranks
+                signal.signal(stop, signal.SIG_IGN)
+            return _code_of_rank_0(log_dir)
+        finally:
+            logging.disable(logging.NOTSET)
+            _kill_children()
+    return 0
+
+
+def _num_launched() -> int:
+    """How many ranks a launcher started, this process among them; 1 where there was none."""
+    if "WORLD_SIZE" not in os.environ:
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+            if (size := _integer(name, 1)) > 1:
+                raise UserError(
+                    f"MPI started {size} processes, which is not supported; "
+                    f"start the ranks with: {COMMAND} {size}"
+                )
+    size = _integer("WORLD_SIZE", 1)
+    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if size < 1:
+        raise UserError(f"WORLD_SIZE: got {size} in the environment; unset it")
+    if not missing and not 0 <= _integer("RANK", 0) < size:
+        raise UserError(
+            f"RANK: got {os.environ['RANK']} of {size} ranks in the environment; unset it"
+        )
+    if size > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE is {size} without {', '.join(missing)}, so the processes would not find "
+            f"each other; start the ranks with: {COMMAND} {size}"
+        )
+    return size
+
+
+def _refuse_lost_processes(num_gpus: int | None) -> None:
+    """`accelerate launch --cpu` and MULTI_CPU start one process where several were asked for.
+
+    All that is left of the wish is the address that Accelerate sets for more than one process.
+    """
+    by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
+    if not by_accelerate or "MASTER_PORT" not in os.environ or num_gpus == 1:
+        return
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if address not in ("127.0.0.1", "localhost"):
+        raise UserError(
+            f"accelerate launch started one process on this machine, unconnected to {address}; "
+            "launch on every machine with: --config_file accelerate_configs/multi_node.yaml"
+        )
+    if num_gpus is None:
+        raise UserError(
+            "accelerate launch was asked for several processes and started one (it does so with "
+            f"--cpu and with MULTI_CPU); add --num-gpus N, or use: {COMMAND} N"
+        )
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name}: got {text!r} in the environment; unset it") from None
+
+
+def _set_environment(world: World, notes: str) -> None:
+    environ = os.environ
+    for name in [name for name in environ if name in PLACE or name.startswith("TORCHELASTIC_")]:
+        del environ[name]
+    environ[STARTED_BY_US] = notes
+    environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
+    # The launcher would undo what `nohup` and `&` did to these.
+    heeded = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
+    environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(heeded))
+    if world.device_type == "cpu":
+        environ["ACCELERATE_USE_CPU"] = "true"
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world.num_ranks)))
+        # Ranks share the cores: a thread that spins while it waits takes one from another rank.
+        environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def end_with_the_launcher() -> None:
+    """Have this rank killed with the launcher that started it, should that be killed (on Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _code_of_rank_0(notes: str) -> int:
+    """What rank 0 left with after a signal; 1 where it was ended before it could say."""
+    note = Path(notes) / "rank-0"
+    text = note.read_text(encoding="utf-8") if note.is_file() else ""
+    if not text:
+        print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
+    return int(text or 1)
+
+
+def _exit_code(rank: int, failure: ProcessFailure) -> int:
+    if failure.exitcode in (1, 2, INTERRUPTED):
+        return failure.exitcode
+    if failure.exitcode > 0:
+        print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr, flush=True)
+        return 1
+    hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+    name = signal.Signals(-failure.exitcode).name
+    print(f"rank {rank} was ended by {name}{hint}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _kill_children() -> None:
+    """End ranks that the launcher lost, as when a signal came while it was starting them."""
+    import psutil
+
+    for child in psutil.Process().children():
+        child.kill()
+        child.wait()

@@ -1,0 +1,181 @@
+"""Telecom in conversation: the tasks of telecom, where the phone is reached by words alone.
+
+There is no `ask_user`: the agent asks in a message, and the customer acts and answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.data.tasks import Task
+from pipeline.embedded import telecom
+from pipeline.embedded.experts import Agent
+from pipeline.embedded.telecom import (
+    TelecomDatabase,
+    TelecomEnvironment,
+    UserAction,
+    done_by_user,
+)
+from pipeline.environments.tools import User
+
+POLICY = """
+You serve a phone company's customers through tools and in words. Look the line up first. Change
+only what is at fault, ask only what the rules below need, and end with a short message that asks
+for nothing once the work is done.
+- No service. Status ended: transfer("ended"). Status paused, bill due: send the bill, ask the
+  customer to pay it, resume the line. Status paused, bill paid: resume the line. Status active:
+  have the phone checked.
+- Slow data. Plan basic: transfer("no_data"). Usage over the limit: ask the customer how much to
+  add, add it, tell them the amount. Usage under the limit: have the phone checked.
+- No service abroad. Plan basic: transfer("no_roaming"). Roaming off: enable it. Roaming on: have
+  the phone checked.
+- Phone check: only the customer can touch the phone. Ask them to check it, in a message of its
+  own; they tell one fault. Then ask them for its remedy, and for no other:
+  airplane: turn airplane mode off; loose_sim: reinsert the SIM card; old_apn: reset the APN;
+  frozen: restart the phone; wifi_only: turn mobile data on; low_power: turn the battery saver off;
+  wrong_band: set the band to automatic.
+"""
+
+# How the expert asks for each action.
+REQUESTS = {
+    "check": "Please check your phone.",
+    "pay": "Please pay the bill.",
+    "fly_off": "Please turn airplane mode off.",
+    "reseat": "Please reinsert the SIM card.",
+    "reset_apn": "Please reset the APN.",
+    "restart": "Please restart the phone.",
+    "data_on": "Please turn mobile data on.",
+    "saver_off": "Please turn the battery saver off.",
+    "auto_band": "Please set the band to automatic.",
+}
+# What the customer understands: one of these lists of words, in any order, in one clause.
+WORDINGS: dict[UserAction, tuple[str, ...]] = {
+    "check": ("check phone", "check device", "check it", "look phone", "phone show"),
+    "pay": ("pay bill", "pay it", "settle bill"),
+    "fly_off": (
+        *("turn airplane off", "switch airplane off", "disable airplane", "leave airplane"),
+        *("turn flight mode off", "switch flight mode off", "disable flight mode"),
+    ),
+    "reseat": ("reinsert sim", "reseat sim", "take sim out", "remove sim"),
+    "reset_apn": ("reset apn", "restore apn", "apn default"),
+    "restart": ("restart phone", "restart device", "reboot phone", "reboot device"),
+    "data_on": (
+        *("turn mobile data on", "switch mobile data on", "enable mobile data"),
+        *("turn cellular data on", "switch cellular data on", "enable cellular data"),
+    ),
+    "saver_off": (
+        *("turn saver off", "switch saver off", "disable saver"),
+        *("turn saving off", "switch saving off", "disable saving"),
+    ),
+    "auto_band": ("set band automatic", "set band auto", "switch band automatic"),
+}
+TOLD = "It shows {}."
+DONE, PAID, NO_BILL = "Done.", "I have paid it.", "I have no bill."
+WORDS = (*REQUESTS.values(), *TOLD.split("{}"), DONE, PAID, NO_BILL)
+
+_VERBS = "|".join(sorted({text.split()[0] for texts in WORDINGS.values() for text in texts}))
+_ASKS = re.compile(
+    r"\bplease\b|\b(can|could|would|will) you\b|\byou (should|must|need to|have to)\b|\byou to\b"
+    rf"|^((now|then|next|first|just|and|try|to|,) )*({_VERBS})\b|^what does\b"
+)
+_ASKS_NOT = re.compile(r"\b(not|dont|never|without|nothing|no need|avoid)\b")
+_CLAUSES = re.compile(r",|\b(?:and|then|but|or)\b")
+
+
+def asked_for(message: str) -> list[UserAction]:
+    """The actions that a message asks the customer for, in its order."""
+    found = []
+    for sentence in re.split(r"[.!?;:\n]+", re.sub("['\u2019]", "", message.lower())):
+        words = " ".join(re.findall(r"[a-z_]+|,", sentence))
+        if _ASKS.search(words):
+            found += [action for clause in _CLAUSES.split(words) for action in _actions(clause)]
+    return found
+
+
+def _actions(clause: str) -> Iterator[UserAction]:
+    """The action of one clause; a check comes first, for it changes nothing."""
+    said = set(clause.split())
+    for action, wordings in WORDINGS.items():
+        if any(said.issuperset(wording.split()) for wording in wordings):
+            if action == "check" or not _ASKS_NOT.search(clause):
+                yield action
+            return
+
+
+@dataclass
+class PhoneUser:
+    """A customer who does what they are asked for in words, and else answers their one question."""
+
+    database: TelecomDatabase
+    answers: User | None
+    steps: list[str] = field(default_factory=list)  # of the episode
+
+    def reply(self, message: str) -> str | None:
+        if actions := asked_for(message):
+            # A check in one message with something else is a step of no policy.
+            joined = [" ".join(actions)] if "check" in actions else actions
+            self.steps += [f"ask_user({asked})" for asked in joined]
+            return " ".join(self._do(action) for action in actions)
+        return self.answers.reply(message) if self.answers else None
+
+    def _do(self, action: UserAction) -> str:
+        result = done_by_user(self.database, action)
+        if action == "check":
+            return TOLD.format(result["fault"])
+        if action == "pay":
+            return PAID if result["bill"] == "paid" else NO_BILL
+        return DONE
+
+
+class TelecomChatEnvironment(TelecomEnvironment):
+    """The company's tools over one task's database; the phone is on the other side of the talk."""
+
+    ask_user = None  # type: ignore[assignment]  # so it is no tool
+
+    def reset(self, **row: Any) -> str | None:
+        addition = super().reset(**row)
+        self.user = PhoneUser(self._db, self.user, self._steps)
+        return addition
+
+    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
+        return expert(agent, goal)
+
+
+@dataclass
+class _Talker:
+    """An agent that puts what telecom's expert asks of the customer into words."""
+
+    agent: Agent
+
+    def call(self, tool: str, **arguments: str) -> dict[str, str]:
+        if tool != "ask_user":
+            return self.agent.call(tool, **arguments)
+        before, after = TOLD.split("{}")
+        answer = self.agent.ask(REQUESTS[arguments["action"]])
+        return {"fault": answer.removeprefix(before).removesuffix(after)}
+
+    def ask(self, question: str) -> str:
+        return self.agent.ask(question)
+
+    def decide(self, right: str, options: Any, chained: bool = False) -> str:
+        return self.agent.decide(right, options, chained)
+
+
+def expert(agent: Agent, goal: dict[str, str]) -> str:
+    """Serve one request by the policy."""
+    return telecom.expert(_Talker(agent), goal)
+
+
+FAMILIES = telecom.FAMILIES
+
+
+def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
+    """The `n` tasks that telecom makes of the same arguments, under this domain's policy."""
+    system = {"role": "system", "content": f"telecom_chat\n\n{POLICY.strip()}"}
+    return [
+        replace(task, domain="telecom_chat", prompt=(dict(system), *task.prompt[1:]))
+        for task in telecom.generate_tasks(seed, n, split, difficulty)
+    ]

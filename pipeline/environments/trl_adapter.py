@@ -1,0 +1,111 @@
+"""Environments in `trl.GRPOTrainer`, with the tools of our own rollouts.
+
+Here are the factories, the rows and a reward function:
+
+    GRPOTrainer(
+        model,
+        train_dataset=Dataset.from_list(rows_without_user(tasks, classes)),
+        environment_factory=factories(classes),
+        reward_funcs=outcome_reward(chat.end_of_turn_id),
+        ...
+    )
+
+Differences that are TRL's: it knows no user, so tasks with one are left out; a malformed call ends
+the episode, and a transfer does not, but after it no tool works; an Outage of a tool is shown to
+the model. This module imports neither torch
+nor trl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ClassVar
+
+from pipeline.data.tasks import Message, Task
+from pipeline.environments.tools import call_tool, error_result, settled, tool_methods
+
+
+class _Adapter:
+    """Hides an environment behind `reset` and its tools, which is all that TRL may see of it.
+
+    Without a `get_reward`, which TRL would call before it hands the final message over.
+    """
+
+    _environment_class: ClassVar[type[Any]]
+
+    def reset(self, **row: Any) -> str | None:
+        self._environment = self._environment_class()
+        addition: str | None = settled(self._environment.reset(**row))
+        return addition
+
+    def _score(self, final_message: str | None) -> float:
+        if final_message is not None and not getattr(self._environment, "done", False):
+            self._environment.final_message = final_message
+        return float(settled(self._environment.get_reward()))
+
+
+def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
+    """What `environment_factory` takes: for each domain, a class with the tools of its environment.
+
+    Arguments are checked and results written as JSON by `call_tool`, as in our rollouts.
+    """
+    return {domain: _adapter(environment) for domain, environment in classes.items()}
+
+
+def _adapter(environment_class: type[Any]) -> type[_Adapter]:
+    tools = {name: _tool(method) for name, method in tool_methods(environment_class).items()}
+    members = {**tools, "_environment_class": environment_class}
+    return type(environment_class.__name__, (_Adapter,), members)
+
+
+def _tool(method: Callable[..., Any]) -> Callable[..., str]:
+    @wraps(method)  # TRL reads name, signature and docstring
+    def tool(self: _Adapter, **arguments: Any) -> str:
+        if getattr(self._environment, "done", False):
+            return error_result("the conversation has ended")
+        return call_tool(self._environment, method.__name__, arguments)
+
+    return tool
+
+
+def rows_without_user(
+    tasks: Iterable[Task], classes: Mapping[str, type[Any]]
+) -> list[dict[str, Any]]:
+    """The rows of the tasks whose whole request is in the prompt; the others are left out."""
+    rows = []
+    for task in tasks:
+        environment = classes[task.domain]()
+        settled(environment.reset(**task.row()))
+        if getattr(environment, "user", None) is None:
+            rows.append({**task.row(), "environment": task.domain})
+    return rows
+
+
+def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
+    """The reward function: hands each environment its final message, then asks for the reward."""
+
+    def outcome(
+        *,
+        completions: Sequence[Sequence[Message]],
+        completion_ids: Sequence[Sequence[int]],
+        environments: Sequence[_Adapter],
+        **_: Any,
+    ) -> list[float]:
+        return [
+            environment._score(_final_message(messages, ids[-1] == end_of_turn_id))
+            for messages, ids, environment in zip(
+                completions, completion_ids, environments, strict=True
+            )
+        ]
+
+    return outcome
+
+
+def _final_message(messages: Sequence[Message], finished: bool) -> str | None:
+    """The closing words of an episode; None where it was cut off or stopped amid calls."""
+    last = messages[-1]
+    if not finished or last["role"] != "assistant" or last.get("tool_calls"):
+        return None
+    content: str = last["content"]
+    return content

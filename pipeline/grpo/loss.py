@@ -1,0 +1,142 @@
+"""The GRPO family of losses: pure functions on the N sampled tokens of a micro-batch.
+
+With `ratio = exp(logprobs - old_logprobs)` per token, old log-probabilities kept from sampling,
+
+    clipped = clip(ratio, 1 - epsilon, 1 + epsilon_high)
+    loss    = -min(min(ratio, delta) * advantages, clipped * advantages)
+              + beta * k3(logprobs, ref_logprobs)
+
+is GRPO's objective (Shao et al. 2024, arXiv 2402.03300, equation 3). `epsilon_high` apart from
+`epsilon` is DAPO's (Yu et al. 2025, arXiv 2503.14476, equation 10), the bound `delta` of the other
+side INTELLECT-2's (2025, arXiv 2505.07291), off unless set. A token's term is
+multiplied by its weight (`token_weights`, where each `loss_type` has its formula) and summed.
+
+- `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
+  every token and bounds its weight: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages
+  * logprobs`. The bound is `epsilon_high` itself, as in ScaleRL (2025, arXiv 2510.13786) and TRL,
+  not 1 + epsilon_high as in MiniMax-M1.
+- `importance_sampling_level` sequence (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7) gives
+  all tokens of an episode the ratio `exp(mean(logprobs - old_logprobs))`; GSPO's own objective,
+  equation 5, is this with `loss_type` grpo.
+- `use_bias_correction_kl` multiplies the divergence by the ratio (DeepSeek-V3.2, 2025, arXiv
+  2512.02556); off here, as in GRPO's equation 3, on by default in TRL 1.16.
+- The entropy bonus is `-entropy_coef * mean(entropy)` over the step's sampled tokens, whatever
+  `loss_type` (as in TRL).
+
+One normaliser: weights are normalised by counts over *all* ranks, and the ranks' gradients are
+added up; the sum is that of one process with the whole batch, whatever each rank holds. For bnpo
+and grpo TRL normalises each micro-batch by itself and averages; on one rank without accumulation
+the two are the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.config.settings import GRPOSettings
+from pipeline.rollout.trajectory import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStats:
+    """Sums over a micro-batch of what is logged; each is a float tensor without gradient."""
+
+    loss: torch.Tensor  # weighted, all terms
+    policy_loss: torch.Tensor  # weighted, without divergence and entropy
+    kl: torch.Tensor
+    entropy: torch.Tensor
+    clipped: torch.Tensor  # tokens whose ratio was clipped
+    logprob_gap: torch.Tensor  # |logprobs - old_logprobs|
+    max_logprob_gap: torch.Tensor  # the largest of them, no sum
+
+
+def token_weights(
+    lengths: Sequence[int], loss_type: str, num_sequences: float, num_tokens: float, max_tokens: int
+) -> list[float]:
+    """The weight of every sampled token of each sequence, for a sequence of `length` of them.
+
+    - `grpo`: 1 / (length * num_sequences), the mean over a sequence's tokens, then over sequences
+      (arXiv 2402.03300, equation 3);
+    - `bnpo`, `dapo`, `cispo`: 1 / num_tokens, the mean over all tokens of the step (arXiv
+      2503.14476, equation 8; 2506.13585, equation 4);
+    - `dr_grpo`: 1 / (max_tokens * num_sequences), a constant (arXiv 2503.20783).
+
+    `num_sequences` and `num_tokens` count what is trained on in the step, over all ranks: without
+    dead groups where these are dropped.
+    """
+    if loss_type == "grpo":
+        return [1 / (max(length, 1) * num_sequences) for length in lengths]
+    if loss_type == "dr_grpo":
+        return [1 / (num_sequences * max_tokens)] * len(lengths)
+    assert loss_type in ("bnpo", "dapo", "cispo"), loss_type
+    return [1 / max(num_tokens, 1)] * len(lengths)
+
+
+def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """The k3 estimator of KL(policy || reference) per token, exp(d) - d - 1, never negative.
+
+    d = ref_logprobs - logprobs, after Schulman 2020 (kl-approx); GRPO's equation 4.
+    """
+    difference = ref_logprobs - logprobs
+    return difference.exp() - difference - 1
+
+
+def importance_ratios(logprobs: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
+    """The ratio to the sampling policy, [N]: each token's own, or its sequence's geometric mean."""
+    differences = logprobs - batch.old_logprobs
+    if level == "sequence":
+        zeros = differences.new_zeros(len(batch.lengths))
+        sums = zeros.index_add(0, batch.sequences, differences)
+        counts = zeros.index_add(0, batch.sequences, torch.ones_like(differences))
+        differences = (sums / counts.clamp(min=1))[batch.sequences]
+    return differences.exp()
+
+
+def grpo_loss(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: MicroBatch,
+    settings: GRPOSettings,
+    num_tokens: float,
+    ref_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, TokenStats]:
+    """The module's loss of [N] tokens, summed by weight, and what is logged of it.
+
+    `num_tokens` are the sampled tokens of the step over all ranks, for the mean entropy. Without
+    `ref_logprobs` there is no divergence. Tokens of weight 0 count nowhere.
+    """
+    ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
+    advantages, counted = batch.advantages, batch.weights > 0
+    low, high = 1 - settings.epsilon, 1 + settings.upper_clip
+    if settings.loss_type == "cispo":
+        per_token = -ratio.clamp(max=settings.upper_clip).detach() * advantages * logprobs
+        outside = (ratio > settings.upper_clip) & (advantages > 0)
+    else:
+        bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+        per_token = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
+        outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+        if settings.delta is not None:
+            outside |= (ratio > settings.delta) & (advantages < 0)
+    policy_loss = (per_token * batch.weights).sum()
+    loss = policy_loss
+    kl = torch.zeros_like(logprobs)
+    if ref_logprobs is not None:
+        kl = k3(logprobs, ref_logprobs)
+        term = kl * ratio if settings.use_bias_correction_kl else kl
+        loss = loss + settings.beta * (term * batch.weights).sum()
+    if settings.entropy_coef > 0:
+        loss = loss - settings.entropy_coef * (entropy * counted).sum() / max(num_tokens, 1)
+    gap = (logprobs - batch.old_logprobs).detach().abs() * counted
+    stats = TokenStats(
+        loss=loss.detach(),
+        policy_loss=policy_loss.detach(),
+        kl=(kl * counted).sum().detach(),
+        entropy=(entropy * counted).sum().detach(),
+        clipped=(outside & counted).sum().float(),
+        logprob_gap=gap.sum(),
+        max_logprob_gap=gap.max() if len(gap) else gap.sum(),
+    )
+    return loss, stats

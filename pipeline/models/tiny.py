@@ -1,0 +1,188 @@
+"""The embedded default model: a tiny Qwen3 and its tokenizer, made here, not downloaded.
+
+The tokenizer splits text into the words and JSON chunks of the embedded domains, one token each,
+and everything else into bytes (byte-level BPE without merges). Its chat template is a compact form
+of Qwen's: it shows the first line of the policy and the names of the tools, because half a million
+parameters cannot read prose; what the policy says, such a model learns from demonstrations and
+reward. Models loaded from elsewhere see the whole policy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
+from pipeline.embedded.generation import IDS
+from pipeline.environments import environment_classes
+from pipeline.environments.tools import tool_schemas
+
+CHAT_TEMPLATE = """
+{%- macro names() -%}
+{%- if tools %}{{ '\ntools:' }}{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif
+-%} {%- endmacro -%}
+{%- if messages[0].role != 'system' and tools -%}
+<|im_start|>system{{ names() }}<|im_end|>
+{%- endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}{{ '\n' }}
+{%- if message.role == 'system' -%}
+{{ message.content.split('\n')[0] }}{{ names() }}
+{%- else -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ '\n' }}{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments |
+tojson }}} {{- '\n' }}</tool_call>
+{%- endfor -%}
+{%- endif -%}
+<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\n' }}{%- endif -%}
+"""
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<tool_call>", "</tool_call>")
+REPLIES = ("Done.", "Why?", "How much?", "The fee is ", "The money goes to ", "Added ", ".", "?")
+ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", ", ", "no ")
+
+
+def tiny_tokenizer(domains: Collection[str] = DEFAULT_DOMAINS) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer with a token for every word, id and JSON chunk of embedded domains.
+
+    Those of the default domains are always among them.
+    """
+    chunks = sorted(set(_chunks(domains)), key=lambda chunk: (-len(chunk), chunk))
+    pattern = "|".join([*(re.escape(c) for c in chunks), r"[A-Za-z_]+", r"[0-9]", r"[^A-Za-z0-9_]"])
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["".join(piece for piece, _ in byte_level.pre_tokenize_str(chunk)) for chunk in chunks]
+    vocabulary = {
+        token: i for i, token in enumerate([*alphabet, *(w for w in words if w not in alphabet)])
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[2],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE.strip()
+    fast.response_template = RESPONSE_TEMPLATE
+    return fast
+
+
+def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of 0.55 M parameters with fresh weights, the same for the same seed."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # smaller steps into the residual stream, as in GPT-2
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.div_((2 * config.num_hidden_layers) ** 0.5)
+    return model
+
+
+def _chunks(domains: Collection[str]) -> Iterator[str]:
+    """Everything that shall be one token."""
+    yield from (f"{role}\n" for role in ("system", "user", "assistant", "tool"))
+    yield from (
+        "system",
+        "\ntools:",
+        '\n{"name": "',
+        '"}}\n',
+        '"}',
+        '": "',
+        '", "',
+        '{"error": "',
+        "the one of ",
+    )
+    embedded = [d for d in EMBEDDED_DOMAINS if d in DEFAULT_DOMAINS or d in domains]
+    yield from (*IDS, *REPLIES, *ERRORS, *embedded)
+    for environment in environment_classes(embedded, {}).values():
+        module = import_module(environment.__module__)
+        yield from getattr(module, "WORDS", ())
+        keys, words = set(), set()
+        for schema in tool_schemas(environment):
+            function = schema["function"]
+            yield from (function["name"], f" {function['name']}")
+            for name, parameter in function["parameters"]["properties"].items():
+                keys.add(name)
+                words |= set(parameter.get("enum", []))
+        _walk(environment.database_class.model_json_schema(), keys, words)
+        # Words are keys too: flights come as {"free": ..., "full": ...}.
+        keys |= words | set(getattr(module, "REMEDIES", {}))
+        yield from (key for key in keys if key)
+        for key in keys:
+            yield from (f'", "arguments": {{"{key}": "', f'{{"{key}": "', f'", "{key}": "')
+        for family in module.FAMILIES:
+            yield family.name
+            for phrasing in family.phrasings:
+                yield from (piece for piece in re.split(r"\{\w+\}", phrasing) if piece)
+    yield from (
+        "ok",
+        '{"ok": "',
+        "yes",
+        "none",
+        "sick",
+        "late",
+        "wrong",
+        "price",
+        "sent",
+        "fault",
+        '{"fault": "',
+    )
+
+
+def _walk(schema: Any, keys: set[str], words: set[str]) -> None:
+    """Collect the field names and literal values of a JSON schema."""
+    if isinstance(schema, dict):
+        keys |= set(schema.get("properties", {}))
+        values = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
+        words |= {value for value in values if isinstance(value, str)}
+        for value in schema.values():
+            _walk(value, keys, words)
+    elif isinstance(schema, list):
+        for value in schema:
+            _walk(value, keys, words)

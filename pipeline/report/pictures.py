@@ -1,0 +1,86 @@
+"""All pictures of a run, as files and as parts of a page; matplotlib is imported only to draw."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.report.plots import COLOURS, FONT_SIZE, learning_curves, stage_performance
+from pipeline.report.plots_training import dead_groups, stop_reasons, time_and_memory
+from pipeline.report.plots_transfer import accuracy_matrix, tools, transfer
+from pipeline.report.run_files import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 175
+PAPER, INK = "#ffffff", "#000000"
+
+
+def pictures_of(run: Run) -> dict[str, Figure]:
+    """Those that have something to show, by the names of their files."""
+    drawn: dict[str, Callable[[Run], Figure]] = {
+        "learning_curves": learning_curves,
+        "stage_performance": stage_performance,
+    }
+    if run.transfer:
+        drawn["accuracy_matrix"] = accuracy_matrix
+        if run.transfer["domains"]["effects"]:
+            drawn["transfer"] = transfer
+        if any(not name.endswith("/unknown") for name in run.transfer["tools"]["names"]):
+            drawn["tools"] = tools
+    keys = {key for record in run.train for key in record}
+    if any(key.startswith("rollout/stop/") for key in keys):
+        drawn["stop_reasons"] = stop_reasons
+    if "rollout/all_failed" in keys:
+        drawn["dead_groups"] = dead_groups
+    if any("perf/sample_s" in record for record in run.timings):
+        drawn["time_and_memory"] = time_and_memory
+    return drawings(**{name: partial(draw, run) for name, draw in drawn.items()})
+
+
+def drawings(**draw: Callable[[], Figure]) -> dict[str, Figure]:
+    """What each draws, by name, all with text of one size."""
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": FONT_SIZE}):
+        return {name: function() for name, function in draw.items()}
+
+
+def save(figures: Mapping[str, Figure], folder: Path) -> None:
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=DPI)
+        figure.set_layout_engine("none")  # what is laid out now is drawn again as it is
+
+
+def inline_svg(figure: Figure, name: str) -> str:
+    """The figure as an element of a page, whose text and paper colours it takes.
+
+    Nothing in it points outside, and its ids begin with `name`, so that many fit in one page.
+    """
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', text)
+    used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', text))
+
+    def new_id(match: re.Match[str]) -> str:
+        return f' id="{name}-{match[1]}"' if match[1] in used else ""
+
+    text = re.sub(r' id="([\w.-]+)"', new_id, text)
+    text = re.sub(r'(url\(|href=")#', rf"\1#{name}-", text)
+    text = text.replace(PAPER, "var(--paper)").replace(INK, "currentColor")
+    for index, colour in enumerate(COLOURS):
+        text = re.sub(
+            rf"(<text [^>]*fill: ){colour}", rf"\1var(--domain-{index})", text, flags=re.IGNORECASE
+        )
+    return re.sub(r"\n\s*", "\n", text)

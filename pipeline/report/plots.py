@@ -1,0 +1,261 @@
+"""Learning curves and success after each stage; matplotlib is imported only to draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.evaluation.transfer_metrics import wilson
+from pipeline.report.run_files import BEFORE_GRPO, Evaluation, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SMOOTHED_OVER = 9  # steps, centred
+WIDTH = 5.4  # inches, with text of FONT_SIZE: legible in a paper and on a phone
+FONT_SIZE = 8.5
+LEAST_KL = 1e-3  # nats at the top of a probe's axis
+# Okabe and Ito's palette, which colour-blind readers can tell apart
+DARK = ("#0072B2", "#D55E00", "#009E73")
+# Not quite black and white: ink on a colour of its own, whatever the page behind it
+DARK_INK, LIGHT_INK = "#010101", "#fffffe"
+COLOURS = (*DARK, "#CC79A7", "#E69F00", "#56B4E9")
+
+Handle = tuple[str, dict[str, Any]]  # an entry of a legend: its words, its style
+SAMPLED: Handle = (
+    "sampled, 95 % interval (pale: before GRPO)",
+    {"marker": "s", "linestyle": "none", "markersize": 9},
+)
+GREEDY: Handle = (
+    "greedy",
+    {"marker": "D", "color": "black", "markerfacecolor": "white", "linestyle": "none"},
+)
+FLOOR: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
+
+
+def learning_curves(run: Run) -> Figure:
+    """One panel a domain: training reward, validation and held-out success over the steps.
+
+    Below it, where validations measured it, how far the policy has moved on what it had learned.
+    """
+    figure, panels, probes = _curve_panels(run)
+    last = max([1, *(record["step"] for record in [*run.train, *run.evaluations])])
+    for domain, colour, axes in zip(run.domains, cycle(COLOURS), panels, strict=False):
+        stage_bands(axes, run, with_names=axes is panels[0])
+        rewards = _reward_axes(axes, colour) if run.is_graded(domain) else axes
+        for stage in run.stages:
+            _rewards(rewards, run.of_stage(stage), f"reward/{domain}", colour)
+        _floor(rewards, run, domain, colour)
+        _points(axes, run, domain, colour)
+        axes.set_ylabel(domain, color=colour, fontweight="bold")
+        axes.set_xlim(-0.03 * last, 1.03 * last)
+        if not run.train:
+            axes.set_xlim(-1, 1)
+            axes.set_xticks([0])
+            axes.text(0.75, 0.5, "no training steps", transform=axes.transAxes, ha="center")
+        if domain in probes:
+            stage_bands(probes[domain], run, with_names=False)
+            _probe(probes[domain], run, domain, colour)
+    (probes.get(run.domains[-1]) or panels[-1]).set_xlabel("optimizer step")
+    figure.supylabel("mean reward, success rate", fontsize="medium")
+    legend(figure, _learning_handles(run, bool(probes)))
+    return figure
+
+
+def _curve_panels(run: Run) -> tuple[Figure, list[Axes], dict[str, Axes]]:
+    """A wide panel for each domain, and a thin one below those that have a probe."""
+    from matplotlib.figure import Figure
+
+    probed = [d for d in run.domains if any(f"validation/{d}/kl" in r for r in run.validation)]
+    ratios = [height for d in run.domains for height in ([3, 1] if d in probed else [3])]
+    figure = Figure(figsize=(WIDTH, 0.55 * sum(ratios) + 1.3), layout="constrained")
+    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    rows = iter(grid.flat)
+    panels, probes = [], {}
+    for domain in run.domains:
+        panels.append(next(rows))
+        _rate_axis(panels[-1])
+        if domain in probed:
+            probes[domain] = next(rows)
+            tidy(probes[domain])
+    title(figure, run, "training reward and held-out success")
+    return figure, panels, probes
+
+
+def _probe(axes: Axes, run: Run, domain: str, colour: str) -> None:
+    key = f"validation/{domain}/kl"
+    points = [(r["step"], r[key]) for r in run.validation if r.get(key) is not None]
+    style: dict[str, Any] = {"color": colour, "markersize": 4, "linewidth": 1, "clip_on": False}
+    axes.plot(*zip(*points, strict=True), "v--", **style)
+    axes.set_ylim(0, 1.25 * max([LEAST_KL, *(value for _, value in points)]))
+    axes.set_ylabel("KL", fontsize="small")
+    axes.locator_params(axis="y", nbins=2)
+
+
+def stage_bands(axes: Axes, run: Run, with_names: bool = True, lines: bool = False) -> None:
+    """Stages as grey bands behind the steps, or as lines between them; their names above."""
+    last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
+    for index, stage in enumerate(run.stages):
+        first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
+        if lines and index:
+            axes.axvline(first, color="black", linewidth=1)
+        elif not lines:
+            axes.axvspan(first, end, color="black", alpha=(0.04, 0.11)[index % 2], linewidth=0)
+        room = int((end - first) / last * 50)  # characters, about
+        if with_names and room > 3:
+            top, at = axes.get_xaxis_transform(), (first + end) / 2
+            words = f"stage {stage['name']}" if len(stage["name"]) + 6 <= room else stage["name"]
+            words = words if len(words) <= room else f"{words[: room - 2]}.."
+            axes.text(at, 1.02, words, transform=top, ha="center", fontsize="small")
+
+
+def _reward_axes(axes: Axes, colour: str) -> Axes:
+    """An axis on the right, of its own scale, for rewards that are no shares of successes."""
+    beside = axes.twinx()
+    beside.set_ylabel("mean reward", color=colour, fontsize="small")
+    beside.spines[["top"]].set_visible(False)
+    return beside
+
+
+def _rewards(axes: Axes, records: list[dict[str, Any]], key: str, colour: str) -> None:
+    points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+    if points:
+        steps, raw = zip(*points, strict=True)
+        axes.plot(steps, raw, color=colour, linewidth=0.8, alpha=0.35)
+        axes.plot(steps, smooth(raw), color=colour, linewidth=2)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """The mean of the values around each one, of fewer at the ends."""
+    half = SMOOTHED_OVER // 2
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def _points(axes: Axes, run: Run, domain: str, colour: str) -> None:
+    """Validation and the held-out evaluations (sampled)."""
+    key = f"validation/{domain}/success"
+    counts = {
+        v["step"]: len(v["success"].get(domain, ())) for v in run.results.get("validations", [])
+    }
+    for record in run.validation:
+        if record.get(key) is not None:
+            count = counts.get(record["step"], 0)
+            hollow = {"color": colour, "markerfacecolor": "white", "markersize": 4.5, "alpha": 0.9}
+            of = {"mean": record[key], "num_tasks": count}
+            _interval(axes, record["step"], of, fmt="s", **hollow)
+    for evaluation in run.evaluations:
+        if domain in evaluation["success"]:
+            of = evaluation["success"][domain]
+            dot = {"color": colour, "markeredgecolor": "black", "markersize": 8, "zorder": 5}
+            _interval(axes, evaluation["step"], of, fmt="o", **dot)
+
+
+def _learning_handles(run: Run, has_probes: bool) -> list[Handle]:
+    handles: list[Handle] = []
+    if run.train:
+        handles.append(("training reward of a step", {"linewidth": 0.8, "alpha": 0.5}))
+        handles.append((f"mean of {SMOOTHED_OVER} steps", {"linewidth": 2}))
+    if run.validation:
+        hollow = {"marker": "s", "markerfacecolor": "white", "linestyle": "none"}
+        handles.append(("validation, sampled, 95 % interval", hollow))
+    dot = {"marker": "o", "markeredgecolor": "black", "markersize": 8, "linestyle": "none"}
+    handles.append((f"{run.results.get('split', 'test')}, sampled, 95 % interval", dot))
+    if has_probes:
+        dashes = {"marker": "v", "markersize": 4, "linewidth": 1, "linestyle": "--"}
+        handles.append(("KL per token (nats) from the\npolicy when it was learned", dashes))
+    return [*handles, FLOOR] if run.results["floors"] else handles
+
+
+def stage_performance(run: Run) -> Figure:
+    """One panel a domain: sampled success after each stage as bars, greedy success as diamonds."""
+    count, columns = len(run.evaluations), min(3, len(run.domains))
+    size = (max(WIDTH / columns, 0.28 * count + 0.4), 3.0)
+    figure, panels = _panels(run, columns, size, "held-out success after each stage")
+    for domain, colour, axes in zip(run.domains, cycle(COLOURS), panels, strict=False):
+        for x, evaluation in enumerate(run.evaluations):
+            if domain in evaluation["success"]:
+                _bar(axes, x, evaluation, domain, colour)
+        if not run.is_graded(domain):  # what such policies earn is no share of successes
+            _floor(axes, run, domain, colour)
+        axes.set_title(domain, loc="left", color=colour, fontweight="bold")
+        names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
+        axes.set_xticks(range(count), names, rotation=35, ha="right", rotation_mode="anchor")
+        axes.set_xlim(-0.7, max(count, 1) - 0.3)
+        axes.tick_params(labelbottom=True)
+        axes.set_xlabel("evaluated after")
+    figure.supylabel("success rate", fontsize="medium")
+    legend(figure, [SAMPLED, GREEDY, *([FLOOR] if run.results["floors"] else [])])
+    return figure
+
+
+def _bar(axes: Axes, x: float, evaluation: Evaluation, domain: str, colour: str) -> None:
+    of = evaluation["success"][domain]
+    pale = evaluation["after"] in BEFORE_GRPO
+    axes.bar(x, of["mean"], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
+    if of["mean"] >= 0.15:
+        ink = LIGHT_INK if colour in DARK and not pale else "black"
+        axes.text(x, 0.02, f"{of['mean']:.2f}", ha="center", size="small", color=ink)
+    _interval(axes, x - 0.15, of, fmt="none", ecolor="black")
+    axes.plot(x + 0.2, of["greedy"], "D", color="black", markerfacecolor="white", clip_on=False)
+
+
+def _floor(axes: Axes, run: Run, domain: str, colour: str) -> None:
+    floor = max(run.results["floors"].get(domain, {}).values(), default=None)
+    if floor is not None:
+        axes.axhline(floor, color=colour, linestyle=":", linewidth=1)
+
+
+def _interval(axes: Axes, x: float, of: Mapping[str, Any], **style: Any) -> None:
+    known = of["num_tasks"] > 0
+    known = known and 0 <= of["mean"] <= 1  # older runs have mean rewards there
+    low, high = wilson(of["mean"], of["num_tasks"]) if known else (of["mean"], of["mean"])
+    error = [[max(0.0, of["mean"] - low)], [max(0.0, high - of["mean"])]]
+    axes.errorbar(x, of["mean"], error, capsize=2, elinewidth=1, **style)
+
+
+def _panels(
+    run: Run, columns: int, size: tuple[float, float], words: str
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel of `size` inches for each domain, all on the same axes."""
+    from matplotlib.figure import Figure
+
+    rows = math.ceil(len(run.domains) / columns)
+    figure = Figure(figsize=(columns * size[0], rows * size[1] + 1.2), layout="constrained")
+    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axes in panels[len(run.domains) :]:
+        axes.remove()
+    for axes in panels:
+        _rate_axis(axes)
+    title(figure, run, words)
+    return figure, panels[: len(run.domains)]
+
+
+def _rate_axis(axes: Axes) -> None:
+    axes.set_ylim(-0.03, 1.03)
+    tidy(axes)
+
+
+def tidy(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
+    """Fine lines behind the data along one axis, no frame."""
+    axes.set_axisbelow(True)
+    axes.grid(axis=grid, linewidth=0.5, alpha=0.4)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def title(figure: Figure, run: Run, words: str) -> None:
+    name = f"{run.config['recipe']}, seed {run.config['run']['seed']}"
+    figure.suptitle(f"{name}: {words}", wrap=True, fontsize="medium")
+
+
+def legend(figure: Figure, handles: Sequence[Handle]) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], **{"color": "#808080", **style}, label=name) for name, style in handles]
+    columns = max(1, int(figure.get_figwidth() // 2.2))
+    figure.legend(
+        handles=lines, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
+    )

@@ -1,0 +1,167 @@
+"""The accuracy matrix, transfer and tools as pictures; matplotlib is imported only to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from pipeline.report.plots import COLOURS, DARK_INK, LIGHT_INK, WIDTH, tidy, title
+from pipeline.report.run_files import Run, after_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY = "#767676"  # of means over domains
+POINTS = "percentage points"
+
+Number = Sequence[float | None]
+Bar = tuple[str, Number, str]  # name, value with its interval, colour
+
+
+def accuracy_matrix(run: Run) -> Figure:
+    """Success of each domain (columns) after each stage (rows), in per cent with intervals."""
+    transfer = run.transfer
+    names, points = transfer["domains"]["names"], transfer["points"]
+    own = {stage["name"]: stage["own"] for stage in transfer["stages"]}
+    framed = {
+        (p, c)
+        for p, point in enumerate(points)
+        for c, name in enumerate(names)
+        if name in own.get(point, ())
+    }
+    rows = [after_name({"after": point}) for point in points]
+    figure, axes = _heat_map(rows, names, transfer["domains"]["matrix"], framed, height=0.5)
+    axes.set_xlabel(
+        "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
+    )
+    title(figure, run, "accuracy matrix")
+    return figure
+
+
+def tools(run: Run) -> Figure:
+    """Share of each tool's calls without an error (rows) after each stage (columns)."""
+    transfer = run.transfer
+    of = transfer["tools"]
+    columns = [after_name({"after": point}).replace(" the ", " ") for point in transfer["points"]]
+    known = [c for c, name in enumerate(of["names"]) if not name.endswith("/unknown")]
+    names = [of["names"][c] for c in known]
+    numbers = [[row[c] for row in of["matrix"]] for c in known]
+    figure, axes = _heat_map(names, columns, numbers, set(), height=0.25)
+    axes.set_xlabel("held-out calls answered without an error, %, with 95 % interval")
+    title(figure, run, "success of tool calls")
+    return figure
+
+
+def _heat_map(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    numbers: Sequence[Sequence[Number | None]],
+    framed: set[tuple[int, int]],
+    height: float,
+) -> tuple[Figure, Axes]:
+    """Cells with their numbers in per cent; a dash where there is no number or no interval."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    figure = Figure(figsize=(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    colours = colormaps["cividis"]
+    apart = "\n" if height > 0.3 else " "
+    for r, row in enumerate(numbers):
+        for c, number in enumerate(row):
+            if number is None or None in number:
+                axes.text(c, r, "-", ha="center", va="center")
+                continue
+            value, low, high = (100 * (x or 0.0) for x in number)
+            axes.add_patch(Rectangle((c - 0.5, r - 0.5), 1, 1, color=colours(value / 100)))
+            ink = DARK_INK if value > 55 else LIGHT_INK
+            words = f"{value:.0f}{apart}[{low:.0f}, {high:.0f}]"
+            size = "small" if height > 0.3 else "x-small"
+            axes.text(c, r, words, ha="center", va="center", color=ink, fontsize=size)
+    for r, c in framed:
+        frame: dict[str, Any] = {
+            "fill": False,
+            "edgecolor": COLOURS[1],
+            "linewidth": 2.5,
+            "zorder": 3,
+        }
+        axes.add_patch(Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **frame))
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), [fill(name, 13) for name in columns])
+    axes.set_yticks(range(len(rows)), rows)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure, axes
+
+
+def transfer(run: Run) -> Figure:
+    """What each stage changed, and backward transfer, forward transfer and forgetting, as bars."""
+    from matplotlib.figure import Figure
+
+    panels = _bar_panels(run)
+    rows = [len(bars) for _, bars, _ in panels]
+    figure = Figure(figsize=(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4))
+    figure.set_layout_engine("constrained")
+    many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
+    for axes, (words, bars, directions) in zip(many, panels, strict=True):
+        bars_of(axes, bars)
+        # On the right it has room over the names, however long these are.
+        axes.set_title(words, loc="right", fontsize="medium", fontweight="bold")
+        axes.set_xlabel(f"{POINTS}; {directions}", fontsize="small")
+    title(figure, run, "changes, with 95 % intervals")
+    return figure
+
+
+def _bar_panels(run: Run) -> list[tuple[str, list[Bar], str]]:
+    of = run.transfer["domains"]
+    colours = dict(zip(of["names"], cycle(COLOURS), strict=False))
+    bars: list[Bar] = []
+    for stage, effects in zip(run.transfer["stages"], of["effects"], strict=True):
+        for name, number in zip(of["names"], effects, strict=True):
+            kind = " (own)" if name in stage["own"] else ""
+            bars.append((f"stage {stage['name']}: {name}{kind}", number, colours[name]))
+    panels = [("change of each domain over each stage", bars, "- lost, + gained")]
+    for name, words, directions in (
+        ("backward_transfer", "backward transfer: what later stages did", ""),
+        ("forward_transfer", "forward transfer: what earlier stages did", ""),
+        ("forgetting", "forgetting: best success minus that at the end", "+ lost, - gained"),
+    ):
+        found: dict[str, Any] = of[name]
+        if found:
+            bars = [(column, number, colours[column]) for column, number in found.items()]
+            if len(bars) > 1 and name in run.transfer["metrics"]:
+                bars.append(("mean", run.transfer["metrics"][name], GREY))
+            panels.append((words, bars, directions or "- lost, + helped"))
+    return panels
+
+
+def _signed(points: float) -> str:
+    return f"{round(points, 1) + 0.0:+.1f}"
+
+
+def bars_of(axes: Axes, bars: Sequence[Bar]) -> None:
+    """Horizontal bars in percentage points with their intervals; none without an interval."""
+    for y, (_, number, colour) in enumerate(bars):
+        if number is None or None in number:
+            axes.text(0, y, "no interval", va="center", fontsize="small")
+            continue
+        value, low, high = (100 * (x or 0.0) for x in number)
+        axes.barh(y, value, height=0.7, color=colour)
+        error = [[max(0.0, value - low)], [max(0.0, high - value)]]
+        axes.errorbar(value, y, xerr=error, fmt="none", ecolor="black", capsize=2.5, elinewidth=1)
+        words = f"{_signed(value)} [{_signed(low)}, {_signed(high)}]"
+        beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": "x-small"}
+        axes.text(1.02, y, words, va="center", **beside)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize="small")
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, -1.0), max(high, 1.0))
+    tidy(axes, grid="x")

@@ -1,0 +1,131 @@
+"""A run folder's files as values: what reports and plots are made from.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
+from pipeline.tracking.log import METRICS, TIMINGS, read_records
+
+Evaluation = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the files of a run folder say; a run that was interrupted has less."""
+
+    folder: Path
+    config: dict[str, Any]
+    results: dict[str, Any]
+    stages: list[dict[str, Any]]  # as in curriculum.json, those with training steps
+    replay: float
+    train: list[dict[str, Any]]  # lines of metrics.jsonl, in order of steps
+    validation: list[dict[str, Any]]
+    timings: list[dict[str, Any]]  # lines of timings.jsonl of training steps
+    transfer: dict[str, Any]  # `transfer.summary`; empty where there are no evaluations
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return list(self.results["evaluations"])
+
+    @property
+    def domains(self) -> list[str]:
+        return domains_of(self.evaluations) or list(self.config["data"]["domains"])
+
+    @property
+    def step_s(self) -> list[float]:
+        return [record["perf/step_s"] for record in self.timings if "perf/step_s" in record]
+
+    @property
+    def success_threshold(self) -> float:
+        """The reward from which a trial is a success."""
+        return threshold_of([self.results])
+
+    def is_graded(self, domain: str) -> bool:
+        """Whether the domain's rewards say more than success and failure do."""
+        means = [record.get(f"reward/{domain}") for record in self.train]
+        outside = any(mean is not None and not 0 <= mean <= 1 for mean in means)
+        return outside or domain in self.transfer.get("rewards", {})
+
+    def of_stage(self, stage: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [record for record in self.train if record["stage"] == stage["name"]]
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run folder; UserError if it holds no run."""
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
+    curriculum = _read_json(folder / "curriculum.json", {"stages": [], "replay": 0.0})
+    results = _read_json(folder / "results.json", {})
+    metrics = read_records(folder / METRICS)
+    train = {record["step"]: record for record in metrics if record["kind"] == "train"}
+    timings = {r["step"]: r for r in read_records(folder / TIMINGS) if r["kind"] == "train"}
+    trained = {record["stage"] for record in train.values()}
+    return Run(
+        folder=folder,
+        config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
+        results={"evaluations": [], "floors": {}, **results},
+        stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
+        replay=curriculum["replay"],
+        train=[train[step] for step in sorted(train)],
+        validation=[record for record in metrics if record["kind"] == "validation"],
+        timings=[timings[step] for step in sorted(timings)],
+        transfer=results.get("transfer") or _transfer(results),
+    )
+
+
+def _transfer(results: dict[str, Any]) -> dict[str, Any]:
+    """Of results that hold what it takes: rewards of each trial, and the stages."""
+    successes = [of for e in results.get("evaluations", []) for of in e["success"].values()]
+    rewards = [found for of in successes for found in of.get("tasks", {"": None}).values()]
+    per_trial = all(isinstance(found, list) for found in rewards)
+    return summary([results]) if successes and per_trial and "curriculum" in results else {}
+
+
+def _read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {**missing, **found}
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"report: {path} is not what a run writes; restore it") from None
+
+
+def domains_of(evaluations: Iterable[Evaluation]) -> list[str]:
+    return list(dict.fromkeys(domain for e in evaluations for domain in e["success"]))
+
+
+def before_and_after(
+    evaluations: Sequence[Evaluation],
+) -> tuple[Evaluation | None, Evaluation | None]:
+    """The last evaluation before GRPO and the last one after it began; None where there is none."""
+    before = [e for e in evaluations if e["after"] in BEFORE_GRPO]
+    after = [e for e in evaluations if e["after"] not in BEFORE_GRPO]
+    return before[-1] if before else None, after[-1] if after else None
+
+
+def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:
+    """Success of a domain, or of all (`mean`); `kind` is `mean` (sampled) or `greedy`."""
+    success = evaluation["success"] if evaluation else {}
+    if domain == "mean":
+        return fmean(of[kind] for of in success.values()) if success else None
+    return success[domain][kind] if domain in success else None
+
+
+def after_name(evaluation: Evaluation) -> str:
+    names = {"start": "at the start", "warm_start": "after the warm start"}
+    return names.get(evaluation["after"], f"after {evaluation['after']}")
+
+
+def number(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value:{sign}.3f}"

@@ -1,0 +1,353 @@
+"""Sampling conversations: one KV cache over all their turns, each row at its own positions.
+
+Legend: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.grpo.prefix_tree import num_common, unserved
+from pipeline.rollout import token_sampling as picking
+from pipeline.rollout.kv_cache import ROWS, RowCache
+from pipeline.rollout.sequences import (
+    Ids,
+    Row,
+    Sampled,
+    SamplerEpisode,
+    append_sampled,
+    common_stems,
+    members_of,
+    own_copy,
+    passes,
+    row_of,
+    streams_of,
+    take_weights,
+)
+
+MIN_STEM = 64  # tokens that prompts must share at their start to have them computed once
+MIN_FILL = 0.85  # share of a batch's rows that must still go on; below it they are brought together
+STEPS_PER_LOOK = 8  # tokens between two looks at what a GPU has sampled
+
+
+class Sampler:
+    """Samples conversations from its own copy of the model, with one KV cache over all turns.
+
+    Five calls: `load_weights` once per step, `open` conversations, `extend` them by replies,
+    `sample` their next messages, `close`. A token is the inverse of the cumulative distribution at
+    a counter-based draw, so what is sampled does not depend on which other conversations share the
+    batch, beyond rounding. Conversations of the same tokens share a row, in which they are computed
+    once, until their draws part them; not on a GPU, which would have to be asked after each token.
+    A message ends at the end of turn, at one of `other_stops` (ids, too), or at its limit.
+    Weights of `dtype` that the trained model has as well are shared, not copied. `num_tokens`
+    counts the tokens that the model was fed, `num_padded_tokens` padding, too.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        end_of_turn_id: int,
+        temperature: float,
+        dtype: torch.dtype,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        *,
+        other_stops: Sequence[int] = (),
+    ) -> None:
+        why = unserved(model.config.get_text_config())
+        assert why is None, why
+        self.model = own_copy(model, dtype)
+        self.model.set_attn_implementation("row_cache")
+        self.device = next(self.model.parameters()).device
+        self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
+        self.stop_ids = frozenset((end_of_turn_id, *other_stops))
+        self._stops = np.array(sorted(self.stop_ids))
+        self.top_k, self.top_p = top_k, top_p
+        self.num_tokens = self.num_padded_tokens = 0
+        self.shares_rows = self.device.type != "cuda"
+        self.steps_per_look = 1 if self.shares_rows else STEPS_PER_LOOK
+        self._rows: dict[int, Row] = {}  # by place
+        self._cache = RowCache(0, 0, 1, self.device)
+        self._stems: dict[Ids, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @torch.no_grad()
+    def load_weights(self, model: Any) -> None:
+        """Take over the weights of the trained model; LoRA's are merged on the way.
+
+        Until the next call a later update changes those of equal type here as well.
+        """
+        self._stems = {}
+        take_weights(self.model, model)
+
+    @torch.no_grad()
+    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
+        """Start one conversation per prompt; what prompts share is computed once."""
+        if not self._cache.layers:
+            layers = self.model.config.get_text_config().num_hidden_layers
+            self._cache = RowCache(layers, 0, 2 * max(map(len, prompts)), self.device)
+        episodes = [
+            SamplerEpisode(key=key, pending=[prompt[-1]])
+            for prompt, key in zip(prompts, keys, strict=True)
+        ]
+        rows: dict[Ids, Row] = {}  # the last token of a prompt is left for `sample`
+        for episode, prompt in zip(episodes, prompts, strict=True):
+            held = tuple(prompt[:-1])
+            if held not in rows:
+                rows[held] = self._new_row(len(held))
+            episode.row = rows[held]
+            episode.row.members.append(episode)
+        self._prefill({prompt: row.place for prompt, row in rows.items() if prompt})
+        return episodes
+
+    def extend(self, episode: SamplerEpisode, ids: list[int]) -> None:
+        """Append the tokens of a reply; they are computed with the next `sample`."""
+        episode.pending += ids
+
+    def close(self, episode: SamplerEpisode) -> None:
+        """End a conversation; a row without any is free."""
+        row = row_of(episode)
+        row.members.remove(episode)
+        if not row.members:
+            del self._rows[row.place]
+        if not self._rows and self.device.type == "cuda":
+            # Updates want its memory; a CPU keeps it, because fresh memory takes it long.
+            self._cache = RowCache(0, 0, 1, self.device)
+
+    def _new_row(self, length: int) -> Row:
+        place = next(place for place in count() if place not in self._rows)
+        self._rows[place] = row = Row(place=place, length=length)
+        self._cache.add_rows(-(-len(self._rows) // ROWS) * ROWS)
+        return row
+
+    @torch.no_grad()
+    def sample(
+        self,
+        episodes: Sequence[SamplerEpisode],
+        max_tokens: Sequence[int],
+        greedy: bool = False,
+        until: int | None = None,
+    ) -> list[Sampled | None]:
+        """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
+
+        Returns as soon as `until` messages (all, if missing) are complete; None stands for those
+        that are not, which the next call goes on with. Greedy decoding takes the most likely token.
+        Log-probabilities are those at the sampling temperature.
+        """
+        for episode, room in zip(episodes, max_tokens, strict=True):
+            episode.room = room
+        wanted = len(episodes) if until is None else min(until, len(episodes))
+        self._begin_messages([episode for episode in episodes if not episode.ids], greedy)
+        while True:
+            going = [episode for episode in episodes if not self._ended(episode)]
+            if len(episodes) - len(going) >= wanted:
+                return [self._message(e) if self._ended(e) else None for e in episodes]
+            self._decode(going, wanted - len(episodes) + len(going), greedy)
+
+    def _ended(self, episode: SamplerEpisode) -> bool:
+        ids = episode.ids
+        return bool(ids) and (ids[-1] in self.stop_ids or len(ids) >= episode.room)
+
+    def _message(self, episode: SamplerEpisode) -> Sampled:
+        ids, logprobs = episode.ids, episode.logprobs
+        episode.ids, episode.logprobs = [], []
+        return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
+
+    def _begin_messages(self, episodes: Sequence[SamplerEpisode], greedy: bool) -> None:
+        """Feed what is pending and sample the first token of each message."""
+        if not episodes:
+            return
+        rows = sorted(self._parted(episodes), key=lambda row: row.place)
+        fed = [row.members[0].pending for row in rows]
+        hidden = self._feed([row.place for row in rows], fed, [row.length for row in rows])
+        for row, ids in zip(rows, fed, strict=True):
+            row.length += len(ids)
+        members, which = members_of(rows)
+        logprobs_BV = self._logprobs(hidden)[torch.from_numpy(which).to(self.device)]
+        picked = self.pick(logprobs_BV, *streams_of(members), greedy)
+        chosen = logprobs_BV.gather(-1, picked[:, None])
+        append_sampled(members, picked[:, None].tolist(), chosen.tolist())
+
+    def _parted(self, episodes: Sequence[SamplerEpisode]) -> list[Row]:
+        """The rows of these conversations, which hold no other and are to be fed the same tokens.
+
+        Conversations that part from others take a copy of their row.
+        """
+        alike: dict[tuple[int, Ids], list[SamplerEpisode]] = {}
+        for episode in episodes:
+            fed = tuple(episode.pending) if self.shares_rows else (id(episode),)
+            alike.setdefault((id(episode.row), fed), []).append(episode)
+        rows, copies, longest = [], [], 0
+        for members in alike.values():
+            row = row_of(members[0])
+            if len(members) < len(row.members):
+                parting = set(map(id, members))
+                row.members = [episode for episode in row.members if id(episode) not in parting]
+                new = self._new_row(row.length)
+                new.members = members
+                copies.append((row.place, new.place))
+                longest = max(longest, row.length)
+                for episode in members:
+                    episode.row = new
+                row = new
+            rows.append(row)
+        if copies and longest:
+            source, target = torch.tensor(copies).T.to(self.device)
+            self._cache.copy_rows(source, target, longest)
+        return rows
+
+    def _decode(self, episodes: Sequence[SamplerEpisode], wanted: int, greedy: bool) -> None:
+        """Sample tokens until `wanted` messages are complete, too few rows go on, or one must part.
+
+        Every conversation has one token to be fed.
+        """
+        rows = self._bring_to_front(self._parted(episodes))
+        count = len(rows)
+        members, which = members_of(rows)
+        # Free rows fill the batch up; rows of others are written only beyond what they hold.
+        held = [row.length for row in rows]
+        filling = [self._rows.get(place) for place in range(count, -(-count // ROWS) * ROWS)]
+        held += [row.length if row else 0 for row in filling]
+        first = np.flatnonzero(np.diff(which, prepend=-1))  # a member of each row
+        tokens = torch.zeros((len(held), 1), dtype=torch.int64)
+        tokens[:count, 0] = torch.tensor([row.members[0].pending[0] for row in rows])
+        tokens, positions = tokens.to(self.device), torch.tensor(held).to(self.device)[:, None]
+        index = torch.arange(len(held), device=self.device)
+        which_B, first_B = (torch.from_numpy(x).to(self.device) for x in (which, first))
+        keys, drawn = streams_of(members)
+        left = np.array([e.room - len(e.ids) for e in members])
+        lengths = np.zeros(len(members), dtype=np.int64)  # of what is sampled here; 0: it goes on
+        # Where rows that have ended wait for others: no further than one may go.
+        last = max(max(held), *(held[w] + n for w, n in zip(which.tolist(), left, strict=True)))
+        picked, chosen = [], []
+        for step in range(1, int(left.max()) + 1):
+            hidden = self._forward(index, tokens, positions, max(held) + step, True)[:, 0]
+            self.num_tokens += count
+            logprobs_BV = self._logprobs(hidden)[which_B]
+            picked.append(self.pick(logprobs_BV, keys, drawn + step - 1, greedy))
+            chosen.append(logprobs_BV.gather(-1, picked[-1][:, None]))
+            tokens[:count, 0] = picked[-1][first_B]
+            positions = (positions + 1).clamp_(max=last)
+            if step % self.steps_per_look and step < left.max():
+                continue
+            seen = step - 1 - (step - 1) % self.steps_per_look
+            for number, ids in enumerate(torch.stack(picked[seen:]).cpu().numpy(), seen + 1):
+                ends = (ids[:, None] == self._stops).any(1) | (number >= left)
+                lengths[ends & (lengths == 0)] = number
+            goes_on = lengths == 0
+            apart = (ids != ids[first][which]) | (goes_on != goes_on[first][which])
+            if (apart & (goes_on | goes_on[first][which])).any():
+                break
+            going = int(goes_on[first].sum())
+            ended = len(members) - int(goes_on.sum())
+            if ended >= wanted or -(-going // ROWS) * ROWS <= MIN_FILL * count:
+                break
+        lengths[lengths == 0] = step
+        for row, length in zip(rows, lengths[first].tolist(), strict=True):
+            row.length += length
+        ids, logprobs = torch.stack(picked, 1).cpu().numpy(), torch.cat(chosen, 1).cpu().numpy()
+        append_sampled(
+            members,
+            [line[:length].tolist() for line, length in zip(ids, lengths, strict=True)],
+            [line[:length].tolist() for line, length in zip(logprobs, lengths, strict=True)],
+        )
+
+    def _bring_to_front(self, wanted: Sequence[Row]) -> list[Row]:
+        """Swap rows into the first places; returns them in order."""
+        count, inside = len(wanted), set(map(id, wanted))
+        holes = [r for r in range(count) if r not in self._rows or id(self._rows[r]) not in inside]
+        movers = [row.place for row in wanted if row.place >= count]
+        if holes:
+            source, target = (torch.tensor(x) for x in (movers + holes, holes + movers))
+            longest = max(self._rows[r].length for r in movers + holes if r in self._rows)
+            self._cache.copy_rows(source.to(self.device), target.to(self.device), longest)
+        for hole, mover in zip(holes, movers, strict=True):
+            moved, displaced = self._rows.pop(mover), self._rows.pop(hole, None)
+            moved.place, self._rows[hole] = hole, moved
+            if displaced is not None:
+                displaced.place, self._rows[mover] = mover, displaced
+        return [self._rows[place] for place in range(count)]
+
+    def _prefill(self, place: Mapping[Ids, int]) -> None:
+        """Compute prompts, each in its row; what several begin with is computed once and kept."""
+        starts = dict.fromkeys(place, 0)
+        for stem in common_stems(list(place), MIN_STEM):
+            if not any(2 * num_common(old, stem) >= len(stem) for old in self._stems):
+                row = next(row for prompt, row in place.items() if prompt[: len(stem)] == stem)
+                self._feed([row], [list(stem)], [0])
+                self._stems[stem] = self._cache.take_out(row, len(stem))
+        for prompt, row in place.items():
+            known = [stem for stem in self._stems if prompt[: len(stem)] == stem]
+            if known:
+                stem = max(known, key=len)
+                self._cache.put_in(row, self._stems[stem])
+                starts[prompt] = len(stem)
+        rest = {prompt: list(prompt[starts[prompt] :]) for prompt in place}
+        some = [prompt for prompt in place if rest[prompt]]
+        if some:
+            self._feed([place[p] for p in some], [rest[p] for p in some], [starts[p] for p in some])
+
+    def _feed(
+        self, rows: Sequence[int], tokens: Sequence[list[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """Feed tokens to rows from the given positions, those of like lengths together.
+
+        Returns the hidden state of each row's last token, [B, H].
+        """
+        found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        order = sorted(range(len(rows)), key=lambda i: -len(tokens[i]))
+        for first, last in passes([len(tokens[i]) for i in order]):
+            batch, longest = sorted(order[first:last]), len(tokens[order[first]])
+            padded = torch.tensor([tokens[i] + [0] * (longest - len(tokens[i])) for i in batch])
+            begin = torch.tensor([[starts[i]] for i in batch])
+            counts = torch.tensor([len(tokens[i]) for i in batch])
+            index = torch.tensor([rows[i] for i in batch])
+            # Padding stands no further than behind the last token: positions may be at their end.
+            end = max(starts[i] + len(tokens[i]) for i in batch) + 1
+            in_front = index.tolist() == list(range(len(batch)))
+            index, padded, begin = (x.to(self.device) for x in (index, padded, begin))
+            positions = (begin + torch.arange(longest, device=self.device)).clamp_(max=end - 1)
+            hidden_BT = self._forward(index, padded, positions, end, in_front)
+            self.num_tokens += int(counts.sum())
+            ends = hidden_BT[torch.arange(len(batch)), counts - 1]
+            for i, hidden in zip(batch, ends, strict=True):
+                found[i] = hidden
+        return torch.stack(found)
+
+    def _forward(
+        self,
+        rows: torch.Tensor,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor,
+        end: int,
+        first_rows: bool,
+    ) -> torch.Tensor:
+        """The hidden states, [B, T, H], of tokens at positions below `end` of cache rows."""
+        self.num_padded_tokens += tokens_BT.numel()
+        hidden_BT: torch.Tensor = self.model.get_decoder()(
+            input_ids=tokens_BT,
+            attention_mask=self._cache.place(rows, positions_BT, end, first_rows),
+            position_ids=positions_BT,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        return hidden_BT
+
+    def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of every next token at the sampling temperature, [B, V], float32."""
+        return picking.logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)
+
+    def pick(
+        self,
+        logprobs_BV: torch.Tensor,
+        keys: NDArray[np.uint64],
+        positions: NDArray[np.int64],
+        greedy: bool,
+    ) -> torch.Tensor:
+        """The next token of each row, [B]; its draw stands at `positions` of the stream `keys`."""
+        return picking.pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)

@@ -1,0 +1,303 @@
+"""The warm start: a short supervised stage on demonstrations.
+
+It runs through TRL's SFTTrainer, on the same ranks. Its rows are `input_ids` and `labels` made by
+the same `chat.py` code as rollouts, so the policy learns to continue exactly what it will be given.
+It shall leave a policy that is able but far from good: the embedded experts follow the policy's
+rules only in part (`warm_start.rule_share`), so that every branch of every decision stays likely
+and GRPO has something to sharpen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from pipeline.chat.template import Chat
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config, UserError
+from pipeline.data.rng import permutation
+from pipeline.data.tasks import MAX_CHARACTERS, ROLES, Message, call_problem
+from pipeline.distributed.ranks import kept_apart
+from pipeline.embedded.experts import play_expert
+from pipeline.embedded.generation import MAX_TASKS
+from pipeline.environments.tools import tool_schemas
+from pipeline.files.untrusted import lines_of, one_line, open_file, parse_json, shown
+from pipeline.models.loading import on_gpu, uses_bf16
+
+Row = dict[str, list[int]]
+NUM_TRIED = 100  # demonstrations that are tried before a run
+IGNORED = -100  # the label of tokens that are not trained, as in transformers
+
+
+def warm_start(
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    chat: Chat,
+    environments: dict[str, type[Any]],
+    num_ranks: int,
+    on_step: Callable[[], None],
+) -> float:
+    """Train `model` in place; every rank calls it after the Accelerator was made.
+
+    `on_step` is called after each optimizer step. Returns the mean loss of the steps' last eighth.
+    """
+    from datasets import Dataset
+    from transformers import PrinterCallback
+    from trl import SFTTrainer
+
+    rows, size = demonstration_rows(config, chat, environments), config.warm_start.batch_size
+    if config.run.deterministic:  # sums of shares would depend on the ranks: each does all the work
+        rows, share = repeat_steps(rows, size, num_ranks), size
+    else:
+        rows, share = pad_steps(rows, size, num_ranks), -(-size // num_ranks)
+    trainer = SFTTrainer(
+        model=model,
+        args=_arguments(config, share),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)  # the run's own log tells what it did
+    trainer.add_callback(_Steps(on_step))
+    if config.run.deterministic:
+        trainer.add_callback(_Alone(trainer))
+    hook = model.register_forward_pre_hook(_without_dropout)
+    trainer.train()
+    hook.remove()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return float(losses[-1])
+
+
+def _without_dropout(model: Any, _: Any) -> None:
+    """Each rank would draw masks for its own rows, so the answer would depend on their number."""
+    model.eval()
+
+
+def _arguments(config: Config, share: int) -> Any:
+    """The trainer's settings, for so many of a step's rows on each rank."""
+    from trl import SFTConfig
+
+    settings = config.warm_start
+    arguments = SFTConfig(
+        output_dir=str(config.run.output_dir),
+        max_steps=settings.steps,
+        per_device_train_batch_size=share,
+        average_tokens_across_devices=not config.run.deterministic,
+        train_sampling_strategy="sequential",  # the rows come in the order of their own draws
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        adam_beta1=0.9,
+        adam_beta2=0.98,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        bf16=uses_bf16(config.model),
+        use_cpu=not on_gpu(),
+        activation_checkpointing=False,
+        save_strategy="no",
+        logging_steps=max(1, settings.steps // 8),
+        disable_tqdm=True,
+        report_to=[],
+        seed=config.run.seed,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        dataloader_pin_memory=on_gpu(),
+        ddp_find_unused_parameters=False,
+        accelerator_config={"use_configured_state": True},
+    )
+    arguments._n_gpu = 1  # one rank is one GPU; on several, transformers would turn to DataParallel
+    return arguments
+
+
+class _Steps(TrainerCallback):
+    """Calls a function after each optimizer step."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._on_step()
+
+
+class _Alone(TrainerCallback):
+    """Keeps each rank's gradients to itself."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        kept_apart(self._trainer.model_wrapped)
+
+
+def repeat_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:
+    """Each step's rows once for every rank, where ranks take blocks of `batch_size` in turn."""
+    steps = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+    return [row for step in steps for _ in range(num_ranks) for row in step]
+
+
+def pad_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:
+    """Add rows without labels behind each step's own.
+
+    With them any number of ranks gets equal shares of a step.
+    """
+    missing = -batch_size % num_ranks
+    padding = [{"input_ids": [0], "labels": [IGNORED]}] * missing
+    return [
+        row
+        for i in range(0, len(rows), batch_size)
+        for row in [*rows[i : i + batch_size], *padding]
+    ]
+
+
+def check_demonstrations(config: Config) -> None:
+    """Raises UserError where the warm start would find faulty demonstrations, or none."""
+    if not config.grpo.use_grpo or config.warm_start.steps == 0:
+        return
+    settings = config.warm_start
+    experts = set(config.data.domains) & set(EMBEDDED_DOMAINS)
+    if settings.data is not None:
+        read_demonstrations(settings.data)
+    elif not experts:
+        raise UserError(
+            "warm_start.data: missing, and only embedded domains have experts; give demonstrations "
+            "or warm_start.steps 0"
+        )
+    elif settings.steps * settings.batch_size > len(experts) * MAX_TASKS:
+        raise UserError(
+            f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, but "
+            f"the experts give at most {MAX_TASKS} a domain; give fewer"
+        )
+
+
+def try_demonstrations(config: Config, chat: Chat) -> None:
+    """UserError where one of NUM_TRIED demonstrations, evenly spread, cannot become tokens."""
+    path = config.warm_start.data
+    if not config.grpo.use_grpo or config.warm_start.steps == 0 or path is None:
+        return
+    found = read_demonstrations(path)
+    for messages, tools in found[:: -(-len(found) // NUM_TRIED)]:
+        try:
+            encode(chat, messages, tools)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+
+def demonstration_rows(config: Config, chat: Chat, environments: dict[str, type[Any]]) -> list[Row]:
+    """As many rows as the warm start will see, in its order.
+
+    No row is used twice if enough can be made.
+    """
+    count = config.warm_start.steps * config.warm_start.batch_size
+    if config.warm_start.data is not None:
+        rows = [
+            encode(chat, messages, tools)
+            for messages, tools in read_demonstrations(config.warm_start.data)
+        ]
+        order = [
+            index
+            for epoch in range(count // len(rows) + 1)
+            for index in _order(config, len(rows), epoch)
+        ]
+        return [rows[index] for index in order[:count]]
+    domains = [domain for domain in config.data.domains if domain in EMBEDDED_DOMAINS]
+    assert domains, "check_demonstrations comes first"
+    per_domain = [
+        _expert_rows(config, chat, environments[d], d, -(-count // len(domains))) for d in domains
+    ]
+    rows = [row for domain_rows in per_domain for row in domain_rows]
+    return [rows[index] for index in _order(config, len(rows), 0)][:count]
+
+
+def _order(config: Config, count: int, epoch: int) -> list[int]:
+    return permutation(count, config.run.seed, "warm start", epoch)
+
+
+def _expert_rows(
+    config: Config, chat: Chat, environment_class: type[Any], domain: str, count: int
+) -> Iterator[Row]:
+    module = import_module(f"pipeline.embedded.{domain}")
+    tasks = module.generate_tasks(config.data.task_seed, count, "train", config.data.difficulty)
+    environment, tools = environment_class(), tool_schemas(environment_class)
+    for task in tasks:
+        share, seed = config.warm_start.rule_share, config.run.seed
+        messages, _ = play_expert(environment, module.expert, task, share, seed)
+        yield encode(chat, messages, tools)
+
+
+def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Row:
+    """Tokens of a conversation, and labels on what the assistant says."""
+    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    ids = chat.prompt_ids(messages[:first], tools)
+    labels = [IGNORED] * len(ids)
+    replies: list[Message] = []
+    for message in messages[first:]:
+        if message["role"] != "assistant":
+            replies.append(message)
+            continue
+        if replies:
+            delta = chat.reply_ids(replies)
+            ids, labels, replies = ids + delta, labels + [IGNORED] * len(delta), []
+        said = chat.message_ids(message)
+        ids, labels = ids + said, labels + said
+    return {"input_ids": ids, "labels": labels}
+
+
+def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
+    """Conversations of a JSONL file, `{"messages": [...], "tools": [...]}`.
+
+    UserError names the faulty line.
+    """
+    found = []
+    try:
+        with open_file(path) as file:
+            for number, line in lines_of(file, str(path)):
+                if text := line.decode().strip():
+                    found.append(_demonstration(text, f"{path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"warm_start.data: {path} cannot be read ({one_line(str(error))}); check the path"
+        ) from None
+    if not found:
+        raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
+    return found
+
+
+def _demonstration(text: str, where: str) -> tuple[list[Message], list[dict[str, Any]]]:
+    try:
+        row = parse_json(text)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: not JSON ({getattr(error, 'msg', error)}); mend the line"
+        ) from None
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise UserError(f"{where}: messages: give a list of objects with role and content")
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles or roles[0] == "assistant":
+        raise UserError(
+            f"{where}: a demonstration starts with a request and holds an assistant message"
+        )
+    if unknown := [role for role in roles if role not in ROLES]:
+        raise UserError(
+            f"{where}: got the role {shown(unknown[0])}; give one of {', '.join(ROLES)}"
+        )
+    if problem := next(filter(None, map(call_problem, messages)), ""):
+        raise UserError(f"{where}: {problem}")
+    if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
+        raise UserError(f"{where}: more than {MAX_CHARACTERS} characters; shorten it")
+    tools = row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
+    return messages, tools
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+    )

@@ -1,0 +1,271 @@
+"""What a run writes while it runs: the metrics files, the trackers, the progress on the terminal.
+
+`metrics.jsonl` holds only what the seed determines and `timings.jsonl` the rest. They are the
+truth: trackers get the numbers of every line under the same names. This module imports no torch;
+trackers are loaded only when one is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pipeline.checkpoints.manifest import sync
+from pipeline.config.settings import Config, UserError
+from pipeline.files.untrusted import reason_of
+from pipeline.tracking.trackers import TensorBoard, Tracker, Trackio
+from pipeline.tracking.wandb_feed import Record, WandbFeed, remember_id, say
+
+METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
+ACCELERATED = {"tensorboard": TensorBoard, "trackio": Trackio}
+
+
+class RunLog:
+    """The metrics files of a run folder and the trackers fed with them; on other ranks a no-op.
+
+    Every record carries `kind`, `stage` and `step`, the number of GRPO optimizer steps done; a line
+    of timings gets the `time` it is written at. Make it on every rank and after the Accelerator,
+    which Accelerate's trackers need. `sizes` are those of the checkpoint that the run goes on from:
+    the files are cut back to them, and `tracker_run_id` is the one it knows; without, they start
+    empty. A file that cannot be written raises OSError; a tracker that fails is given up with one
+    warning. Raises UserError on every rank when a tracker's package is missing, and on rank 0 when
+    W&B cannot start a fresh run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        is_main: bool,
+        sizes: Mapping[str, int] | None = None,
+        tracker_run_id: str | None = None,
+    ) -> None:
+        self._files: dict[str, LinesFile] = {}
+        self._trackers: list[Tracker] = []
+        self._wandb: WandbFeed | None = None
+        self._known_id = tracker_run_id
+        require_packages(config.tracking.report_to)
+        if not is_main:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, TIMINGS):
+            self._files[name] = LinesFile(folder / name, (sizes or {}).get(name, 0))
+        sync(folder)
+        if sizes is not None and tracker_run_id is not None:
+            remember_id(folder, tracker_run_id)
+        for name in config.tracking.report_to:
+            self._start(name, folder, config, is_resumed=sizes is not None)
+
+    @property
+    def tracker_run_id(self) -> str | None:
+        """W&B's id of the run, which a resumed run keeps."""
+        return self._known_id if self._wandb is None else self._wandb.run_id
+
+    def metrics(self, record: Record) -> None:
+        """Append a line that the seed determines."""
+        self._write(METRICS, record, lambda tracker, line: tracker.metrics(line))
+
+    def timings(self, record: Record) -> None:
+        """Append a line of times, memory or hosts."""
+        stamped = {**record, "time": time.time()}
+        self._write(TIMINGS, stamped, lambda tracker, line: tracker.timings(line))
+
+    def sync(self) -> None:
+        """Bring what was written to the disk itself."""
+        for file in self._files.values():
+            file.sync()
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file, all of them on disk: what a checkpoint remembers."""
+        self.sync()
+        return {name: file.size for name, file in self._files.items()}
+
+    def finish_with(self, folder: Path) -> None:
+        """The run is over and its results are in the run folder: W&B gets them when it closes."""
+        self._tell(lambda tracker: tracker.finish_with(folder))
+
+    def close(self, failed: bool = False) -> None:
+        """Finish trackers and files; harmless when repeated."""
+        self._tell(lambda tracker: tracker.close(failed))
+        self._trackers = []
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def _write(self, name: str, record: Record, feed: Callable[[Tracker, Record], None]) -> None:
+        if name not in self._files:
+            return
+        assert "step" in record, f"{name}: a record without a step: {dict(record)}"
+        clean = finite(record)
+        self._files[name].append(json.dumps(clean, allow_nan=False))
+        self._tell(lambda tracker: feed(tracker, clean))
+
+    def _start(self, name: str, folder: Path, config: Config, *, is_resumed: bool) -> None:
+        """Start a tracker; one that fails stops a fresh run, but not one that has got somewhere."""
+        kept = [read_records(folder / name) for name in (METRICS, TIMINGS)] if is_resumed else None
+        try:
+            if name == "wandb":
+                self._wandb = WandbFeed(folder, config, *(kept or ()))
+                self._trackers.append(self._wandb)
+            else:
+                self._trackers.append(ACCELERATED[name](folder, config, kept))
+        except Exception as error:
+            if not is_resumed:
+                raise
+            feed = ACCELERATED.get(name, WandbFeed)
+            give_up(feed.name, feed.advice, error)
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                give_up(tracker.name, tracker.advice, error)
+
+
+def give_up(name: str, advice: str, error: Exception) -> None:
+    """No tracker stops a run: it is left alone until the next start."""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    say(f"warning: {name}: {kind}{reason_of(error)}; the run goes on, the files are whole{advice}")
+
+
+class LinesFile:
+    """A file of lines that is cut to `size` bytes and then appended to, whole lines only."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        there = self._file.read(size)
+        self.size = there.rfind(b"\n") + 1
+        if self.size != size:
+            say(
+                f"warning: {path}: the checkpoint was written when it had {size} bytes, and only "
+                f"{self.size} of these are there in whole lines; what is missing stays missing"
+            )
+        self._file.truncate(self.size)
+        self.sync()
+
+    def append(self, line: str) -> None:
+        """Write a line at once; where that fails (a full disk) nothing of it, and raise OSError."""
+        line_bytes = f"{line}\n".encode()
+        left = memoryview(line_bytes)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(self.size)
+            error.filename = str(self._path)
+            raise
+        self.size += len(line_bytes)
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not know (NaN and the infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, if there is one, without a last line that a crash cut short."""
+    if not path.is_file():
+        return []
+    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines]
+    with suppress(json.JSONDecodeError):
+        records.append(json.loads(last))
+    return records
+
+
+def require_packages(report_to: Collection[str]) -> None:
+    """Raises UserError when the package of a tracker is not installed."""
+    for name in report_to:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"report_to: got {name}, which is not installed; "
+                f"pip install {name}, or report to none"
+            )
+
+
+class StageProgress:
+    """The progress of a stage on rank 0's standard error: a bar, or lines if it is no terminal."""
+
+    def __init__(self, stage: str, num_steps: int, *, is_main: bool, done: int = 0) -> None:
+        self._stage, self._num_steps, self._done = stage, num_steps, done
+        self._is_main = is_main
+        self._start = self._last_line = time.monotonic()
+        self._bar: Any = None
+        if is_main and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                desc=stage, total=num_steps, initial=done, unit="step", dynamic_ncols=True
+            )
+
+    def step(self, record: Record) -> None:
+        """One optimizer step is done; `record` is its line of metrics."""
+        self._done += 1
+        text = rewards(record)
+        if record.get("rollout/replaced_groups"):
+            text += f"  replaced {record['rollout/replaced_groups']} groups"
+        if record.get("rollout/left_out"):
+            text += f"  left out {record['rollout/left_out']:.0f} episodes"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif self._is_main and self._is_line_due():
+            self._last_line = time.monotonic()
+            elapsed = f"{self._last_line - self._start:.1f} s"
+            parts = [f"{self._stage} {self._done}/{self._num_steps}", text, elapsed]
+            say("  ".join(part for part in parts if part))
+
+    def _is_line_due(self) -> bool:
+        """Some ten lines a stage, and one a minute at least."""
+        every = max(10, self._num_steps // 10)
+        waited_s = time.monotonic() - self._last_line
+        return self._done % every == 0 or self._done == self._num_steps or waited_s > 60
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def rewards(record: Record) -> str:
+    """`reward airline 0.62 retail 0.41`, of the domains in the record."""
+    names = [key for key in record if key.startswith("reward/") and key != "reward/mean"]
+    text = "".join(f" {name.removeprefix('reward/')} {record[name]:.2f}" for name in names)
+    return f"reward{text}" if text else ""

@@ -1,0 +1,149 @@
+"""Where a step's time goes: seconds, tokens, FLOP/s and memory; and traces of chosen steps."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pipeline.grpo.dynamic_sampling import PlayedStep
+from pipeline.models.loading import uses_bf16
+from pipeline.session import Run
+from pipeline.tracking.flops import peak_of, work_of
+
+
+class Timer:
+    """What this rank does between entering and leaving: seconds by phase, and the work in them."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._step_s = run, 0.0
+        self._spent: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        if self._run.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._before, self._begun = _counters(self._run), time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._step_s = time.perf_counter() - self._begun
+        after = _counters(self._run)
+        self._spent = {name: after[name] - self._before[name] for name in after}
+
+    def timings(self, played: PlayedStep) -> dict[str, float]:
+        """What `timings.jsonl` holds of the step, from all ranks.
+
+        Seconds are means over the ranks, of which `environment` is a part of `sample`, and `wait`,
+        for other ranks, of no other; exchanging gradients is a part of `update`. Tokens per second
+        are those of all ranks together, in the step or in the phase. FLOP/s (see `flops.py`) and
+        MFU are a rank's, memory is that of the rank that takes most. `exchanged_bytes` is what all
+        ranks gave to others, gradients included.
+        """
+        run, spent = self._run, self._spent
+        lengths = [t.num_tokens for t in played.trajectories]
+        sampled = sum(t.num_sampled_tokens for t in played.trajectories)
+        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # of a token's sequence
+        work = work_of(run.model)
+        spent["sample_flops"] = work.of_sampling(spent["sample_tokens"], sampled, length)
+        spent["update_flops"] = work.of_update(
+            spent["update_tokens"], spent["update_sampled"], length
+        )
+        spent |= {"step_s": self._step_s, "sampled": sampled, "episodes": len(lengths)}
+        rows = run.ranks.all_gather_numbers([*spent.values(), peak_memory_mb(run)])
+        *columns, memory = zip(*rows, strict=True)
+        total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
+        found = rates(total, run.ranks.num_ranks, _peak(run))
+        return {**found, "perf/peak_memory_mb": max(memory)}
+
+
+def _counters(run: Run) -> dict[str, float]:
+    """What has added up so far on this rank."""
+    assert run.updater is not None
+    sampler, updater, seconds = run.rollout.sampler, run.updater, run.ranks.seconds
+    return {
+        "sample_s": seconds["sample"],
+        "environment_s": run.rollout.environment_s,
+        "update_s": seconds["update"],
+        "wait_s": seconds["wait"],
+        "sample_tokens": sampler.num_tokens,
+        "sample_padded": sampler.num_padded_tokens,
+        "update_tokens": updater.num_tokens,
+        "update_padded": updater.num_padded_tokens,
+        "update_sampled": updater.num_sampled_tokens,
+        "bytes": sum(run.ranks.bytes.values()),
+    }
+
+
+def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dict[str, float]:
+    """Means, shares and rates from sums over the ranks; `peak` is the FLOP/s of a rank's GPU."""
+    seconds = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
+    found = {f"perf/{name}": value for name, value in seconds.items()}
+    found["perf/episodes_per_s"] = total["episodes"] / seconds["step_s"]
+    found["perf/tokens_per_s"] = total["sampled"] / seconds["step_s"]
+    found["perf/sample_tokens_per_s"] = _ratio(total["sampled"], seconds["sample_s"])
+    found["perf/update_tokens_per_s"] = _ratio(total["update_tokens"], seconds["update_s"])
+    for phase in ("sample", "update"):
+        padding = total[f"{phase}_padded"] - total[f"{phase}_tokens"]
+        found[f"perf/{phase}_padding_share"] = _ratio(padding, total[f"{phase}_padded"])
+        found[f"perf/{phase}_flops_per_s"] = _ratio(total[f"{phase}_flops"], total[f"{phase}_s"])
+    flops = total["sample_flops"] + total["update_flops"]
+    found["perf/flops_per_s"] = flops / total["step_s"]
+    found["perf/exchanged_bytes"] = total["bytes"]
+    if peak is not None:
+        kinds = ("", "sample_", "update_")
+        found |= {f"perf/{kind}mfu": found[f"perf/{kind}flops_per_s"] / peak for kind in kinds}
+    return found
+
+
+def _peak(run: Run) -> float | None:
+    """The peak of this rank's GPU at what it computes in, where that is bf16 and known."""
+    on_gpu = run.accelerator.device.type == "cuda"
+    bf16 = on_gpu and uses_bf16(run.config.model)
+    return peak_of(torch.cuda.get_device_name()) if bf16 else None
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def peak_memory_mb(run: Run) -> float:
+    """The most that this rank held: on its GPU in the step, or without one so far in the run."""
+    if run.accelerator.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+@contextmanager
+def profiled(run: Run, step: int) -> Iterator[None]:
+    """Around an optimizer step: writes its trace, one file a rank, if the settings name it.
+
+    The phases are ranges in it. The files open in https://ui.perfetto.dev or chrome://tracing.
+    """
+    if step not in run.config.run.profile:
+        yield
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own
+    on_gpu = run.accelerator.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        yield
+    folder = run.folder / "profile"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{step:06d}.rank-{run.ranks.rank}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    if run.ranks.is_main:
+        print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)

@@ -1,0 +1,157 @@
+"""What is logged of a step, as the seed determines it: means over its episodes on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pipeline.evaluation.error_rates import ErrorShares
+from pipeline.evaluation.transfer_metrics import succeeded
+from pipeline.grpo.advantages import dead_groups
+from pipeline.grpo.dynamic_sampling import PlayedStep, left_out
+from pipeline.models.loading import uses_bf16
+from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
+from pipeline.session import Run
+
+# How a group without a signal came out, by what is logged; `few`: it has fewer than two episodes
+# that are not left out.
+DEAD = {
+    "dead_groups": ("failed", "solved", "few"),
+    "all_failed": ("failed",),
+    "all_solved": ("solved",),
+    "too_few_left": ("few",),
+}
+
+
+def rollout_metrics(
+    run: Run, played: PlayedStep, shares: ErrorShares | None = None
+) -> dict[str, float]:
+    """Means over the episodes of the stage's own groups on all ranks.
+
+    They are reward (of episodes that are not left out), dead groups, stop reasons and tokens, by
+    domain as well. What dynamic sampling plays beyond is only counted, so that runs with and
+    without it can be compared. Errors and what is left out are counted in all that was played, and
+    errors of environments added to `shares`.
+    """
+    size, domains = run.config.rollout.num_generations, run.config.data.domains
+    threshold = run.config.evaluation.success_threshold
+    counts = _counts(played.first, size, domains, threshold)
+    counts |= _errors(played.trajectories, domains)
+    total = dict(zip(counts, run.ranks.sum(list(counts.values())), strict=True))
+    here = [domain for domain in domains if total[f"groups {domain}"]]
+    episodes = total["episodes"]
+    if shares is not None:
+        shares.remember(played.trajectories)
+        for domain in domains:
+            shares.add(domain, int(total[f"played {domain}"]), int(total[f"errors {domain}"]))
+    judged = [domain for domain in here if total[f"judged {domain}"]]
+    metrics = {f"reward/{d}": total[f"reward {d}"] / total[f"judged {d}"] for d in judged}
+    if judged:
+        rewards, count = (sum(total[f"{n} {d}"] for d in judged) for n in ("reward", "judged"))
+        metrics = {"reward/mean": rewards / count, **metrics}
+    metrics |= {
+        "rollout/episodes": episodes,
+        "rollout/sampled_tokens": total["tokens"],
+        "rollout/turns": total["turns"] / episodes,
+        "rollout/tool_errors": total["tool errors"],
+        "rollout/environment_errors": sum(total[f"errors {domain}"] for domain in domains),
+    }
+    metrics |= _left_out(total, domains)
+    for kind, names in DEAD.items():
+        dead = {d: sum(total[f"{name} {d}"] for name in names) for d in here}
+        metrics[f"rollout/{kind}"] = sum(dead.values()) * size / episodes
+        metrics |= {f"rollout/{kind}/{d}": dead[d] / total[f"groups {d}"] for d in here}
+    metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
+    if run.config.grpo.dynamic_sampling:
+        replacements = sum(played.rounds[1:])
+        metrics["rollout/rounds"] = len(played.rounds) - 1
+        metrics["rollout/replaced_groups"] = replacements
+        metrics["rollout/extra_episodes"] = replacements * size
+    return metrics
+
+
+def _counts(
+    trajectories: Sequence[Trajectory], size: int, domains: Sequence[str], threshold: float
+) -> dict[str, float]:
+    """Of one rank; the same names in the same order on every rank."""
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    dead = dead_groups(rewards, size, ~left_out(trajectories)).tolist()
+    ends = [
+        (trajectories[i].domain, _end(trajectories[i : i + size], threshold) if dead[i] else "")
+        for i in range(0, len(trajectories), size)
+    ]
+    counts: dict[str, float] = {
+        "episodes": len(trajectories),
+        "tokens": sum(t.num_sampled_tokens for t in trajectories),
+        "turns": sum(t.num_turns for t in trajectories),
+        **{f"stop {r}": sum(t.stop_reason == r for t in trajectories) for r in StopReason},
+    }
+    for domain in domains:
+        judged = [t.reward for t in trajectories if t.domain == domain and not t.left_out]
+        counts |= {
+            f"reward {domain}": sum(judged),
+            f"judged {domain}": len(judged),
+            f"groups {domain}": sum(of == domain for of, _ in ends),
+            **{f"{end} {domain}": ends.count((domain, end)) for end in DEAD["dead_groups"]},
+        }
+    return counts
+
+
+def _end(group: Sequence[Trajectory], threshold: float) -> str:
+    """How a dead group came out."""
+    rewards = [t.reward for t in group if not t.left_out]
+    if len(rewards) < 2:
+        return "few"
+    return "solved" if succeeded(rewards[0], threshold) else "failed"
+
+
+def _left_out(total: Mapping[str, float], domains: Sequence[str]) -> dict[str, float]:
+    """Episodes that were left out: all, and by kind and domain where there are any."""
+    found = {
+        f"rollout/left_out/{kind}/{domain}": total[f"{kind} {domain}"]
+        for kind in LEFT_OUT
+        for domain in domains
+        if total[f"{kind} {domain}"]
+    }
+    return {"rollout/left_out": sum(found.values()), **found}
+
+
+def _errors(trajectories: Sequence[Trajectory], domains: Sequence[str]) -> dict[str, float]:
+    """Of one rank, of all episodes: exceptions of tools, and how their environments ended them."""
+    counts: dict[str, float] = {"tool errors": sum(t.num_tool_errors for t in trajectories)}
+    for domain in domains:
+        mine = [t for t in trajectories if t.domain == domain]
+        counts[f"played {domain}"] = len(mine)
+        reasons = [t.stop_reason for t in mine]
+        counts[f"errors {domain}"] = reasons.count(StopReason.ENVIRONMENT_ERROR)
+        for kind in LEFT_OUT:
+            counts[f"{kind} {domain}"] = sum(t.left_out == kind for t in mine)
+    return counts
+
+
+def over_iterations(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Statistics of the updates of one step: their means; the gap to the sampler of the first.
+
+    Of updates that were skipped only that is said, unless all were.
+    """
+    done = [row for row in found if not row["train/skipped"]] or found
+    means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}
+    means["train/skipped"] = sum(row["train/skipped"] for row in found) / len(found)
+    return means | {name: found[0][name] for name in means if "logprob_gap" in name}
+
+
+def warn_of_gap(run: Run, statistics: dict[str, float]) -> None:
+    """Once a run, say that training computes other log-probabilities than the sampler did."""
+    limit = run.config.grpo.logprob_gap_limit
+    limit = limit or (0.5 if uses_bf16(run.config.model) else 1e-3)
+    gap = statistics.get("train/logprob_gap", 0.0)
+    if not gap > limit or run.warned_of_gap:
+        return
+    run.warned_of_gap = True
+    if run.ranks.is_main:
+        print(
+            f"warning: step {run.state.step + 1}: a log-probability differs by {gap:.2g} between "
+            f"sampler and training (logprob_gap_limit {limit:g}); see train/logprob_gap",
+            flush=True,
+        )
