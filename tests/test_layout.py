@@ -175,7 +175,7 @@ def test_no_exception_is_swallowed_unseen(path):
 def test_nothing_is_left_to_do_in_the_code():
     kinds = (
         "pipeline/**/*.py",
-        "tests/*.py",
+        "tests/**/*.py",
         "scripts/**/*.[ps]*",
         "recipes/*.yaml",
         "accelerate_configs/*",
@@ -188,7 +188,7 @@ def test_nothing_is_left_to_do_in_the_code():
 
 def test_files_of_whole_runs_are_tested_first():
     flags = ["--collect-only", "-q", "-p", "no:cacheprovider"]
-    files = ["tests/test_layout.py", "tests/test_bench_survival.py"]
+    files = ["tests/test_layout.py", "tests/scripts/test_survival.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, *files],
         cwd=ROOT,
@@ -196,4 +196,4 @@ def test_files_of_whole_runs_are_tested_first():
         text=True,
         check=True,
     )
-    assert done.stdout.startswith("tests/test_bench_survival.py::")
+    assert done.stdout.startswith("tests/scripts/test_survival.py::")

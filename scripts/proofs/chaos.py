@@ -1,0 +1,269 @@
+"""Kills a run again and again, resumes it, and compares its end with the undisturbed run's.
+
+    python scripts/proofs/chaos.py --kills 100
+
+One short run of three stages is made undisturbed. Then the same run is killed at random moments:
+SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the launcher; after some kills a
+file of a checkpoint is cut short or gets a flipped bit. The same command with
+`--resume-from-checkpoint auto` goes on each time. Every run that reaches its end must have the
+SHA-256 of the undisturbed run's parameters and of its metrics.jsonl, no process may be left after
+a kill, and a rank's death must end the others. Runs follow one another until all kills are spent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.common import ROOT, machine, write_json
+
+RUN = ROOT / "pipeline" / "run.py"
+KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
+LIMIT_S = 60.0  # for everything to end after a kill
+SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
+SHORT += "--eval-steps 2 --eval-steps-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
+SHORT += "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6"
+LAST = "stage-3-telecom"
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What was seen over all kills."""
+
+    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    damaged: int = 0
+    num_ends: int = 0  # runs that reached their end
+    faults: list[str] = field(default_factory=list)
+    steps_lost: list[int] = field(default_factory=list)
+    detect_s: list[float] = field(default_factory=list)  # from the kill of a rank to the end
+    resume_s: list[float] = field(default_factory=list)  # from the start to the first new line
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--num-gpus", type=int, default=2, help="ranks")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of kills")
+    parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    options = parser.parse_args(argv)
+    where = machine()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        folder = Path(temporary)
+        command = prepare(folder, options.num_gpus, options.warm_start_steps)
+        begun = time.perf_counter()
+        finish([*command, "--output-dir", str(folder / "undisturbed")], folder / "log")
+        length_s = time.perf_counter() - begun
+        tally = torment(command, folder, options.kills, Random(options.seed), length_s)
+    figures = figures_of(tally, options.kills)
+    where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
+    print("\n".join(f"{name:<28}{value:g}" for name, value in figures.items()))
+    print("  ".join(f"{name} {value}" for name, value in where.items()))
+    print("\n".join(tally.faults))
+    write_json(options.json, figures, where, vars(options))
+    return int(bool(tally.faults))
+
+
+def prepare(folder: Path, num_ranks: int, warm_start_steps: int) -> list[str]:
+    """The command of the run to torment, on a model that solves some tasks already."""
+    flags = f"--warm-start-steps {warm_start_steps} --max-steps 0 --eval-tasks-per-domain 1 "
+    flags += "--eval-trials 1 --report-to none"
+    finish([*flags.split(), "--output-dir", str(folder / "model")], folder / "log")
+    model = folder / "model" / "checkpoints" / "warm-start"
+    return [*SHORT.split(), "--model", str(model), "--num-gpus", str(num_ranks)]
+
+
+def start(flags: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """A run in a process group of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, str(RUN), *flags],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def finish(flags: Sequence[str], log: Path) -> None:
+    if code := start(flags, log).wait():
+        raise RuntimeError(f"exit code {code} of {' '.join(flags)}:\n{log.read_text()[-3000:]}")
+
+
+def torment(
+    command: Sequence[str], folder: Path, num_kills: int, random: Random, length_s: float
+) -> Tally:
+    """Kill and resume until all kills are spent, and let the last run reach its end."""
+    tally, number = Tally(), 0
+    while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
+        number += 1
+        run, log = folder / f"run-{number}", folder / f"log-{number}"
+        flags = [*command, "--output-dir", str(run), "--resume-from-checkpoint", "auto"]
+        while True:
+            left = num_kills - sum(tally.kills.values())
+            after_s = random.uniform(0, length_s) if left else None
+            if live(flags, run, log, after_s, random, tally):
+                break
+            if random.random() < 0.4:
+                tally.damaged += damage(run / "checkpoints", random)
+        tally.num_ends += 1
+        for what, digest in digests(folder / "undisturbed").items():
+            if digests(run)[what] != digest:
+                tally.faults.append(f"run {number}: {what} differ; the run's output:")
+                tally.faults.append(log.read_text()[-4000:])
+        shutil.rmtree(run)
+        print(f"run {number}: {sum(tally.kills.values())} kills so far", flush=True)
+    return tally
+
+
+def live(
+    flags: Sequence[str],
+    run: Path,
+    log: Path,
+    after_s: float | None,
+    random: Random,
+    tally: Tally,
+) -> bool:
+    """One life of a run: to its end (True), or until it is killed `after_s` seconds."""
+    lines, begun = num_lines(run), time.perf_counter()
+    process, resumed = start(flags, log), False
+    ranks: list[psutil.Process] = []
+    while process.poll() is None and (after_s is None or time.perf_counter() - begun < after_s):
+        time.sleep(0.05)
+        if not resumed and num_lines(run) > lines > 0:
+            resumed = True
+            tally.resume_s.append(time.perf_counter() - begun)
+    if process.poll() is not None:
+        if process.returncode:
+            tally.faults.append(f"exit code {process.returncode}:\n{log.read_text()[-4000:]}")
+        return True
+    launcher = psutil.Process(process.pid)  # before the kill: after it there may be none
+    ranks = launcher.children(recursive=True)
+    kind, killed_at = kill(process, ranks, random), time.perf_counter()
+    tally.kills[kind] += 1
+    alive = still_alive([*ranks, launcher], LIMIT_S)
+    took_s = time.perf_counter() - killed_at
+    for stray in alive:
+        tally.faults.append(f"{kind}: process {stray.pid} is alive after {LIMIT_S:.0f} s")
+        stray.kill()
+    process.wait()
+    if kind == "one rank" and ranks:
+        tally.detect_s.append(took_s)
+    reached = num_steps(run)
+    saved = max([0, *(int(p.name[5:11]) for p in (run / "checkpoints").glob("step-*"))])
+    tally.steps_lost.append(max(0, reached - saved))
+    return False
+
+
+def still_alive(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Those that have not ended within so many seconds; what nobody has buried yet has ended."""
+    until = time.perf_counter() + limit_s
+    alive = list(processes)
+    while alive and time.perf_counter() < until:
+        time.sleep(0.02)
+        alive = [process for process in alive if not has_ended(process)]
+    return alive
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill(process: subprocess.Popen[bytes], ranks: list[psutil.Process], random: Random) -> str:
+    """Kill in one of the ways; returns which. Before there are ranks it is always the launcher."""
+    kind = random.choice(KINDS) if ranks else "launcher"
+    victims: list[psutil.Process | subprocess.Popen[bytes]] = {
+        "one rank": [random.choice(ranks)] if ranks else [],
+        "all ranks": ranks,
+        "launcher": [process],
+        "SIGTERM": [process],
+    }[kind]
+    for victim in victims:
+        try:
+            victim.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    return kind
+
+
+def damage(folder: Path, random: Random) -> int:
+    """Cut a file of a random checkpoint short, or flip one bit of it; returns how many."""
+    files = [path for path in sorted(folder.glob("[!.]*/*")) if path.stat().st_size]
+    if not files:
+        return 0
+    path = random.choice(files)
+    content = bytearray(path.read_bytes())
+    place = random.randrange(len(content))
+    if random.random() < 0.5:
+        content[place] ^= 1 << random.randrange(8)
+    else:
+        del content[place:]
+    path.write_bytes(content)
+    return 1
+
+
+def num_lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def num_steps(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b'"kind": "train"') if path.is_file() else 0
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of the final parameters and of the metrics."""
+    paths = {
+        "parameters": run / "checkpoints" / LAST / "model.safetensors",
+        "metrics.jsonl": run / "metrics.jsonl",
+    }
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
+        for name, path in paths.items()
+    }
+
+
+def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
+    figures = {
+        "kills survived": float(sum(tally.kills.values()) if not tally.faults else 0),
+        "kills wanted": float(num_kills),
+        **{f"  {kind}": float(count) for kind, count in tally.kills.items()},
+        "checkpoint files damaged": float(tally.damaged),
+        "runs brought to their end": float(tally.num_ends),
+    }
+    for name, values in (
+        ("steps lost per kill", tally.steps_lost),
+        ("seconds to detect", tally.detect_s),
+        ("seconds to resume", tally.resume_s),
+    ):
+        if values:
+            figures |= {f"{name}, median": median(values), f"{name}, largest": max(values)}
+            figures[f"{name}, mean"] = fmean(values)
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

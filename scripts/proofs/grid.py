@@ -1,0 +1,281 @@
+"""The update and the run on several numbers of ranks: what the tests and the full grid share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.grpo.micro_batches import Item, cuts, make_micro_batches, micro_batch, shared_cuts
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.models.loading import TokenLogprobs
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.trajectory import MicroBatch, StopReason, Trajectory
+from scripts.proofs.ranks import play_ranks
+
+LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")
+LEVELS = ("token", "sequence")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+GROUP = 4
+
+
+def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = 16) -> Any:
+    """A Qwen3 of 2 layers and few tokens, with weights so large that no distribution is flat."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).to(dtype)
+
+
+def in_float64(model: Any) -> Any:
+    """The model in float64 throughout: transformers' norms compute in float32 whatever they get."""
+    model = model.double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_rms_norm, module.weight, module.variance_epsilon)
+    return model
+
+
+def _rms_norm(weight: torch.Tensor, epsilon: float, hidden: torch.Tensor) -> torch.Tensor:
+    return weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def make_trajectory(
+    prompt: Sequence[int] = (1, 2, 3),
+    completion: Sequence[int] = (4, 5),
+    mask: Sequence[int] | None = None,
+    **fields: Any,
+) -> Trajectory:
+    """An episode in plain ids; `mask` says which of the completion were sampled, all if missing."""
+    loss_mask = [True] * len(completion) if mask is None else [bool(m) for m in mask]
+    values: dict[str, Any] = {
+        "domain": "desk",
+        "task_id": "t1",
+        "family": "",
+        "branch": "",
+        "trial": 0,
+        "prompt_ids": list(prompt),
+        "completion_ids": list(completion),
+        "loss_mask": loss_mask,
+        "logprobs": [-1.0 if m else 0.0 for m in loss_mask],
+        "stop_reason": StopReason.COMPLETED,
+        "reward": 0.0,
+        "num_turns": 1,
+    }
+    return Trajectory(**{**values, **fields})
+
+
+def make_episodes(count: int) -> tuple[list[Trajectory], list[float]]:
+    """Random conversations with log-probabilities near the small model's, and advantages."""
+    random = Random(count)
+    rows = []
+    for _ in range(count):
+        length = random.randint(1, 40)
+        completion = [random.randrange(16) for _ in range(length)]
+        mask = [1] + [random.randrange(2) for _ in range(length - 1)]
+        rows.append(make_trajectory([1, random.randrange(16)], completion, mask))
+    batch = micro_batch([(row, 0.0, 1.0) for row in rows], 0)
+    with torch.no_grad():
+        logprobs = TokenLogprobs(small_model(), 1.0)(batch)[0]
+    noise = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1)) * 0.1
+    kept = (logprobs + noise).split([row.num_sampled_tokens for row in rows])
+    for i, values in enumerate(kept):
+        numbers = iter(values.tolist())
+        rows[i] = make_trajectory(
+            rows[i].prompt_ids,
+            rows[i].completion_ids,
+            rows[i].loss_mask,
+            logprobs=[next(numbers) if mask else 0.0 for mask in rows[i].loss_mask],
+        )
+    return rows, [random.choice([-1.0, -0.3, 0.5, 2.0]) for _ in range(count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One update: on how many ranks, in how many micro-batches of which layout, in which type.
+
+    Layout `balanced` is `shared` after groups have moved between the ranks. With `spread` idle the
+    last rank has no trajectory; `means` normalises by each rank's own counts, which is the fault
+    that the grid must show.
+    """
+
+    num_ranks: int = 1
+    count: int = 1
+    layout: str = "padded"
+    dtype: str = "float64"
+    spread: str = "even"
+    loss_type: str = "dapo"
+    level: str = "token"
+    model: str = "small"
+    means: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an update left on rank 0, flat, and whether all ranks have the same parameters."""
+
+    gradient: np.ndarray[Any, Any]  # clipped
+    parameters: np.ndarray[Any, Any]
+    statistics: dict[str, float]
+    same: bool
+
+
+def batch() -> tuple[list[Trajectory], list[float]]:
+    """40 episodes of uneven lengths in groups of 4.
+
+    One group's advantages are all zero, and one episode was cut before it sampled anything.
+    """
+    rows, advantages = make_episodes(40)
+    advantages[8:12] = [0.0] * GROUP
+    rows[17] = make_trajectory(rows[17].prompt_ids, [], reward=0.0)
+    return rows, advantages
+
+
+def share(num_groups: int, rank: int, num_ranks: int, spread: str) -> list[int]:
+    """The episodes of a rank: every so many-th group; with `idle` the last rank has none."""
+    active = num_ranks - (spread == "idle")
+    groups = range(rank, num_groups, active) if rank < active else range(0)
+    return [group * GROUP + i for group in groups for i in range(GROUP)]
+
+
+def cut(items: Sequence[Item], layout: str, count: int) -> list[MicroBatch]:
+    """At most `count` micro-batches: of equal numbers of rows, or by the smallest such budget."""
+    if layout == "padded":
+        kept = [item for item in items if item[0].num_sampled_tokens]
+        size = max(1, -(-len(kept) // count))
+        return [micro_batch(kept[i : i + size], 0) for i in range(0, len(kept), size)]
+    joined, shared = layout == "packed", layout in ("shared", "balanced")
+    sequences = sorted(t.ids for t, _, _ in items if t.num_sampled_tokens)
+    lengths = sorted(map(len, sequences), reverse=True)
+
+    def number(budget: int) -> int:
+        return len(shared_cuts(sequences, budget) if shared else cuts(lengths, budget, joined))
+
+    budget = next(b for b in range(1, 1 << 20) if number(b) <= count)
+    return make_micro_batches(items, budget, 0, joined, shared)
+
+
+def model_of(cell: Cell, seed: int = 0) -> Any:
+    small = cell.model == "small"
+    model = small_model(seed) if small else tiny_model(tiny_tokenizer(), seed)
+    return in_float64(model) if cell.dtype == "float64" else model
+
+
+def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
+    """Two terms, a clipped gradient, one AdamW step, through the pipeline's own Updater."""
+    clip = 0.1 if cell.level == "token" else 0.01  # such that some ratios are beyond it
+    config = Config.model_validate(
+        {
+            "grpo": {
+                "loss_type": cell.loss_type,
+                "importance_sampling_level": cell.level,
+                "epsilon": clip,
+                "epsilon_high": clip + (1 if cell.loss_type == "cispo" else 0.002),
+                "beta": 0.1,
+                "entropy_coef": 0.01,
+                "max_grad_norm": 0.05,  # below the norm, so that the clip is at work
+                "weight_decay": 0.01,
+                "balance_ranks": cell.layout == "balanced",
+            },
+            "rollout": {"num_generations": GROUP},
+        }
+    )
+    model = model_of(cell)
+    updater = _CutUpdater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    updater.cell = cell
+    updater.reference = Reference(TokenLogprobs(model_of(cell, seed=1), 1.0))
+    gradients: list[np.ndarray[Any, Any]] = []
+    updater.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(_flat(p.grad for p in model.parameters()))
+    )
+    rows, advantages = batch()
+    mine = share(len(rows) // GROUP, ranks.rank, ranks.num_ranks, cell.spread)
+    statistics = updater.update_policy(
+        [rows[i] for i in mine], [advantages[i] for i in mine], learning_rate=1e-3
+    )
+    digests = ranks.all_gather_objects(_digest(model), "digests")
+    parameters = _flat(p.detach() for p in model.parameters())
+    same = len(set(digests)) == 1
+    return Outcome(gradient=gradients[0], parameters=parameters, statistics=statistics, same=same)
+
+
+class _CutUpdater(Updater):
+    """The Updater with a cell's cut, and with its fault if it has one."""
+
+    cell: Cell
+
+    def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
+        return cut(items, self.cell.layout, self.cell.count)
+
+    def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
+        if self.cell.means:
+            everyone = [everyone[self.ranks.rank]] * self.ranks.num_ranks
+        return super()._counts(everyone)
+
+
+def _flat(tensors: Any) -> np.ndarray[Any, Any]:
+    return torch.cat([tensor.double().flatten() for tensor in tensors]).numpy().copy()
+
+
+def _digest(model: Any) -> str:
+    return parameter_hash(model.named_parameters())
+
+
+def _updates_on_this_rank(cells: Sequence[Cell]) -> dict[Cell, Outcome] | None:
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 120)
+    outcomes = {cell: update(cell, accelerator, ranks) for cell in cells}
+    return outcomes if ranks.is_main else None
+
+
+def play_updates(cells: Sequence[Cell]) -> dict[Cell, Outcome]:
+    """The outcome of every cell; one spawn per number of ranks."""
+    found: dict[Cell, Outcome] = {}
+    for num_ranks in sorted({cell.num_ranks for cell in cells}):
+        here = [cell for cell in cells if cell.num_ranks == num_ranks]
+        results = play_ranks(_updates_on_this_rank, num_ranks, here)
+        failed = [result for result in results if isinstance(result, str)]
+        if failed:
+            raise RuntimeError(failed[0])
+        found |= results[0]
+    return found
+
+
+def difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    """|a - b| / |b|, by Euclidean norms."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def update_cells(rank_counts: Sequence[int], counts: Sequence[int], model: str) -> list[Cell]:
+    """The grid of the update, with the single process that it is compared with."""
+    return [
+        Cell(num_ranks=n, count=c, layout=layout, dtype=dtype, spread=spread, model=model)
+        for n in rank_counts
+        for spread in (("even", "idle") if n > 1 else ("even",))
+        for c in counts
+        for layout in LAYOUTS
+        for dtype in ("float64", "float32")
+    ]

@@ -1,0 +1,80 @@
+"""Real ranks on this machine, for proofs and tests."""
+
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+_context = get_context("forkserver")  # a clean server process imports once, and ranks fork from it
+_context.set_forkserver_preload(["pipeline.session"])
+
+
+def play_ranks(
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 120
+) -> list[Any]:
+    """Run `function(*arguments)` on so many real processes; what each returns, by rank.
+
+    They are ended when none says anything for `timeout_s`. Each finds the variables that
+    `accelerate launch` would set. What a rank raises comes back as the text of its traceback, in
+    place of a result.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    scratch = tempfile.TemporaryDirectory(prefix="ranks-")  # what a rank leaves goes with it
+    for rank in range(num_ranks):
+        receiver, sender = _context.Pipe(duplex=False)
+        place = (rank, num_ranks, port, scratch.name)
+        process = _context.Process(target=_rank, args=(sender, function, place, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    results: list[Any] = [f"rank {rank} said nothing" for rank in range(num_ranks)]
+    open_pipes = list(pipes)
+    while open_pipes:
+        ready = wait(open_pipes, timeout=timeout_s)
+        if not ready:
+            break
+        for pipe in ready:
+            try:
+                results[pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
+            except EOFError:
+                open_pipes.remove(pipe)
+    for process in processes:
+        process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    scratch.cleanup()
+    return results
+
+
+def _rank(
+    sender: Any, function: Callable[..., Any], place: tuple[int, int, int, str], arguments: Any
+) -> None:
+    rank, size, port, tempfile.tempdir = place
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+    torch.set_num_threads(1)
+    try:
+        result = function(*arguments)
+    except Exception:
+        result = traceback.format_exc()
+    sender.send(result)
+    os._exit(0)  # a live gloo group may abort the process on its way out

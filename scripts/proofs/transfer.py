@@ -1,0 +1,157 @@
+"""What learning one domain does to the others, and which remedy against forgetting pays how much.
+
+    python scripts/proofs/transfer.py --seeds 1 2 3
+
+Sequential training in two orders, mixed, and the remedies, all with the same number of episodes,
+from one warm start for each seed, on held-out tasks of the test split. Prints two tables in
+Markdown: every number in points (hundredths of the success rate), the mean of these seeds with its
+95 % interval from a bootstrap over tasks, paired wherever two runs are compared, and in brackets
+the number of each seed. Bold is what excludes 0 when seeds are taken anew as well. Runs that are
+there already are not run again. `--quick` does the same with few steps and tasks, which shows that
+it works and nothing else. Flags that follow `--` go to every run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import Number, differences, summary
+from scripts import sweep
+from scripts.bench.common import machine, parser_of, write_json
+
+Runs = list[dict[str, Any]]
+PLAIN, MIXED = "airline, retail, telecom", "mixed"
+ROWS: dict[str, dict[str, str]] = {
+    PLAIN: {},
+    "telecom, retail, airline": {"order": "telecom,retail,airline"},
+    f"{PLAIN}; replay 0.1": {"replay": "0.1"},
+    f"{PLAIN}; replay 0.3": {"replay": "0.3"},
+    f"{PLAIN}; KL anchor, beta 0.05": {"beta": "0.05", "sync_ref_model": "true"},
+    f"{PLAIN}; replay 0.1, advantages x 4 / 2 / 1": {
+        "replay": "0.1",
+        "domain_advantage_scale": "{airline: 4, retail: 2}",
+    },
+    f"{PLAIN}; LoRA, learning rate 2e-3": {"use_peft": "true", "learning_rate": "2e-3"},
+    MIXED: sweep.MIXED,
+}
+QUICK = (
+    "--max-steps 9 --tasks-per-step 4 --num-generations 2 --warm-start-steps 3 --eval-steps 3 "
+    "--eval-tasks-per-domain 6 --eval-steps-tasks 4 --eval-trials 2 --anchor-tasks 2"
+)
+COLUMNS = {
+    "average_accuracy": "success at the end",
+    "stage_gain": "gain of a stage's own domain",
+    "backward_transfer": "backward transfer",
+    "forward_transfer": "forward transfer",
+    "forgetting": "forgetting",
+}
+
+
+TESTED = ("backward_transfer", "forward_transfer")  # what may be zero
+
+
+def main(argv: list[str]) -> int:
+    place = argv.index("--") if "--" in argv else len(argv)
+    parser = parser_of(__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--side-by-side", type=int, default=2, help="runs at a time, of one rank")
+    parser.add_argument("--output-dir", type=Path, help="missing: runs/transfer[-quick]")
+    parser.add_argument("--quick", action="store_true", help="a few steps: does it work?")
+    options = parser.parse_args(argv[:place])
+    common = [
+        "--config",
+        "forgetting",
+        *(QUICK.split() if options.quick else []),
+        *argv[place + 1 :],
+    ]
+    begun, quick = time.time(), "-quick" if options.quick else ""
+    folder = options.output_dir or Path(f"runs/transfer{quick}")
+    runner = sweep.Sweep(folder, 1, options.side_by_side)
+    try:
+        if runner.run(list(ROWS.values()), options.seeds, [*common, "--report-to", "none"]):
+            return 1
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    runs = {
+        name: [_results(folder, settings, seed) for seed in options.seeds]
+        for name, settings in ROWS.items()
+    }
+    print(table(runs), end="\n\n")
+    print(remedies(runs), end="\n\n")
+    minutes = (time.time() - begun) / 60
+    print(f"{len(options.seeds)} seeds, {minutes:.0f} minutes", flush=True)
+    figures = {
+        f"{name}: {metric}": value[0] or 0.0
+        for name, of in runs.items()
+        for metric, value in summary(of)["metrics"].items()
+    }
+    write_json(options.json, figures, machine(), {"seeds": options.seeds, "flags": common})
+    return 0
+
+
+def _results(folder: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
+    path = folder / f"{sweep.label(settings)}-seed-{seed}" / "results.json"
+    read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return read
+
+
+def table(runs: Mapping[str, Runs]) -> str:
+    """A row for each curriculum: what it came to, over all seeds."""
+    rows = []
+    for name, of in runs.items():
+        found, wider = summary(of, over_seeds=False), summary(of)["metrics"]
+        each = [summary([run])["metrics"] for run in of]
+        ends = " / ".join(f"{100 * (n[0] or 0):.0f}" for n in found["domains"]["matrix"][-1])
+        cells = [
+            # The interval of forgetting is no test of zero; see continual.forgetting.
+            points(m, found["metrics"], each, wider if m in TESTED else None)
+            for m in COLUMNS
+        ]
+        rows.append([name, ends, *cells])
+    names = " / ".join(summary(runs[PLAIN])["domains"]["names"])
+    return markdown(["curriculum", f"{names} at the end", *COLUMNS.values()], rows)
+
+
+def remedies(runs: Mapping[str, Runs]) -> str:
+    """What each row has more than the sequence without a remedy, in pairs."""
+    shown = ("backward_transfer", "forgetting", "stage_gain", "average_accuracy")
+    rows, plain = [], runs[PLAIN]
+    for name, of in runs.items():
+        if name != PLAIN:
+            found, wider = differences(of, plain, over_seeds=False), differences(of, plain)
+            each = [differences([a], [b]) for a, b in zip(of, plain, strict=True)]
+            rows.append([name, *(points(metric, found, each, wider) for metric in shown)])
+    return markdown([f"against {PLAIN}", *(COLUMNS[metric] for metric in shown)], rows)
+
+
+Numbers = Mapping[str, Number]
+
+
+def points(metric: str, found: Numbers, seeds: Sequence[Numbers], tested: Numbers | None) -> str:
+    """`-5.1 (-8.0 to -2.2) [-6, -4]` in hundredths; bold where `tested` excludes 0."""
+    if metric not in found:
+        return "-"
+    sign = "" if metric == "average_accuracy" and tested is None else "+"
+    value, low, high = (f"{100 * (x or 0):{sign}.1f}" for x in found[metric])
+    each = ", ".join(f"{round(100 * (of[metric][0] or 0)):{sign}d}" for of in seeds)
+    text = f"{value} ({low} to {high}) [{each}]"
+    _, least, most = tested[metric] if tested else (0, 0, 0)
+    return f"**{text}**" if (least or 0) > 0 or (most or 0) < 0 else text
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    aligned = ["---", *("--:" for _ in header[1:])]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, aligned, *rows])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

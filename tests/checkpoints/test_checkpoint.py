@@ -1,0 +1,531 @@
+"""Checkpoints: whole or not there, loadable by others, restored exactly."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, load_state, save
+from pipeline.checkpoints.manifest import (
+    newest_first,
+    number_of,
+    problem,
+    prune,
+    put_aside,
+    write_text,
+)
+from pipeline.checkpoints.run_folder import find_checkpoint
+from pipeline.config.settings import Config, UserError
+from pipeline.distributed.ranks import Ranks, parameter_hash, whole_state
+from pipeline.grpo.updater import Updater
+from pipeline.models.loading import TokenLogprobs
+from scripts.proofs.grid import make_episodes, small_model
+from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import tokenizer
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
+
+
+def state_of(model):
+    return adamw(model).state_dict()
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        ids = torch.randint(0, 16, (2, 9), generator=torch.Generator().manual_seed(step))
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def save_plain(folder, name, step=0, seed=0):
+    return save(folder, name, small_model(seed), tokenizer(), TrainState(step=step))
+
+
+# What is saved
+
+
+def test_others_load_a_checkpoint_by_from_pretrained(tmp_path):
+    model = small_model()
+    path = save(tmp_path, "stage-1-airline", model, tokenizer(), TrainState(), state_of(model))
+    assert path == tmp_path / "stage-1-airline"
+    assert (path / "model.safetensors").is_file()
+    assert same(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), model)
+    loaded = AutoTokenizer.from_pretrained(path)
+    assert loaded("cancel K07")["input_ids"] == tokenizer()("cancel K07")["input_ids"]
+    assert loaded.chat_template == tokenizer().chat_template
+
+
+def test_the_state_comes_back_as_it_was(tmp_path):
+    state = TrainState(
+        stage="retail",
+        step=57,
+        evaluations=[{"after": "start", "step": 0, "success": {"airline": {"mean": 0.1}}}],
+        training={"airline": {"episodes": 9}},
+    )
+    path = save(tmp_path, "step-000057", small_model(), tokenizer(), state)
+    assert load_state(path) == state
+    assert load_state(path).evaluated("start")
+    assert not load_state(path).evaluated("airline")
+
+
+def test_training_goes_on_exactly_as_without_the_checkpoint(tmp_path):
+    model = small_model()
+    optimizer = adamw(model)
+    train(model, optimizer, steps=3)
+    path = save(
+        tmp_path, "step-000003", model, tokenizer(), TrainState(step=3), optimizer.state_dict()
+    )
+    train(model, optimizer, steps=2, start=3)
+
+    resumed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    fresh = adamw(resumed)
+    load_optimizer(path, fresh)
+    train(resumed, fresh, steps=2, start=3)
+    assert same(resumed, model)
+    for mine, theirs in zip(fresh.state.values(), optimizer.state.values(), strict=True):
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+        assert torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"])
+        assert mine["step"] == theirs["step"] == 5
+
+
+def test_without_its_optimizer_training_would_go_on_differently(tmp_path):
+    model = small_model()
+    optimizer = adamw(model)
+    train(model, optimizer, steps=3)
+    path = save(tmp_path, "warm-start", model, tokenizer(), TrainState())
+    train(model, optimizer, steps=2, start=3)
+    resumed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    fresh = adamw(resumed)
+    load_optimizer(path, fresh)  # a warm start has none
+    train(resumed, fresh, steps=2, start=3)
+    assert not same(resumed, model)
+
+
+# On other ranks, with moments spread over them or not
+
+
+def update(folder, shard_optimizer, resume):
+    """Three updates from the start, saved, or three more from there; the hash of the parameters.
+
+    A deterministic run, so that the number of ranks changes no bit.
+    """
+    accelerator = Accelerator()
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    config = Config.model_validate(
+        {
+            "grpo": {"shard_optimizer": shard_optimizer, "max_tokens_per_microbatch": 100},
+            "rollout": {"num_generations": 4},
+            "run": {"deterministic": True},
+        }
+    )
+    model = small_model()
+    if resume:
+        path, _ = find_checkpoint(folder, "latest")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ranks = Ranks(rank, num_ranks, 60)
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    if resume:
+        load_optimizer(path, updater.optimizer)
+    rows, advantages = make_episodes(24)
+    mine = [i for i in range(24) if i // 4 % num_ranks == rank]  # whole groups
+    for step in range(3):
+        rate = 1e-2 / (1 + step)
+        updater.update_policy([rows[i] for i in mine], [advantages[i] for i in mine], rate)
+    if not resume:
+        state = whole_state(updater.optimizer, rank)
+        if ranks.is_main:
+            save(folder / "checkpoints", "step-000003", model, tokenizer(), TrainState(), state)
+        ranks.barrier("saved")
+    return parameter_hash(model.named_parameters())
+
+
+def hash_after(num_ranks, folder, shard_optimizer, resume) -> str:
+    hashes = play_ranks(update, num_ranks, folder, shard_optimizer, resume)
+    assert len(set(hashes)) == 1 and len(hashes[0]) == 64, hashes
+    return hashes[0]
+
+
+def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
+    halfway = hash_after(2, tmp_path / "sharded", True, False)
+    assert hash_after(1, tmp_path / "whole", False, False) == halfway
+    end = hash_after(1, tmp_path / "whole", False, True)
+    assert end != halfway
+    assert hash_after(2, tmp_path / "whole", True, True) == end
+    assert hash_after(1, tmp_path / "sharded", False, True) == end
+    assert hash_after(3, tmp_path / "sharded", True, True) == end
+
+
+# Interrupted
+
+
+def break_tokenizer(monkeypatch):
+    monkeypatch.setattr(tokenizer(), "save_pretrained", fail, raising=False)
+
+
+def break_optimizer(monkeypatch):
+    monkeypatch.setattr(checkpoint.torch, "save", fail)
+
+
+def break_sync(monkeypatch):
+    calls = iter(range(100))
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: fail() if next(calls) == 3 else fsync(handle))
+
+
+def break_manifest(monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+
+
+def latest(output_dir):
+    return find_checkpoint(output_dir, "latest")[0]
+
+
+def fail(*arguments, **options):
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize(
+    "interrupt", [break_tokenizer, break_optimizer, break_sync, break_manifest]
+)
+def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_latest(
+    tmp_path, monkeypatch, interrupt
+):
+    folder = tmp_path / "checkpoints"
+    first, second = small_model(seed=0), small_model(seed=1)
+    save(folder, "step-000010", first, tokenizer(), TrainState(step=10), state_of(first))
+    with monkeypatch.context() as broken:
+        interrupt(broken)
+        with pytest.raises(OSError, match="no space left"):
+            save(folder, "step-000020", second, tokenizer(), TrainState(step=20), state_of(second))
+    found = latest(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000010"]
+    assert found.name == (folder / "latest").read_text().strip() == "step-000010"
+    assert load_state(found).step == 10
+    assert same(AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32), first)
+
+    save(folder, "step-000020", second, tokenizer(), TrainState(step=20), state_of(second))
+    assert load_state(latest(tmp_path)).step == 20
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["latest", "step-000010", "step-000020"]
+
+
+def test_a_checkpoint_is_replaced_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    save_plain(folder, "warm-start", step=1, seed=0)
+    with monkeypatch.context() as broken:
+        break_sync(broken)
+        with pytest.raises(OSError, match="no space left"):
+            save_plain(folder, "warm-start", step=2, seed=1)
+    assert load_state(latest(tmp_path)).step == 1
+    save_plain(folder, "warm-start", step=2, seed=1)
+    assert load_state(latest(tmp_path)).step == 2
+    prune(folder, 2, folder / "warm-start")
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "warm-start"]
+
+
+@pytest.mark.parametrize("moment", ["between the renames", "before the pointer moves"])
+def test_at_no_moment_of_a_replacement_is_there_no_whole_checkpoint(tmp_path, monkeypatch, moment):
+    folder = tmp_path / "checkpoints"
+    save_plain(folder, "base", step=1)
+    with monkeypatch.context() as broken:
+        if moment == "between the renames":
+            broken.setattr(type(folder), "rename", after(1, fail, type(folder).rename))
+        else:
+            broken.setattr(checkpoint, "write_text", fail)
+        with pytest.raises(OSError, match="no space left"):
+            save_plain(folder, "base", step=2, seed=1)
+    found = load_state(latest(tmp_path)).step
+    assert found == (1 if moment == "between the renames" else 2)
+
+
+def test_a_small_file_is_replaced_in_one_step(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    write_text(path, "first")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="no space left"):
+            write_text(path, "second")
+    assert path.read_text() == "first"
+    write_text(path, "second")
+    assert path.read_text() == "second"
+
+
+# Found and pruned
+
+
+def after(count, then, before=lambda *arguments: None):
+    """A function that is `before` so many times, and `then` from there on."""
+    calls = iter(range(1000))
+    return lambda *arguments: (before if next(calls) < count else then)(*arguments)
+
+
+def plain(folder, *names):
+    """Checkpoints in the order that they were written."""
+    return [save_plain(folder, name, step=step) for step, name in enumerate(names)]
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_the_newest_inside_stages_are_kept_and_all_of_stages(tmp_path):
+    steps = ["step-000050", "step-000100", "step-000150"]
+    newest = plain(tmp_path, "warm-start", "stage-1-airline", *steps)[-1]
+    kept = ["stage-1-airline", "step-000100", "step-000150", "warm-start"]
+    for _ in range(2):
+        prune(tmp_path, 2, newest)
+        assert names_in(tmp_path) == kept
+    prune(tmp_path, 1, newest)
+    assert names_in(tmp_path) == ["stage-1-airline", "step-000150", "warm-start"]
+
+
+def test_what_unfinished_saves_left_goes_with_the_next_one(tmp_path):
+    (newest,) = plain(tmp_path, "warm-start")
+    for name in (".writing-step-000050", ".aside-step-000100", "base.previous"):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, 2, newest)
+    assert names_in(tmp_path) == ["warm-start"]
+
+
+def test_a_checkpoint_is_found_by_name_path_or_as_the_latest(tmp_path):
+    folder = tmp_path / "checkpoints"
+    stage, step = plain(folder, "stage-1-airline", "step-000050")
+    assert find_checkpoint(tmp_path, "latest") == (step, [])
+    assert find_checkpoint(tmp_path, "auto") == (step, [])
+    assert find_checkpoint(tmp_path, "stage-1-airline") == (stage, [])
+    assert find_checkpoint(tmp_path, str(stage)) == (stage, [])
+    assert [path.name for path in newest_first(folder)] == ["step-000050", "stage-1-airline"]
+    assert (number_of(stage), number_of(step)) == (1, 2)
+
+
+def test_automatically_there_may_be_none(tmp_path):
+    assert find_checkpoint(tmp_path, "auto") == (None, [])
+
+
+# Damaged
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two checkpoints with everything in them."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    for step in (10, 20):
+        model = small_model(seed=step)
+        state = TrainState(step=step)
+        save(folder, f"step-0000{step}", model, tokenizer(), state, state_of(model))
+    return folder.parent
+
+
+FILES = [
+    *("config.json", "generation_config.json", "manifest.json", "model.safetensors"),
+    *("optimizer.pt", "state.json", "tokenizer.json", "tokenizer_config.json"),
+]
+
+
+def test_every_file_of_a_checkpoint_is_tried_below(whole):
+    names = {path.name for path in (whole / "checkpoints" / "step-000020").iterdir()}
+    assert names - {"chat_template.jinja"} == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [cut_short, flip, empty, remove])
+def test_whatever_is_damaged_the_newest_whole_checkpoint_is_taken(tmp_path, whole, harm, name):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-000020"
+    harm(newest / name)
+    path, notes = find_checkpoint(tmp_path / "run", "latest")
+    assert path == newest.with_name("step-000010")
+    (note,) = notes
+    assert note.startswith("warning: checkpoint step-000020 is passed over: ")
+    assert name in note
+    with pytest.raises(UserError, match=r"step-000020 is damaged .*; give latest, which"):
+        find_checkpoint(tmp_path / "run", "step-000020")
+
+
+def test_what_is_wrong_is_said(tmp_path, whole):
+    for harm, why in (
+        (cut_short, r"model.safetensors has \d+ bytes of \d+"),
+        (flip, r"model.safetensors is not what was written \(its SHA-256 differs\)"),
+        (remove, "model.safetensors is missing"),
+    ):
+        copy = tmp_path / harm.__name__
+        shutil.copytree(whole / "checkpoints" / "step-000020", copy)
+        assert problem(copy) is None
+        harm(copy / "model.safetensors")
+        assert re.fullmatch(why, problem(copy))
+
+
+def link(folder):
+    (folder / "config.json").rename(folder.parent / "elsewhere.json")
+    (folder / "config.json").symlink_to(folder.parent / "elsewhere.json")
+
+
+def link_a_folder(folder):
+    (folder / "processor").symlink_to(folder.parent)
+
+
+def add(name):
+    def put(folder):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (link, "config.json is a link"),
+        (link_a_folder, "processor is a link"),
+        (add("adapter_config.json"), "adapter_config.json is not in its manifest.json"),
+        (add("modeling_own.py"), "modeling_own.py is not in its manifest.json"),
+        (add("processor/vocab.txt"), "processor/vocab.txt is not in its manifest.json"),
+        (add("README.md"), None),
+        (add(".gitattributes"), None),
+    ],
+)
+def test_what_a_save_did_not_write_is_no_part_of_a_checkpoint(tmp_path, whole, harm, why):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-000020"
+    harm(newest)
+    assert problem(newest) == why
+    found, notes = find_checkpoint(tmp_path / "run", "latest")
+    assert found.name == ("step-000020" if why is None else "step-000010")
+    assert notes == (
+        [] if why is None else [f"warning: checkpoint step-000020 is passed over: {why}"]
+    )
+
+
+def test_a_checkpoint_that_is_a_link_is_passed_over(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-000020"
+    newest.rename(tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    assert problem(newest) == "it is a link"
+    assert find_checkpoint(tmp_path / "run", "latest")[0].name == "step-000010"
+
+
+FILE = {"size": 1, "sha256": ""}
+SOUND = {"number": 1, "files": {"state.json": FILE}}
+
+
+def as_if_written(manifest) -> str:
+    return json.dumps(
+        {**manifest, "sha256": hashlib.sha256(json.dumps(manifest).encode()).hexdigest()}
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "null", "{}", "[" * 100_000, json.dumps(SOUND)),
+        json.dumps({**SOUND, "sha256": "0" * 64}),
+        as_if_written({"number": "1", "files": SOUND["files"]}),
+        as_if_written({"number": 1, "files": {}}),
+        as_if_written({"number": 1, "files": {"state.json": {}}}),
+        as_if_written({"number": 1, "files": {"state.json": FILE, "../x": FILE}}),
+        as_if_written({"number": 1, "files": {"state.json": FILE, "/etc/passwd": FILE}}),
+    ],
+)
+def test_a_manifest_that_is_none_or_leads_outside_is_damaged(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    assert problem(tmp_path) == "manifest.json is damaged"
+
+
+def test_a_manifest_that_is_sound_is_believed(tmp_path):
+    (tmp_path / "manifest.json").write_text(as_if_written(SOUND))
+    assert problem(tmp_path) == "state.json is missing"
+
+
+def test_where_all_are_damaged_the_run_is_refused_or_starts_afresh(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        flip(path / "optimizer.pt")
+    with pytest.raises(UserError) as refused:
+        find_checkpoint(tmp_path / "run", "latest")
+    assert str(refused.value) == (
+        f"resume_from_checkpoint: {tmp_path}/run holds no whole checkpoint (step-000020 is passed "
+        "over: optimizer.pt is not what was written (its SHA-256 differs)); check --output-dir, or "
+        "remove the folder and start anew"
+    )
+    path, notes = find_checkpoint(tmp_path / "run", "auto")
+    assert path is None
+    assert len(notes) == 2
+
+
+def test_later_and_damaged_checkpoints_are_put_aside_and_stay_until_the_next_save(tmp_path):
+    _, second, _ = plain(tmp_path, "warm-start", "step-000050", "step-000100")
+    (tmp_path / "torn").mkdir()
+    put_aside(tmp_path, second)
+    assert names_in(tmp_path) == [
+        *(".aside-step-000100", ".aside-torn", "step-000050", "warm-start"),
+    ]
+    newest = save_plain(tmp_path, "step-000100", step=100)
+    assert number_of(newest) == 3
+    prune(tmp_path, 2, newest)
+    assert names_in(tmp_path) == ["step-000050", "step-000100", "warm-start"]
+
+
+def test_a_fresh_start_puts_everything_aside(tmp_path):
+    plain(tmp_path, "warm-start", "step-000050")
+    put_aside(tmp_path, None)
+    assert newest_first(tmp_path) == []
+
+
+def refusal(output_dir, name) -> str:
+    with pytest.raises(UserError) as refused:
+        find_checkpoint(output_dir, name)
+    return str(refused.value)
+
+
+def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path):
+    assert refusal(tmp_path, "latest") == (
+        f"resume_from_checkpoint: {tmp_path} holds no whole checkpoint; check --output-dir, or "
+        "remove the folder and start anew"
+    )
+    assert refusal(tmp_path, "step-000050") == (
+        "resume_from_checkpoint: got 'step-000050'; checkpoints here: none"
+    )
+    folder = tmp_path / "checkpoints"
+    plain(folder, "stage-1-airline", "warm-start")
+    (folder / ".writing-step-000010").mkdir()
+    assert refusal(tmp_path, "step-000050") == (
+        "resume_from_checkpoint: got 'step-000050'; checkpoints here: stage-1-airline, warm-start"
+    )
+    elsewhere = save_plain(tmp_path / "other" / "checkpoints", "step-000050")
+    assert refusal(tmp_path, str(elsewhere)) == (
+        f"resume_from_checkpoint: got '{elsewhere}', which is no checkpoint of {tmp_path}; to "
+        "train it further in a new run, give it as --model"
+    )

@@ -1,0 +1,526 @@
+"""Settings: recipes and flags fill one tree, and every mistake is refused in one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.cli import parse
+from pipeline.config.recipe import SETTINGS, dump, load_recipe
+from pipeline.config.settings import Config, UserError
+from tests.support import ROOT
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PER_DEVICE = (
+    " is not used here: a step is tasks_per_step groups of num_generations over all ranks, "
+    "whatever the number of ranks, and micro-batches come from max_tokens_per_microbatch; set these"
+)
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Writes `own.yaml` into an otherwise empty working directory and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        Path("own.yaml").write_text(text)
+        return "own.yaml"
+
+    return write
+
+
+def refusal(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# What is accepted
+
+
+def test_flags_override_the_recipe_and_the_recipe_overrides_the_defaults(recipe):
+    name = recipe("grpo: {learning_rate: 5e-5, beta: 0.1}")
+    config = parse(["--config", name, "--beta", "0.2"])
+    assert config.grpo.learning_rate == 5e-5
+    assert config.grpo.beta == 0.2
+    assert config.grpo.epsilon == 0.2
+
+
+def test_a_number_without_a_point_is_a_number_in_recipes_and_flags(recipe):
+    assert load_recipe(recipe("grpo: {learning_rate: 1e-6}")).grpo.learning_rate == 1e-6
+    assert parse(["--learning-rate", "1e-6"]).grpo.learning_rate == 1e-6
+
+
+def test_no_and_dates_are_text_in_a_recipe(recipe):
+    config = load_recipe(recipe("model: {mixed_precision: no}\ntracking: {run_name: 2026-11-21}"))
+    assert config.model.mixed_precision == "no"
+    assert config.tracking.run_name == "2026-11-21"
+
+
+@pytest.mark.parametrize("key", SETTINGS, ids=".".join)
+def test_every_setting_has_one_flag(key, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    section, name = key
+    flag = f"--{name}".replace("_", "-")
+    if section == "warm_start":
+        flag = f"--warm-start-{name}".replace("_", "-")
+    assert f"\n  {flag}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "name", "value"),
+    [
+        (["--group-size", "4"], "rollout", "num_generations", 4),
+        (["--num-generations=4"], "rollout", "num_generations", 4),
+        (["--num-gpus", "8"], "run", "num_gpus", 8),
+        (["--use-grpo"], "grpo", "use_grpo", True),
+        (["--no-grpo"], "grpo", "use_grpo", False),
+        (["--check"], "run", "check", True),
+        (["--check", "--no-check"], "run", "check", False),
+        (["--seed", "1", "--seed", "2"], "run", "seed", 2),
+        (["--task-seed", "-1"], "data", "task_seed", -1),
+        (["--epsilon-high", "null"], "grpo", "epsilon_high", None),
+        (["--run-name", "007"], "tracking", "run_name", "007"),
+        (["--run-name", "null"], "tracking", "run_name", None),
+        (["--output-dir", "runs/a b"], "run", "output_dir", Path("runs/a b")),
+        (["--mixed-precision", "no"], "model", "mixed_precision", "no"),
+        (["--domains", "telecom, airline"], "data", "domains", ["telecom", "airline"]),
+        (["--report-to", "none"], "tracking", "report_to", []),
+        (["--report-to", "wandb,tensorboard"], "tracking", "report_to", ["wandb", "tensorboard"]),
+        (["--warm-start-learning-rate", "1e-3"], "warm_start", "learning_rate", 0.001),
+        (["--stage-weights", "{retail: 2}"], "curriculum", "stage_weights", {"retail": 2.0}),
+        (
+            ["--chat-template-kwargs", "{enable_thinking: false}"],
+            "model",
+            "chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
+        (
+            ["--environments", "{bank: my_pkg.bank:Bank}"],
+            "data",
+            "environments",
+            {"bank": "my_pkg.bank:Bank"},
+        ),
+    ],
+    ids=str,
+)
+def test_a_flag_sets_its_setting(argv, section, name, value):
+    assert getattr(getattr(parse(argv), section), name) == value
+
+
+def test_a_domain_of_ones_own_can_be_a_stage(recipe):
+    name = recipe(
+        "data: {domains: [bank, retail], environments: {bank: my_pkg.bank:Bank}}\n"
+        "curriculum: {stage_weights: {bank: 2, airline: 1, mixed: 1}}"
+    )
+    assert load_recipe(name).data.domains == ["bank", "retail"]
+
+
+@pytest.mark.parametrize("source", ["mixed", "mixed.yaml", "recipes/mixed", "recipes/mixed.yaml"])
+def test_a_shipped_recipe_is_found_from_any_folder(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse(["--config", source]).recipe == "mixed"
+
+
+def test_a_recipe_is_called_after_its_file_unless_it_says_otherwise(recipe):
+    assert load_recipe(recipe("run: {seed: 3}")).recipe == "own"
+    assert load_recipe(recipe("recipe: first\nrun:\n")).recipe == "first"
+
+
+def test_without_config_the_tiny_recipe_is_used():
+    assert parse([]).recipe == "three_domain_tiny"
+    assert parse([]) == load_recipe(ROOT / "recipes" / "three_domain_tiny.yaml")
+
+
+# The shipped recipes
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_parses_and_survives_a_round_trip(path, tmp_path):
+    config = load_recipe(path)
+    written = tmp_path / "config.yaml"
+    written.write_text(dump(config))
+    assert config.recipe == path.stem
+    assert load_recipe(written) == config
+
+
+def test_the_shipped_recipes_are_what_their_names_say():
+    assert [path.stem for path in RECIPES] == [
+        "evaluate_only",
+        "forgetting",
+        "mixed",
+        "qwen3_4b_8gpu",
+        "three_domain_tiny",
+    ]
+    assert load_recipe("three_domain_tiny").curriculum.curriculum == "sequential"
+    assert load_recipe("three_domain_tiny").curriculum.replay > 0
+    assert load_recipe("forgetting").curriculum.replay == load_recipe("forgetting").grpo.beta == 0
+    assert load_recipe("mixed").curriculum.curriculum == "mixed"
+    assert load_recipe("evaluate_only").grpo.use_grpo is False
+    qwen = load_recipe("qwen3_4b_8gpu")
+    assert (qwen.model.model, qwen.run.num_gpus) == ("Qwen/Qwen3-4B", 8)
+    assert qwen.model.chat_template_kwargs == {"enable_thinking": False}
+    assert (qwen.model.use_peft, qwen.model.lora_target_modules) == (True, ["all-linear"])
+    assert qwen.grpo.learning_rate == 1e-5
+
+
+def test_dump_keeps_what_yaml_readers_would_take_for_something_else(tmp_path):
+    argv = ["--mixed-precision", "no", "--run-name", "1e-6", "--tags", "1e5,yes,007,008,null,ü: #"]
+    config = parse([*argv, "--learning-rate", "1e-6", "--output-dir", "null"])
+    written = tmp_path / "config.yaml"
+    written.write_text(dump(config))
+    assert load_recipe(written) == config
+    assert load_recipe(written).tracking.tags == ["1e5", "yes", "007", "008", "null", "ü: #"]
+    assert "mixed_precision: 'no'" in written.read_text()
+    assert "learning_rate: 1.0e-06" in written.read_text()
+
+
+# Help
+
+
+def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
+    with pytest.raises(SystemExit) as exited:
+        parse(["--config", "qwen3_4b_8gpu", "--help"])
+    text = capsys.readouterr().out
+    assert exited.value.code == 0
+    headings = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings == [
+        "options:",
+        "model:",
+        "tasks:",
+        "warm start (supervised):",
+        "curriculum:",
+        "rollout:",
+        "GRPO:",
+        "evaluation:",
+        "run:",
+        "tracking:",
+    ]
+    assert "--num-generations N, --group-size N" in text
+    assert "--use-grpo, --no-grpo " in text
+    assert "--learning-rate X               peak learning rate [1e-05]" in text
+    assert "--domains A,B                   domains, in the order of the stages [airline," in text
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--learning-rte", "1"], "unknown flag --learning-rte; did you mean --learning-rate?"),
+        (["--learning_rate", "1"], "unknown flag --learning_rate; did you mean --learning-rate?"),
+        (["--learning", "1"], "unknown flag --learning; did you mean --learning-rate?"),
+        (["--no-use-grpo"], "unknown flag --no-use-grpo; did you mean --no-grpo?"),
+        (["--recipe", "mixed"], "unknown flag --recipe; did you mean --config?"),
+        (["--zzz=1"], "unknown flag --zzz; --help lists all"),
+        (
+            ["--domains", "telecom", "airline"],
+            "unexpected argument 'airline'; lists are separated by commas, "
+            "and a recipe is given as --config RECIPE",
+        ),
+        (["--seed"], "--seed: expected one argument; --help shows what each flag takes"),
+        (
+            ["--check=yes"],
+            "--check/--no-check: ignored explicit argument 'yes'; "
+            "--help shows what each flag takes",
+        ),
+        (["--learning-rate", "fast"], "--learning-rate: got 'fast'; give a number above 0"),
+        (["--learning-rate", "0"], "--learning-rate: got 0; give a number above 0"),
+        (["--learning-rate", "["], "--learning-rate: got '['; give a number above 0"),
+        (["--temperature", ".inf"], "--temperature: got inf; give a number above 0"),
+        (["--seed", "true"], "--seed: got true; give a whole number at least 0"),
+        (["--seed", "null"], "--seed: got null; give a whole number at least 0"),
+        (["--max-steps", "1.5"], "--max-steps: got 1.5; give a whole number at least 0"),
+        (["--group-size", "1"], "--num-generations: got 1; give a whole number at least 2"),
+        (["--num-gpus", "0"], "--num-gpus: got 0; give a whole number above 0, or null"),
+        (["--replay", "1"], "--replay: got 1; give a number at least 0 and below 1"),
+        (
+            ["--warm-start-steps", "-1"],
+            "--warm-start-steps: got -1; give a whole number at least 0",
+        ),
+        (["--model", ""], "--model: got ''; give text"),
+        (["--output-dir="], "--output-dir: got ''; give a path, or null"),
+        (["--mixed-precision", "fp16"], "--mixed-precision: got 'fp16'; give auto, bf16 or no"),
+        (
+            ["--report-to", "mlflow"],
+            "--report-to: got 'mlflow'; give a list of wandb, tensorboard or trackio",
+        ),
+        (["--domains", "none"], "--domains: got []; give a list of names, at least one"),
+        (
+            ["--stage-weights", "{retail: 0}"],
+            "--stage-weights: got 0; give a mapping {name: value}, each value a number above 0",
+        ),
+        (
+            ["--chat-template-kwargs", "fast"],
+            "--chat-template-kwargs: got 'fast'; give a mapping {name: value}",
+        ),
+        (
+            ["--warm-start-data", "."],
+            "--warm-start-data: got '.', which is no file; give an existing file",
+        ),
+        (
+            ["--config", "mixd"],
+            "--config: got 'mixd', which is no file; give the path of a recipe or one of "
+            "evaluate_only, forgetting, mixed, qwen3_4b_8gpu, three_domain_tiny; did you mean "
+            "mixed?",
+        ),
+        (
+            ["--config", "elsewhere/mixed.yaml", "--help"],
+            "--config: got 'elsewhere/mixed.yaml', which is no file; give the path of a recipe or "
+            "one of evaluate_only, forgetting, mixed, qwen3_4b_8gpu, three_domain_tiny; did you "
+            "mean mixed?",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_is_refused_in_one_line(argv, message):
+    assert refusal(parse, argv) == message
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--domains", "airline,retial"],
+            "domains: got 'retial', known are airline, retail, telecom, "
+            "telecom_chat; choose among them or name its class in `environments`",
+        ),
+        (["--domains", "retail,retail"], "domains: got retail twice; name each domain once"),
+        (
+            ["--environments", "{airline: a:B}"],
+            "environments: got airline, which is taken; choose another name",
+        ),
+        (
+            ["--environments", "{mixed: a:B}"],
+            "environments: got mixed, which is taken; choose another name",
+        ),
+        *(
+            (
+                ["--environments", f"{{bank: a:B, {name}: a:B}}"],
+                f"environments: got {name}, which is taken; choose another name",
+            )
+            for name in ("mean", "start", "warm_start", "evaluation-bank", "Bank", "Mean", "MIXED")
+        ),
+        (
+            ["--environments", "{" + "b" * 65 + ": a:B}"],
+            f"environments: got a name of 65 characters ({'b' * 64}...); use at most 64",
+        ),
+        *(
+            (
+                ["--environments", json.dumps({name: "a:B"})],
+                f"environments: got the name {name!r}; use letters, digits, _ and - only",
+            )
+            for name in ("a bank", "a/b", "bank\x1b[2J", "bänk", "bank\n", "-bank")
+        ),
+        (
+            ["--environments", "{../bank: a:B}"],
+            "environments: got the name '../bank'; use letters, digits, _ and - only",
+        ),
+        (
+            ["--environments", "{bank: my_pkg.bank}"],
+            "environments: got bank: 'my_pkg.bank'; write module:Class, "
+            "such as my_pkg.bank:BankEnvironment",
+        ),
+        (
+            ["--stage-weights", "{bank: 2}"],
+            "stage_weights: got 'bank'; name stages (airline, retail, telecom, telecom_chat, "
+            "mixed, interleaved)",
+        ),
+        (
+            ["--stage-steps", "{retail-2: 5}"],
+            "stage_steps: got 'retail-2'; name stages (airline, retail, telecom, telecom_chat, "
+            "mixed, interleaved)",
+        ),
+        (
+            ["--order", "airline,bank"],
+            "order: got 'bank'; name domains of the run (airline, retail, telecom)",
+        ),
+        (
+            ["--order", "airline", "--curriculum", "mixed"],
+            "order: got airline with curriculum mixed, whose stage holds all domains; take one of "
+            "the two out",
+        ),
+        (
+            ["--stage-steps", "{airline: 5}", "--stage-tasks", "{airline: 50}"],
+            "stage_tasks: got airline, as stage_steps has; give one",
+        ),
+        (
+            ["--plateau-patience", "2", "--eval-steps", "0"],
+            "plateau_patience: needs validations; give eval_steps more than 0, or take it out",
+        ),
+        (
+            ["--difficulties", "easy,easy"],
+            "difficulties: got one twice; name each once",
+        ),
+        (
+            ["--domain-advantage-scale", "{bank: 2}"],
+            "domain_advantage_scale: got 'bank'; name domains (airline, retail, telecom, "
+            "telecom_chat)",
+        ),
+        (
+            ["--max-tokens", "40", "--max-tokens-per-turn", "40"],
+            "max_tokens: got 40, with max_tokens_per_turn 40; "
+            "give an episode (prompt included) more than one turn",
+        ),
+        (
+            ["--epsilon", "0.3", "--epsilon-high", "0.28"],
+            "epsilon_high: got 0.28, below epsilon 0.3; give epsilon or more, or null",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_refused(argv, message):
+    assert refusal(parse, argv) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grop: {beta: 0}", ": unknown section grop; did you mean grpo?"),
+        ("1: 2", ": unknown section 1; --help lists all"),
+        ("zzz: {}", ": unknown section zzz; --help lists all"),
+        ("beta: 0", ": unknown section beta; write beta in section grpo"),
+        (
+            "learning_rate: 1e-6",
+            ": unknown section learning_rate; write learning_rate in section warm_start or grpo",
+        ),
+        (
+            "warm_start_steps: 0",
+            ": unknown section warm_start_steps; write steps in section warm_start",
+        ),
+        (
+            "grpo: {lerning_rate: 1}",
+            ": unknown setting grpo.lerning_rate; did you mean learning_rate?",
+        ),
+        (
+            "model: {max_step: 1}",
+            ": unknown setting model.max_step; did you mean max_steps in section grpo?",
+        ),
+        ("model: {seed: 1}", ": unknown setting model.seed; write seed in section run"),
+        ("grpo: {zzz: 1}", ": unknown setting grpo.zzz; --help lists all"),
+        (
+            "rollout: {group_size: 8}",
+            ": unknown setting rollout.group_size; write num_generations in section rollout",
+        ),
+        (
+            "curriculum: mixed",
+            ": curriculum: got 'mixed', but curriculum is a section; "
+            "write its settings below it, indented",
+        ),
+        ("run: {seed: -1}", ": run.seed: got -1; give a whole number at least 0"),
+        ("run: {check: 3}", ": run.check: got 3; give true or false"),
+        (
+            "data: {tasks_per_domain: true}",
+            ": data.tasks_per_domain: got true; give a whole number above 0",
+        ),
+        (
+            "tracking: {run_name: 7}",
+            ": tracking.run_name: got 7; give text, or null (text in quotes)",
+        ),
+        (
+            "tracking: {tags: [7]}",
+            ": tracking.tags.0: got 7; give a list of names (text in quotes)",
+        ),
+        ("tracking: {tags: a}", ": tracking.tags: got 'a'; give a list of names"),
+        ("recipe: [a]", ": recipe: got ['a']; give text (text in quotes)"),
+        (
+            "warm_start: {data: missing.jsonl}",
+            ": warm_start.data: got 'missing.jsonl', which is no file; give an existing file",
+        ),
+        ("grpo:\n  beta: 0\n  beta: 1", ", line 3: beta is given twice; correct the YAML"),
+        ("run: {seed: 1}\nrun: {}", ", line 2: run is given twice; correct the YAML"),
+        ("run:\n  seed: 1: 2", ", line 2: mapping values are not allowed here; correct the YAML"),
+        ("a: *b", ", line 1: found undefined alias 'b'; correct the YAML"),
+        (
+            "run: !!python/object:os.system {}",
+            ", line 1: could not determine a constructor for the tag "
+            "'tag:yaml.org,2002:python/object:os.system'; correct the YAML",
+        ),
+        (
+            "- a",
+            ": got no mapping; write sections (model, data, warm_start, curriculum, rollout, "
+            "grpo, evaluation, run, tracking)",
+        ),
+        (
+            "# nothing",
+            ": got no mapping; write sections (model, data, warm_start, curriculum, rollout, "
+            "grpo, evaluation, run, tracking)",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_recipe_is_refused_in_one_line(text, message, recipe):
+    name = recipe(text)
+    assert refusal(parse, ["--config", name]) == f"own.yaml{message}"
+
+
+def test_a_file_that_is_no_text_is_refused(recipe):
+    name = recipe("")
+    Path(name).write_bytes(b"\xff\xfe\x00")
+    assert refusal(load_recipe, name) == (
+        "own.yaml: cannot be read ('utf-8' codec can't decode byte 0xff in position 0: "
+        "invalid start byte); give a UTF-8 text file"
+    )
+    Path(name).write_bytes(b"run: \x00")
+    assert refusal(load_recipe, name).startswith("own.yaml: unacceptable character #x0000")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "generation_batch_size",
+        "steps_per_generation",
+    ],
+)
+def test_batch_sizes_per_device_are_refused_with_the_reason(name, recipe):
+    flag = f"--{name.replace('_', '-')}"
+    assert refusal(parse, [flag, "4"]) == flag + PER_DEVICE
+    assert refusal(parse, [f"--{name}=4"]) == f"--{name}{PER_DEVICE}"
+    assert refusal(load_recipe, recipe(f"grpo: {{{name}: 4}}")) == f"own.yaml: {name}{PER_DEVICE}"
+    assert refusal(load_recipe, recipe(f"{name}: 4")) == f"own.yaml: {name}{PER_DEVICE}"
+
+
+def test_settings_cannot_be_changed_after_parsing():
+    with pytest.raises(ValueError, match="frozen"):
+        parse([]).run.seed = 2
+
+
+# Surroundings
+
+
+def test_no_environment_variable_changes_anything(monkeypatch, capsys):
+    def outcome() -> tuple[Config, str]:
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+        return parse([]), capsys.readouterr().out
+
+    before = outcome()
+    for section, name in SETTINGS:
+        for variable in (name, f"{section}_{name}", f"{section}__{name}", f"pipeline_{name}"):
+            monkeypatch.setenv(variable.upper(), "1")
+            monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("CONFIG", "mixed")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert outcome() == before
+
+
+def test_importing_the_settings_imports_no_torch():
+    code = (
+        "import sys, pipeline.config.cli, pipeline.config.settings, pipeline.config.recipe;"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

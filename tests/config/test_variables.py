@@ -1,0 +1,80 @@
+"""What the environment of a process says besides changes nothing of a run, or is refused."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import train
+from pipeline.config import variables
+from pipeline.config.cli import parse
+from pipeline.doctor.main import connect as connect_doctor
+from pipeline.run import main
+from pipeline.session import connect
+from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import start_unwatched
+
+FLAGS = [
+    *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2", "--report-to"),
+    *("none", "--max-turns", "2", "--max-tokens-per-turn", "8", "--eval-tasks-per-domain", "2"),
+    *("--eval-trials", "1", "--eval-steps", "0", "--warm-start-steps", "1", "--max-steps", "1"),
+    *("--no-drop-dead-groups", "--entropy-coef", "0.05"),
+]
+
+
+PINNED = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+}
+
+
+def metrics_of(folder: Path, variables: dict[str, str]) -> str:
+    """Of a run with a warm start and one update, with these variables set."""
+    os.environ |= variables
+    if "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in variables:  # torch is loaded, and reads it no more
+        torch.set_float32_matmul_precision("high")
+    run = start_unwatched(parse([*FLAGS, "--output-dir", str(folder)]))
+    train.before_training(run)
+    train.train(run)
+    assert torch.get_float32_matmul_precision() == "highest"
+    return (folder / "metrics.jsonl").read_text()
+
+
+def test_what_is_pinned_changes_no_number_of_a_run(tmp_path: Path) -> None:
+    (plain,) = play_ranks(metrics_of, 1, tmp_path / "plain", {})
+    assert '"train/grad_norm": ' in plain and '"warm_start/loss": ' in plain, plain
+    assert play_ranks(metrics_of, 1, tmp_path / "set", PINNED) == [plain]
+
+
+def divisor_of(doctor: bool) -> tuple[int, float]:
+    """What Accelerate would divide a gradient by, as it says and as it does."""
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
+    config: Any = parse([])
+    accelerator = connect_doctor(config, 30).accelerator if doctor else connect(config)[0]
+    weight = torch.ones((), requires_grad=True)
+    accelerator.backward(weight * 1)
+    assert weight.grad is not None
+    return accelerator.gradient_accumulation_steps, weight.grad.item()
+
+
+@pytest.mark.parametrize("doctor", [False, True])
+def test_a_gradient_is_not_divided(doctor: bool) -> None:
+    assert play_ranks(divisor_of, 1, doctor) == [(1, 1.0)]
+
+
+@pytest.mark.parametrize("name", variables.REFUSED)
+def test_what_cannot_be_pinned_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, "inductor" if "DYNAMO" in name else "true")
+    assert main(["--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {name}: got '")
+    assert "in the environment, which would change what is computed; unset it" in line
+    for harmless in variables.REFUSED[name]:
+        monkeypatch.setenv(name, harmless.upper())
+        variables.refuse()

@@ -1,0 +1,290 @@
+"""Stages: how many steps each has, and whose tasks a step holds."""
+
+import pytest
+
+from pipeline.config.settings import Config, UserError
+from pipeline.data.curriculum import (
+    describe,
+    make_stages,
+    on_plateau,
+    one_after_another,
+    replacement_tasks,
+    split,
+    tasks_of_step,
+)
+from tests.support.helpers import make_task
+
+PLENTY = {"airline": 800, "retail": 800, "telecom": 800}
+
+
+def config(
+    max_steps=120, tasks_per_step=24, domains=("airline", "retail", "telecom"), **curriculum
+):
+    return Config.model_validate(
+        {
+            "data": {"domains": list(domains)},
+            "grpo": {"max_steps": max_steps},
+            "rollout": {"tasks_per_step": tasks_per_step},
+            "curriculum": curriculum,
+        }
+    )
+
+
+def summary(stages):
+    return [(stage.name, stage.groups, stage.first_step, stage.num_steps) for stage in stages]
+
+
+def test_one_stage_per_domain_with_earlier_ones_replayed():
+    assert summary(make_stages(config(replay=0.3), PLENTY)) == [
+        ("airline", {"airline": 24}, 0, 40),
+        ("retail", {"airline": 7, "retail": 17}, 40, 40),
+        ("telecom", {"airline": 4, "retail": 3, "telecom": 17}, 80, 40),
+    ]
+
+
+def test_without_replay_a_stage_has_its_own_domain_only():
+    stages = make_stages(config(replay=0.0), PLENTY)
+    assert [stage.groups for stage in stages] == [{"airline": 24}, {"retail": 24}, {"telecom": 24}]
+
+
+def test_the_order_of_the_domains_is_that_of_the_stages():
+    stages = make_stages(config(domains=("telecom", "airline")), PLENTY)
+    assert [stage.name for stage in stages] == ["telecom", "airline"]
+
+
+def test_mixed_is_one_stage_of_all_domains():
+    groups = {"airline": 8, "retail": 8, "telecom": 8}
+    assert summary(make_stages(config(curriculum="mixed"), PLENTY)) == [("mixed", groups, 0, 120)]
+
+
+def test_stage_weights_share_out_the_steps():
+    stages = make_stages(config(max_steps=10, stage_weights={"retail": 2}), PLENTY)
+    assert [stage.num_steps for stage in stages] == [3, 5, 2]
+    assert [stage.first_step for stage in stages] == [0, 3, 8]
+    assert [stage.last_step for stage in stages] == [3, 8, 10]
+
+
+def test_a_step_takes_no_more_tasks_of_a_domain_than_there_are():
+    stages = make_stages(config(replay=0.3), {"airline": 2, "retail": 10, "telecom": 800})
+    assert [stage.groups for stage in stages] == [
+        {"airline": 2},
+        {"airline": 2, "retail": 10},
+        {"airline": 2, "retail": 3, "telecom": 17},
+    ]
+
+
+@pytest.mark.parametrize("curriculum", ["sequential", "mixed"])
+def test_all_steps_and_all_groups_are_handed_out(curriculum):
+    for max_steps in (0, 1, 2, 7, 119):
+        for tasks_per_step in (1, 2, 5, 24, 31) if curriculum == "sequential" else (3, 5, 24, 31):
+            for replay in (0.0, 0.1, 0.3, 0.9):
+                made = config(max_steps, tasks_per_step, curriculum=curriculum, replay=replay)
+                stages = make_stages(made, PLENTY)
+                assert sum(stage.num_steps for stage in stages) == max_steps
+                assert [stage.index for stage in stages] == list(range(len(stages)))
+                for stage in stages:
+                    assert sum(stage.groups.values()) == tasks_per_step
+                    assert min(stage.groups.values()) > 0
+
+
+def test_a_mixed_step_without_room_for_every_domain_is_refused():
+    with pytest.raises(UserError, match="tasks_per_step: got 2 for 3 domains"):
+        make_stages(config(5, 2, curriculum="mixed"), PLENTY)
+
+
+def test_whole_numbers_follow_the_weights_by_largest_remainders():
+    assert split(24, [0.15, 0.15, 0.7]) == [4, 3, 17]
+    assert split(10, [1, 1, 1]) == [4, 3, 3]
+    assert split(0, [1, 2]) == [0, 0]
+    assert split(7, [2]) == [7]
+
+
+# The tasks of a step
+
+
+SOURCES = {
+    domain: [make_task(f"{n}", domain=domain) for n in range(count)]
+    for domain, count in {"airline": 12, "retail": 30, "telecom": 7}.items()
+}
+
+
+def keys(stage, step, seed=1):
+    return [task.key for task in tasks_of_step(stage, step, SOURCES, seed)]
+
+
+def stages_of_24():
+    counts = {domain: len(tasks) for domain, tasks in SOURCES.items()}
+    return make_stages(config(max_steps=30, tasks_per_step=10, replay=0.4), counts)
+
+
+def test_a_step_holds_the_groups_of_its_stage_each_task_once():
+    for stage in stages_of_24():
+        for step in range(stage.first_step, stage.last_step):
+            found = keys(stage, step)
+            assert len(set(found)) == len(found)
+            counts = {d: sum(domain == d for domain, _ in found) for d in stage.groups}
+            assert counts == stage.groups
+
+
+def test_the_list_does_not_depend_on_who_asks_and_changes_with_step_stage_and_seed():
+    airline, retail, _ = stages_of_24()
+    assert keys(retail, 12) == keys(retail, 12)
+    assert keys(retail, 12) != keys(retail, 13)
+    assert keys(retail, 12) != keys(retail, 12, seed=2)
+    assert keys(airline, 0) != [key for key in keys(retail, 10) if key[0] == "airline"]
+
+
+def test_every_task_of_a_domain_comes_up():
+    _, retail, _ = stages_of_24()
+    assert retail.groups == {"airline": 4, "retail": 6}
+    found = [key for step in range(10, 15) for key in keys(retail, step)]  # one pass over retail
+    assert {key for key in found if key[0] == "retail"} == {("retail", f"{n}") for n in range(30)}
+
+
+def test_replacements_are_other_tasks_of_the_same_domains_as_many_as_there_are():
+    played = {("telecom", f"{n}") for n in range(5)} | {("airline", "0")}
+    wanted = ["airline", "telecom", "airline", "telecom", "telecom"]
+    found = [task.key for task in replacement_tasks(wanted, played, SOURCES, 1, "stage", 3, 1)]
+    assert [domain for domain, _ in found] == ["airline", "airline", "telecom", "telecom"]
+    assert set(found[2:]) == {("telecom", "5"), ("telecom", "6")}
+    assert len(set(found)) == 4 and not set(found) & played
+    others = [task.key for task in replacement_tasks(wanted, played, SOURCES, 1, "stage", 3, 2)]
+    assert set(found[:2]) != set(others[:2])
+    assert replacement_tasks([], played, SOURCES, 1) == []
+
+
+def test_a_step_outside_the_stage_is_a_mistake_of_the_program():
+    airline, retail, _ = stages_of_24()
+    for stage, step in ((airline, 10), (retail, 9)):
+        with pytest.raises(AssertionError, match=f"step {step} is not in stage {stage.name}"):
+            keys(stage, step)
+
+
+def test_a_domain_may_come_again_and_then_the_others_are_replayed():
+    stages = make_stages(config(order=["airline", "retail", "airline"], replay=0.5), PLENTY)
+    assert [(stage.name, stage.own, stage.groups) for stage in stages] == [
+        ("airline", ("airline",), {"airline": 24}),
+        ("retail", ("retail",), {"airline": 12, "retail": 12}),
+        ("airline-2", ("airline",), {"retail": 12, "airline": 12}),
+    ]
+
+
+def test_mixed_steps_follow_the_weights_of_the_domains():
+    (stage,) = make_stages(config(curriculum="mixed", domain_weights={"telecom": 2}), PLENTY)
+    assert stage.groups == {"airline": 6, "retail": 6, "telecom": 12}
+    assert stage.own == ("airline", "retail", "telecom")
+
+
+def test_interleaved_steps_take_the_domains_in_turns_by_their_weights():
+    (stage,) = make_stages(
+        config(8, 2, curriculum="interleaved", domain_weights={"telecom": 2}), PLENTY
+    )
+    assert (stage.name, stage.num_steps) == ("interleaved", 8)
+    assert list(stage.turns) == ["telecom", "airline", "retail", "telecom"] * 2
+    steps = [keys(stage, step) for step in range(8)]
+    assert [{domain for domain, _ in step} for step in steps] == [{d} for d in stage.turns]
+    seen = [key for step in steps if step[0][0] == "telecom" for key in step]
+    assert len(set(seen[:6])) == 6  # a pass over 7 tasks goes on at the domain's next turn
+
+
+def test_each_stage_in_parts_of_rising_difficulty():
+    stages = make_stages(
+        config(
+            8,
+            domains=["airline", "retail"],
+            difficulties=["easy", "hard"],
+            stage_weights={"airline": 3},
+        ),
+        PLENTY,
+    )
+    assert [(s.name, s.own, s.difficulty, s.num_steps) for s in stages] == [
+        ("airline-easy", ("airline",), "easy", 3),
+        ("airline-hard", ("airline",), "hard", 3),
+        ("retail-easy", ("retail",), "easy", 1),
+        ("retail-hard", ("retail",), "hard", 1),
+    ]
+
+
+def test_stages_with_steps_or_tasks_of_their_own_leave_the_rest_to_the_others():
+    made = config(100, stage_steps={"airline": 10}, stage_tasks={"retail": 25})
+    stages = make_stages(made, PLENTY)
+    assert [(stage.name, stage.num_steps) for stage in stages] == [
+        ("airline", 10),
+        ("retail", 2),  # 25 tasks in steps of 24
+        ("telecom", 88),
+    ]
+    with pytest.raises(UserError, match="the stages have 110 steps, more than max_steps 100"):
+        make_stages(config(100, stage_steps={"airline": 60, "retail": 50}), PLENTY)
+
+
+def test_a_stage_that_ended_early_brings_the_later_ones_forward():
+    stages = one_after_another(make_stages(config(30), PLENTY), {"airline": 4})
+    assert [(s.name, s.first_step, s.num_steps) for s in stages] == [
+        ("airline", 0, 4),
+        ("retail", 4, 10),
+        ("telecom", 14, 10),
+    ]
+
+
+def test_a_plateau_is_so_many_values_no_better_than_the_best_before_them():
+    assert not on_plateau([0.5, 0.5], patience=2, delta=0.01)  # nothing before them
+    assert on_plateau([0.5, 0.5, 0.4], patience=2, delta=0.01)
+    assert not on_plateau([0.5, 0.5, 0.52], patience=2, delta=0.01)
+    assert on_plateau([0.5, 0.5, 0.505], patience=2, delta=0.01)
+    assert not on_plateau([0.5, 0.6, 0.5], patience=2, delta=0.01)  # the better one is recent
+    assert not on_plateau([0.5] * 9, patience=0, delta=0.01)
+
+
+def test_gains_of_nothing_are_a_plateau_even_where_any_gain_counts():
+    assert on_plateau([1.0] * 4, patience=3, delta=0.0)
+    assert not on_plateau([0.5, 0.5, 0.6], patience=2, delta=0.1)  # a gain of exactly delta counts
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stage_steps": {"airline": 1, "retail": 1, "telecom": 1}}, "have 3 steps, and max_steps"),
+        (
+            {"curriculum": "mixed", "domain_weights": {"telecom": 100}},
+            "airline would have no group",
+        ),
+        (
+            {"curriculum": "interleaved", "domain_weights": {"telecom": 1000}},
+            "airline would have no group in stage interleaved",
+        ),
+        ({"difficulties": ["easy"], "stage_steps": {"airline": 7}}, "'airline', which is no stage"),
+    ],
+)
+def test_curricula_that_would_leave_something_out_are_refused(settings, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        make_stages(config(**settings), PLENTY)
+
+
+def test_what_curriculum_json_holds():
+    made = config(max_steps=4, domains=["retail", "airline"], replay=0.3)
+    assert describe(make_stages(made, PLENTY), made) == {
+        "curriculum": "sequential",
+        "stages": [
+            {
+                "name": "retail",
+                "own": ("retail",),
+                "difficulty": "medium",
+                "first_step": 0,
+                "num_steps": 2,
+                "domains": {"retail": 24},
+                "in_turns": False,
+            },
+            {
+                "name": "airline",
+                "own": ("airline",),
+                "difficulty": "medium",
+                "first_step": 2,
+                "num_steps": 2,
+                "domains": {"retail": 7, "airline": 17},
+                "in_turns": False,
+            },
+        ],
+        "replay": 0.3,
+    }
+    mixed = config(curriculum="mixed")
+    assert describe(make_stages(mixed, PLENTY), mixed)["replay"] == 0.0

@@ -1,0 +1,610 @@
+"""Tasks: files and datasets are read with every mistake named; steps and ranks get each task
+exactly once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from datasets import Dataset, DatasetDict, Features, Json, Value, config
+
+from pipeline.config.settings import Config, UserError
+from pipeline.data.rng import permutation
+from pipeline.data.rows import DatasetRows
+from pipeline.data.tasks import (
+    Task,
+    count_by,
+    load_tasks,
+    save_tasks,
+    shard_tasks,
+    tasks_for_step,
+    tasks_of,
+)
+from pipeline.embedded.airline import AirlineEnvironment
+from pipeline.embedded.airline import generate_tasks as airline_tasks
+from pipeline.embedded.retail import generate_tasks
+from pipeline.preflight.prepare import train_tasks
+from tests.support import ROOT
+
+PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
+ROW = {"id": "a", "prompt": PROMPT, "payload": {"card": "lost"}}
+
+
+def make_tasks(count: int) -> list[Task]:
+    return [
+        Task(domain="bank", id=f"t{number}", prompt=tuple(PROMPT), payload="{}")
+        for number in range(count)
+    ]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes rows (or text) to a file of that name and returns its path."""
+
+    def write(name: str, *rows):
+        path = tmp_path / name
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(path) -> str:
+    """What the user reads, without the folder."""
+    with pytest.raises(UserError) as caught:
+        load_tasks(path, "bank")
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(f"{path.parent}/", "")
+
+
+# a task
+
+
+def test_the_identity_of_a_task_is_its_domain_and_its_id():
+    airline = Task(domain="airline", id="1", prompt=tuple(PROMPT), payload="{}")
+    retail = Task(domain="retail", id="1", prompt=tuple(PROMPT), payload="{}")
+    assert airline.key == ("airline", "1")
+    assert airline.key != retail.key
+
+
+def test_a_task_cannot_be_altered_by_itself_or_through_its_row():
+    prompt = [{"role": "user", "content": "x", "tool_calls": [{"arguments": {"a": 1}}]}]
+    task = Task(domain="bank", id="1", prompt=tuple(prompt), payload='{"b": 2}')
+    with pytest.raises(FrozenInstanceError):
+        task.id = "2"
+    row = task.row()
+    assert row == {"domain": "bank", "id": "1", "prompt": prompt, "payload": '{"b": 2}'}
+    row["prompt"][0]["tool_calls"][0]["arguments"]["a"] = 7
+    row["prompt"][0]["content"] = "y"
+    assert task.prompt[0]["content"] == "x"
+    assert task.prompt[0]["tool_calls"] == [{"arguments": {"a": 1}}]
+
+
+def test_tasks_are_counted_by_what_they_are():
+    assert count_by(generate_tasks(0, 30, "train", "medium"), "family") == {
+        "cancel": 10,
+        "exchange": 10,
+        "refund": 10,
+    }
+
+
+# files
+
+
+def test_json_lines_are_read_blank_lines_left_out(write):
+    path = write("tasks.jsonl", ROW, "", {**ROW, "id": "b", "family": "loss", "branch": "card"}, "")
+    first, second = load_tasks(path, "bank")
+    assert first == Task(domain="bank", id="a", prompt=tuple(PROMPT), payload='{"card": "lost"}')
+    assert (second.family, second.branch) == ("loss", "card")
+
+
+def test_an_array_is_read_under_either_name(write):
+    text = json.dumps([ROW, {**ROW, "id": "b"}], indent=2)
+    for name in ("tasks.json", "tasks.jsonl"):
+        assert [task.id for task in load_tasks(write(name, text), "bank")] == ["a", "b"]
+
+
+def test_a_payload_may_be_json_text_and_is_kept_as_it_is(write):
+    path = write("tasks.jsonl", {**ROW, "payload": '{ "b": 1,  "a": 2 }'})
+    assert load_tasks(path, "bank")[0].payload == '{ "b": 1,  "a": 2 }'
+
+
+def test_a_payload_may_be_missing(write):
+    path = write("tasks.jsonl", {"id": "a", "prompt": PROMPT})
+    assert load_tasks(path, "bank")[0].payload == "{}"
+
+
+def test_saved_tasks_are_read_back_equal(tmp_path):
+    tasks = generate_tasks(3, 40, "train", "hard")
+    save_tasks(tasks, tmp_path / "retail.jsonl")
+    assert list(load_tasks(tmp_path / "retail.jsonl", "retail")) == tasks
+
+
+def test_any_text_survives_saving(tmp_path):
+    """Line separators of Unicode are no line ends of a JSONL file."""
+    text = "one\u2028two\u2029three\x85four\x0bfive\nsix \U0001f600 \"'\\ <|im_end|>"
+    prompt = ({"role": "user", "content": text},)
+    tasks = [Task(domain="bank", id=text, prompt=prompt, payload=json.dumps({"x": text}))]
+    save_tasks(tasks, tmp_path / "bank.jsonl")
+    (read,) = load_tasks(tmp_path / "bank.jsonl", "bank")
+    assert (read.id, read.prompt, json.loads(read.payload)) == (text, prompt, {"x": text})
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (3, "line 1: got int; a task is one JSON object"),
+        (
+            {**ROW, "goal": 1},
+            "line 1: unknown key ['goal']; a task has branch, domain, family, id, payload, prompt",
+        ),
+        ({"prompt": PROMPT}, "line 1: id: got None; give a non-empty string"),
+        ({**ROW, "id": ""}, "line 1: id: got ''; give a non-empty string"),
+        ({**ROW, "id": 7}, "line 1: id: got 7; give a non-empty string"),
+        (
+            {**ROW, "domain": "shop"},
+            "line 1 (task 'a'): domain: got 'shop' in a file of bank tasks; move it or mend it",
+        ),
+        ({**ROW, "prompt": []}, "line 1 (task 'a'): prompt: give a non-empty list of messages"),
+        ({**ROW, "prompt": "hi"}, "line 1 (task 'a'): prompt: give a non-empty list of messages"),
+        (
+            {**ROW, "prompt": [{"role": "boss", "content": "x"}]},
+            "line 1 (task 'a'): prompt: bad message {'role': 'boss', 'content': 'x'}; "
+            "give role and content",
+        ),
+        (
+            {**ROW, "prompt": [{"role": "user", "content": None}]},
+            "line 1 (task 'a'): prompt: bad message {'role': 'user', 'content': None}; "
+            "give role and content",
+        ),
+        (
+            {**ROW, "prompt": ["hi"]},
+            "line 1 (task 'a'): prompt: bad message 'hi'; give role and content",
+        ),
+        (
+            {**ROW, "prompt": PROMPT[:1]},
+            "line 1 (task 'a'): prompt: the last message must be the user's request",
+        ),
+        ({**ROW, "payload": 3}, "line 1 (task 'a'): payload: got int; give an object"),
+        (
+            {**ROW, "payload": "{'a': 1}"},
+            "line 1 (task 'a'): payload: not JSON (Expecting property name enclosed in double "
+            "quotes); give an object",
+        ),
+        ({**ROW, "family": 3}, "line 1 (task 'a'): family: got 3; give a string"),
+        ({**ROW, "branch": None}, "line 1 (task 'a'): branch: got None; give a string"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, problem):
+    assert refusal(write("tasks.jsonl", row)) == f"tasks.jsonl, {problem}"
+
+
+def test_the_line_is_counted_with_blank_lines(write):
+    path = write("tasks.jsonl", "", ROW, "", {**ROW, "id": 5})
+    assert refusal(path) == "tasks.jsonl, line 4: id: got 5; give a non-empty string"
+
+
+def test_a_broken_line_is_named(write):
+    path = write("tasks.jsonl", ROW, '{"id": "b", ')
+    assert refusal(path) == (
+        "tasks.jsonl, line 2: not JSON (Expecting property name enclosed in double quotes); "
+        "mend the line"
+    )
+
+
+def test_a_broken_array_is_named_by_its_line(write):
+    path = write("tasks.json", "[", json.dumps(ROW), json.dumps(ROW), "]")
+    assert refusal(path) == "tasks.json, line 3: not JSON (Expecting ',' delimiter); mend the file"
+
+
+def test_a_place_in_an_array_is_counted_from_one(write):
+    path = write("tasks.json", json.dumps([ROW, {**ROW, "id": 0}]))
+    assert refusal(path) == "tasks.json, task 2: id: got 0; give a non-empty string"
+
+
+def test_a_json_file_that_is_no_array_is_refused(write):
+    assert refusal(write("tasks.json", ROW)) == (
+        "tasks.json: got a dict; a .json task file is one array of tasks"
+    )
+
+
+def test_an_id_used_twice_is_refused_with_both_places(write):
+    path = write("tasks.jsonl", ROW, {**ROW, "id": "b"}, ROW)
+    message = refusal(path)
+    assert message.startswith("tasks.jsonl, line 3: task id 'a' was already used at ")
+    assert message.endswith("tasks.jsonl, line 1; give every task its own id")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "[]"])
+def test_a_file_without_tasks_is_refused(write, text):
+    assert refusal(write("tasks.jsonl", text)) == (
+        "tasks.jsonl: holds no tasks; expected one JSON object per line or one JSON array"
+    )
+
+
+def test_a_missing_or_unreadable_file_is_refused(tmp_path):
+    assert refusal(tmp_path / "none.jsonl").startswith(
+        "none.jsonl: cannot be read as a UTF-8 task file ([Errno 2] No such file"
+    )
+    (tmp_path / "latin.jsonl").write_bytes(b'{"id": "\xe9"}')
+    assert refusal(tmp_path / "latin.jsonl").startswith(
+        "latin.jsonl: cannot be read as a UTF-8 task file ('utf-8' codec can't decode byte 0xe9"
+    )
+
+
+def test_tasks_of_a_file_are_sliced_and_gone_through_like_a_list(write):
+    rows = [{**ROW, "id": name} for name in "abcde"]
+    for name, lines in (("tasks.jsonl", rows), ("tasks.json", [json.dumps(rows)])):
+        tasks = load_tasks(write(name, *lines), "bank")
+        assert (len(tasks), tasks[-1].id, tasks[1:4][1].id) == (5, "e", "c")
+        assert [task.id for task in tasks[:2]] == ["a", "b"]
+        assert [task.id for task in tasks[::2][1:]] == ["c", "e"]
+        assert tasks[3] in tasks
+        with pytest.raises(IndexError):
+            tasks[:2][2]
+
+
+def test_line_ends_of_windows_and_wide_characters_do_not_move_a_row(write):
+    path = write("tasks.jsonl", {**ROW, "id": "a"}, {**ROW, "id": "ü\u2028\U0001f600"})
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n\r\n") + b"\r\n")
+    save_tasks(tasks := load_tasks(path, "bank"), again := path.with_name("again.jsonl"))
+    assert [task.id for task in tasks] == ["a", "ü\u2028\U0001f600"]
+    assert list(load_tasks(again, "bank")) == list(tasks)
+
+
+def test_the_texts_of_json_lines_stay_in_the_file(tmp_path):
+    prompt = ({"role": "system", "content": "x" * 4000}, {"role": "user", "content": "hi"})
+    tasks = [replace(task, prompt=prompt) for task in make_tasks(2000)]
+    save_tasks(tasks, tmp_path / "bank.jsonl")
+    tracemalloc.start()
+    loaded = load_tasks(tmp_path / "bank.jsonl", "bank")
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert loaded[1999] == tasks[1999]
+    assert kept < 200_000  # bytes, of 8 million
+    assert most < 2_000_000
+
+
+def test_rows_are_shown_once_as_they_are_checked(write):
+    shown = []
+    load_tasks(write("tasks.jsonl", ROW, {**ROW, "id": "b"}), "bank", shown.append)
+    assert [(row["id"], row["payload"]) for row in shown] == [
+        ("a", {"card": "lost"}),
+        ("b", {"card": "lost"}),
+    ]
+
+
+@pytest.mark.parametrize("change", ["altered", "shifted", "cut", "gone"])
+def test_a_file_that_changes_under_a_run_never_gives_other_tasks(write, change):
+    path = write("tasks.jsonl", ROW, {**ROW, "id": "b"})
+    tasks = load_tasks(path, "bank")
+    text = path.read_text()
+    path.write_text(text + "\n" + json.dumps({**ROW, "id": "c"}))
+    assert [task.id for task in tasks] == ["a", "b"]  # what was added is not looked at
+    path.write_text(
+        {
+            "altered": text.replace("bank", "shop"),
+            "shifted": "\n" + text,
+            "cut": text[:-1],
+            "gone": "",
+        }[change]
+    )
+    if change == "gone":
+        path.unlink()
+    with pytest.raises(UserError) as caught:
+        tasks[1]
+    assert str(caught.value) == (
+        f"{path}: changed since it was read; put it back as it was, or start a new run"
+    )
+    path.write_text(text)
+    assert tasks[1].id == "b"
+
+
+# datasets
+
+
+def dataset_tasks(dataset):
+    return tasks_of(DatasetRows(dataset, "bank, train"), "bank")
+
+
+def dataset_refusal(dataset) -> str:
+    with pytest.raises(UserError) as caught:
+        dataset_tasks(dataset)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_dataset_gives_the_tasks_that_its_rows_would_give_in_a_file(write):
+    """Although Arrow gives every message the keys of all, and every row all columns."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"card": "A1"}}}
+    asked = [{"role": "assistant", "content": "", "tool_calls": [call]}, PROMPT[1]]
+    rows = [
+        {"id": "a", "prompt": PROMPT, "payload": '{"b": null}', "family": "loss", "branch": ""},
+        {"id": "b", "prompt": asked, "payload": "{}", "branch": "card"},
+        {"id": "c", "prompt": [{**PROMPT[1], "name": "ann"}]},
+    ]
+    dataset = Dataset.from_list(rows)
+    assert dataset[0]["prompt"][0]["tool_calls"] is None
+    assert dataset[2]["branch"] is None
+    in_file = list(load_tasks(write("tasks.jsonl", *rows), "bank"))
+    assert list(dataset_tasks(dataset)) == in_file
+    assert dataset_tasks(dataset.with_format("numpy"))[1:][0] == in_file[1]
+
+
+def test_payloads_that_arrow_may_have_altered_are_refused():
+    first, second = {**ROW, "payload": {"card": "x", "n": 1}}, {**ROW, "id": "b"}
+    assert dataset_tasks(Dataset.from_list([first]))[0].payload == '{"card": "x", "n": 1}'
+    assert dataset_refusal(Dataset.from_list([first, second])) == (
+        "bank, train[1]: payload: a struct with nulls or dates, which may not be what was written; "
+        "store payloads as JSON text"
+    )
+    features = Features(
+        {"id": Value("string"), "prompt": [{n: Value("string") for n in ROW["prompt"][0]}]}
+    )
+    exact = Dataset.from_list([first, second], features=Features({**features, "payload": Json()}))
+    assert [json.loads(task.payload) for task in dataset_tasks(exact)] == [
+        {"card": "x", "n": 1},
+        {"card": "lost"},
+    ]
+
+
+def test_what_is_wrong_with_a_row_of_a_dataset_is_named_with_its_place():
+    def of(*rows):
+        return dataset_refusal(Dataset.from_list(list(rows)))
+
+    text = {**ROW, "payload": "{}"}
+    assert of(text, {**text, "id": None}) == (
+        "bank, train[1]: id: got None; give a non-empty string"
+    )
+    assert of(text, {**text, "id": "b", "prompt": None}) == (
+        "bank, train[1] (task 'b'): prompt: give a non-empty list of messages"
+    )
+    assert of({**text, "goal": 1}).startswith("bank, train[0]: unknown key ['goal']; a task has ")
+    assert of(text, text) == (
+        "bank, train[1]: task id 'a' was already used at bank, train[0]; give every task its own id"
+    )
+    assert dataset_refusal(Dataset.from_list([text]).select([])) == (
+        "bank, train: holds no tasks; give a dataset that has rows"
+    )
+
+
+def test_a_dataset_whose_files_change_under_a_run_is_refused(tmp_path):
+    Dataset.from_list([{**ROW, "payload": "{}"}]).save_to_disk(tmp_path / "bank")
+    tasks = dataset_tasks(Dataset.load_from_disk(str(tmp_path / "bank")))
+    assert tasks[0].id == "a"
+    (file,) = (tmp_path / "bank").glob("*.arrow")
+    os.utime(file, (1, 1))
+    with pytest.raises(UserError, match="bank, train: changed since it was read; put it back"):
+        tasks[0]
+
+
+# what settings name
+
+
+def loaded(source, environment=AirlineEnvironment, held_out=(), **data):
+    settings = {"airline_tasks": str(source), **data}
+    return train_tasks(Config.model_validate({"data": settings}), "airline", environment, held_out)
+
+
+def source_refusal(source, **given) -> str:
+    with pytest.raises(UserError) as caught:
+        loaded(source, **given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_files_and_folders_of_datasets_give_the_same_tasks(tmp_path, own_cache):
+    tasks, path = airline_tasks(5, 12, "train", "medium"), tmp_path / "files" / "a.jsonl"
+    path.parent.mkdir()
+    save_tasks(tasks, path)
+    rows = [{**task.row(), "family": task.family, "branch": task.branch} for task in tasks]
+    dataset, other = Dataset.from_list(rows), Dataset.from_list([rows[0]])
+    dataset.save_to_disk(tmp_path / "one")
+    DatasetDict(train=other, dev=dataset).save_to_disk(tmp_path / "two")
+    (tmp_path / "parquet").mkdir()
+    dataset.to_parquet(tmp_path / "parquet" / "dev.parquet")
+    for source, split in (
+        (path, "train"),
+        (path.parent, "train"),
+        (tmp_path / "one", "train"),
+        (tmp_path / "two", "dev"),
+        (tmp_path / "parquet", "validation"),
+    ):
+        found, _ = loaded(source, dataset_train_split=split)
+        assert list(found) == tasks, source
+    assert len(loaded(tmp_path / "two")[0]) == 1
+
+
+def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, monkeypatch):
+    assert source_refusal("missing.jsonl") == (
+        "airline_tasks: got 'missing.jsonl', which is no file; give an existing file"
+    )
+    DatasetDict(dev=Dataset.from_list([ROW])).save_to_disk(tmp_path / "dev")
+    assert source_refusal(tmp_path / "dev") == (
+        f"airline_tasks: got '{tmp_path}/dev', which is no file, nor a dataset that can be loaded "
+        "with dataset_train_split train (it has no split 'train' but dev); "
+        "give a file, a folder or a hub id"
+    )
+    (tmp_path / "empty").mkdir()
+    assert "empty doesn't contain any data files); give" in source_refusal(tmp_path / "empty")
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("pipeline.preflight.prepare.hub_reachable", lambda: False)
+    said = source_refusal("org/name")
+    assert said.startswith("airline_tasks: got 'org/name', which is no file, nor a dataset that ")
+    assert "(Couldn't reach 'org/name' on the Hub" in said
+    assert config.HF_HUB_OFFLINE  # so nothing was asked of a hub that is not there
+
+
+def test_a_held_out_task_is_found_among_those_that_train(tmp_path):
+    tasks = airline_tasks(5, 6, "train", "medium")
+    save_tasks(tasks, path := tmp_path / "airline.jsonl")
+    alike = replace(tasks[2], id="x", payload=json.dumps(json.loads(tasks[2].payload), indent=1))
+    assert source_refusal(path, held_out=[tasks[0], alike], tasks_per_domain=6) == (
+        f"{path}: task '{tasks[0].id}' is also a held-out task; take it out"
+    )
+    assert f"task '{tasks[2].id}' is also a held-out task" in source_refusal(path, held_out=[alike])
+    as_text = {"id": "t", "prompt": tasks[4].prompt, "payload": tasks[4].payload}
+    (other_path := tmp_path / "text.jsonl").write_text(json.dumps(as_text))
+    said = source_refusal(other_path, held_out=tasks[3:])
+    assert said == f"{other_path}: task 't' is also a held-out task; take it out"
+    other = replace(tasks[2], payload="{}")
+    assert len(loaded(path, held_out=[alike, other], tasks_per_domain=2)[0]) == 2
+
+
+def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path, monkeypatch):
+    tried = []
+
+    class Environment:
+        def reset(self, **row):
+            tried.append(row["id"])
+
+    monkeypatch.setattr("pipeline.preflight.prepare.NUM_TRIED", 4)
+    save_tasks(
+        [replace(task, domain="airline") for task in make_tasks(14)], path := tmp_path / "a.jsonl"
+    )
+    loaded(path, Environment, tasks_per_domain=10)
+    assert tried == ["t0", "t3", "t6", "t9"]
+    loaded(path, Environment, tasks_per_domain=4)
+    assert tried[4:] == ["t0", "t1", "t2", "t3"]
+
+
+def test_the_longest_prompts_of_a_source_are_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.preflight.prepare.NUM_LONGEST", 2)
+    tasks = [
+        replace(task, domain="airline", prompt=({"role": "user", "content": "x" * length},))
+        for task, length in zip(make_tasks(5), (3, 9, 1, 7, 99), strict=True)
+    ]
+    save_tasks(tasks, path := tmp_path / "a.jsonl")
+
+    class Environment:
+        def reset(self, **row):
+            pass
+
+    assert loaded(path, Environment, tasks_per_domain=4)[1] == [tasks[1], tasks[3]]
+
+
+# steps
+
+
+def test_a_step_depends_on_source_count_step_and_key_alone():
+    tasks = make_tasks(10)
+    step = tasks_for_step(tasks, 4, 3, 1, "airline")
+    assert step == tasks_for_step(tasks, 4, 3, 1, "airline")
+    assert step != tasks_for_step(tasks, 4, 4, 1, "airline")
+    assert step != tasks_for_step(tasks, 4, 3, 2, "airline")
+    assert [task.id for task in tasks_for_step(tasks, 4, 0, 1)] == ["t1", "t2", "t4", "t5"]
+
+
+def test_no_task_comes_twice_in_a_step_and_every_task_comes_up_in_time():
+    for size in range(1, 9):
+        for count in range(1, size + 1):
+            seen = set()
+            for step in range(40):
+                ids = [task.id for task in tasks_for_step(make_tasks(size), count, step, "key")]
+                assert len(set(ids)) == count
+                seen |= set(ids)
+            assert len(seen) == size, f"{count} of {size}"
+
+
+def test_tasks_come_equally_often():
+    tasks = make_tasks(12)
+    counts = Counter(
+        task.id for step in range(300) for task in tasks_for_step(tasks, 4, step, "key")
+    )
+    assert set(counts.values()) == {100}
+
+
+def test_a_step_takes_from_any_sized_and_indexed_source():
+    class Numbered:
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, index):
+            return make_tasks(1)[0].__class__(
+                domain="bank", id=str(index), prompt=tuple(PROMPT), payload="{}"
+            )
+
+    ids = [task.id for task in tasks_for_step(Numbered(), 5, 0, "key")]
+    assert len(set(ids)) == 5
+    assert all(0 <= int(number) < 1000 for number in ids)
+
+
+def test_an_order_is_drawn_once_a_pass(monkeypatch):
+    drawn = []
+
+    def counted(count, *key):
+        drawn.append(key[-1])
+        return permutation(count, *key)
+
+    monkeypatch.setattr("pipeline.data.tasks.permutation", counted)
+    tasks = make_tasks(9)
+    for step in range(6):  # two steps of each domain, in turns, in every pass
+        for domain in ("airline", "retail"):
+            expected = permutation(9, "an order", domain, "pass", step // 2)[step % 2 * 4 :][:4]
+            found = tasks_for_step(tasks, 4, step, "an order", domain)
+            assert [task.id for task in found] == [f"t{index}" for index in expected]
+    assert drawn == [0, 0, 1, 1, 2, 2]
+
+
+def test_more_tasks_than_there_are_cannot_be_asked():
+    with pytest.raises(AssertionError, match="a step of 3 tasks cannot come from 2"):
+        tasks_for_step(make_tasks(2), 3, 0)
+
+
+# ranks
+
+
+def test_no_group_is_lost_or_played_twice_whatever_the_ranks():
+    """Also where ranks outnumber groups; shares differ by one at most."""
+    for num_ranks in range(1, 18):
+        for count in range(0, 40):
+            shares = [shard_tasks(count, rank, num_ranks) for rank in range(num_ranks)]
+            assert sorted(index for share in shares for index in share) == list(range(count))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_domains_listed_one_after_another_spread_over_the_ranks():
+    domains = ["airline"] * 8 + ["retail"] * 8 + ["telecom"] * 8
+    for rank in range(4):
+        mine = Counter(domains[index] for index in shard_tasks(24, rank, 4))
+        assert mine == {"airline": 2, "retail": 2, "telecom": 2}
+
+
+def test_a_rank_that_is_not_there_is_refused():
+    with pytest.raises(AssertionError):
+        shard_tasks(4, 2, 2)
+
+
+# the benchmark
+
+
+def test_the_benchmark_of_many_tasks_writes_its_figures(tmp_path):
+    flags = ["--num-tasks", "200", "--steps", "3", "--policy-bytes", "500"]
+    command = [sys.executable, ROOT / "scripts/bench/loader.py", *flags]
+    done = subprocess.run(
+        [*command, "--json", tmp_path / "loader.json"], capture_output=True, text=True, check=True
+    )
+    figures = json.loads((tmp_path / "loader.json").read_text())["figures"]
+    start_up = {
+        f"{kind}_{unit}"
+        for kind in ("many_tasks", "many_tasks_dataset")
+        for unit in ("s", "cpu_s", "mb", "private_mb")
+    }
+    steps = {f"step_us_{n}_tasks_{r}_ranks" for n in (2, 20, 200) for r in (1, 8, 64, 1024)}
+    first = {f"first_step_us_{n}_tasks" for n in (2, 20, 200)}
+    assert set(figures) == start_up | steps | first
+    assert "start-up of a rank " in done.stdout
+    refused = subprocess.run([*command, "--shape", "tiny"], capture_output=True, text=True)
+    assert refused.returncode == 2

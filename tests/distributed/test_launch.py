@@ -1,0 +1,447 @@
+"""Launching: however ranks are started, N of them know each other, or one line says why not.
+
+The real processes run the real `pipeline/run.py`; in place of the training, a `sitecustomize` on
+their path puts a short one that connects the ranks through Accelerate and says what they found.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+from pipeline import run
+from pipeline.config.settings import UserError
+from pipeline.distributed import launch
+from pipeline.distributed.launch import World, resolve
+from tests.support import ROOT
+
+pytestmark = pytest.mark.whole_run
+
+RUN = str(ROOT / "pipeline" / "run.py")
+CONFIGS = ROOT / "accelerate_configs"
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+SHORT_TRAINING = """
+import os, sys, time, types
+
+def main(config):
+    import torch
+    from accelerate import Accelerator
+    from pipeline.config.settings import UserError
+    accelerator = Accelerator()
+    rank, do = accelerator.process_index, config.tracking.run_name
+    total = int(accelerator.reduce(torch.tensor([2.0**rank])))
+    facts = f"rank {rank} of {accelerator.num_processes}/{config.run.num_gpus}: sum {total}, "
+    facts += f"{accelerator.device.type}, {torch.get_num_threads()} threads\\n"
+    print(facts, end="", flush=True)
+    if do == "mistake":
+        raise UserError("tasks: got none; give some")
+    if rank == 1 and do == "fault":
+        raise RuntimeError("the second rank broke")
+    if rank == 1 and do == "killed":
+        os.kill(os.getpid(), 9)
+    if do:
+        accelerator.wait_for_everyone()
+    if do == "sleep":
+        time.sleep(600)
+    return 0
+
+train, check = types.ModuleType("pipeline.train"), types.ModuleType("pipeline.preflight.check")
+train.main = main
+check.validate = lambda config: print("validated", flush=True)
+sys.modules.update({"pipeline.train": train, "pipeline.preflight.check": check})
+"""
+
+
+def facts(num_ranks: int, threads: int = 1) -> list[str]:
+    total = 2**num_ranks - 1
+    return [
+        f"rank {rank} of {num_ranks}/{num_ranks}: sum {total}, cpu, {threads} threads"
+        for rank in range(num_ranks)
+    ]
+
+
+def lines(text: str, start: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if line.startswith(start))
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch, no_stray_processes):
+    """For real processes: the short training, no GPU, no configuration of Accelerate, own /tmp."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("site", "home", "tmp"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SHORT_TRAINING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def start(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+# The world, from `--num-gpus` and the environment
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Sets how many GPUs are visible, and what a launcher says in the environment."""
+    for name in [*launch.PLACE, *os.environ]:
+        if name in launch.PLACE or name.startswith(("ACCELERATE_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name, raising=False)
+
+    def see(visible: int, **variables: str) -> None:
+        monkeypatch.setattr(launch, "visible_gpus", lambda: visible)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return see
+
+
+def launched(rank: int, num_ranks: int, local: int) -> dict[str, str]:
+    """What torchrun and Accelerate tell a rank, on machines with `local` ranks each."""
+    names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank % local}
+    names |= {"LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 29500}
+    return {name: str(value) for name, value in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "variables", "expected"),
+    [
+        (None, 0, {}, (1, 0, "cpu", 1)),
+        (None, 4, {}, (1, 0, "cuda", 1)),
+        (2, 0, {}, (2, 0, "cpu", 1)),
+        (2, 4, {}, (2, 0, "cuda", 1)),
+        (8, 4, {"ACCELERATE_USE_CPU": "true"}, (8, 0, "cpu", 1)),
+        (None, 0, launched(1, 2, 2), (2, 1, "cpu", 2)),
+        (2, 2, launched(1, 2, 2), (2, 1, "cuda", 2)),
+        (16, 8, launched(9, 16, 8), (16, 9, "cuda", 16)),
+        (2, 0, launched(0, 1, 1), (2, 0, "cpu", 1)),
+    ],
+)
+def test_the_world_is_what_was_asked_for_and_launched(gpus, num_gpus, visible, variables, expected):
+    gpus(visible, **variables)
+    names = ("num_ranks", "rank", "device_type", "num_launched")
+    assert resolve(num_gpus) == World(**dict(zip(names, expected, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "variables", "message"),
+    [
+        (
+            4,
+            0,
+            launched(0, 2, 2),
+            "--num-gpus: got 4, but 2 ranks were launched; give --num-gpus 2, or start them with: "
+            "python pipeline/run.py --num-gpus 4",
+        ),
+        (
+            8,
+            2,
+            {},
+            "--num-gpus: got 8 ranks for this machine, but 2 GPUs are visible; use: python "
+            "pipeline/run.py --num-gpus 2, or set ACCELERATE_USE_CPU=true for ranks on CPU",
+        ),
+        (
+            None,
+            1,
+            launched(0, 16, 8),
+            "--num-gpus: got 8 ranks for this machine, but 1 GPU is visible; use: python "
+            "pipeline/run.py --num-gpus 1, or set ACCELERATE_USE_CPU=true for ranks on CPU",
+        ),
+        (
+            2,
+            0,
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            "WORLD_SIZE is 2 without LOCAL_RANK, MASTER_ADDR, MASTER_PORT, so the processes would "
+            "not find each other; start the ranks with: python pipeline/run.py --num-gpus 2",
+        ),
+        (
+            None,
+            0,
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "MPI started 2 processes, which is not supported; start the ranks with: "
+            "python pipeline/run.py --num-gpus 2",
+        ),
+        (None, 0, {"WORLD_SIZE": "two"}, "WORLD_SIZE: got 'two' in the environment; unset it"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused_in_one_line(gpus, num_gpus, visible, variables, message):
+    gpus(visible, **variables)
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        resolve(num_gpus)
+
+
+MULTI_CPU = "distributed_type: MULTI_CPU\nnum_processes: 2\ncompute_environment: LOCAL_MACHINE\n"
+LONE = {  # ways to ask Accelerate for two processes that start one, on two machines in the last
+    "--cpu": ["--cpu", "--num_processes", "2"],
+    "MULTI_CPU": ["--config_file", "multi_cpu.yaml"],
+    "machines": [
+        *("--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"),
+        *("--main_process_ip", "10.0.0.1", "--main_process_port", "29500"),
+    ],
+}
+
+
+def told_by_accelerate(form: str) -> dict[str, str]:
+    """The environment that Accelerate's own code gives to the one process it would start."""
+    Path("multi_cpu.yaml").write_text(MULTI_CPU + "num_machines: 1\nuse_cpu: true\n")
+    arguments = accelerate_launch.launch_command_parser().parse_args([*LONE[form], RUN])
+    arguments, _, _ = accelerate_launch._validate_launch_command(arguments)
+    return prepare_simple_launcher_cmd_env(arguments)[1]
+
+
+@pytest.mark.parametrize("form", ["--cpu", "MULTI_CPU"])
+def test_a_lone_process_of_several_is_refused_or_told_their_number(gpus, environment, form):
+    gpus(0, **told_by_accelerate(form))
+    with pytest.raises(UserError, match=r"several processes and started one .* add --num-gpus N"):
+        resolve(None)
+    assert resolve(2) == World(num_ranks=2, rank=0, device_type="cpu", num_launched=1)
+    assert resolve(1).num_ranks == 1
+
+
+def test_lone_processes_on_several_machines_are_refused(gpus, environment):
+    gpus(0, **told_by_accelerate("machines"))
+    with pytest.raises(UserError, match=r"unconnected to 10\.0\.0\.1; .*multi_node\.yaml"):
+        resolve(2)
+
+
+# The command line in this process
+
+
+@pytest.fixture
+def replaced(monkeypatch, gpus):
+    """Puts functions in place of the training and the check."""
+    gpus(0)
+
+    def replace(name: str, main) -> None:
+        module = types.ModuleType(f"pipeline.{name}")
+        module.main = main
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return replace
+
+
+def test_a_check_needs_no_ranks_and_is_made_once(replaced, monkeypatch):
+    checked = []
+    replaced("check", lambda config: checked.append(config.run.num_gpus) or 0)
+    assert run.main(["--check", "--num-gpus", "64"]) == 0
+    monkeypatch.setenv("RANK", "1")
+    assert run.main(["--check", "--num-gpus", "64"]) == 0
+    assert checked == [64]
+
+
+def test_an_interrupted_run_says_so_without_a_traceback(replaced, monkeypatch, capsys):
+    def interrupted(config):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    replaced("train", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert run.main([]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "running on CPU: 1 rank\ninterrupted\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), asyncio.CancelledError()])
+def test_what_code_raises_besides_exceptions_has_its_traceback(replaced, error, capsys):
+    """A note is what the watchdog of a run adds: which rank, and in what."""
+
+    def broken(config):
+        error.add_note("rank 0 on host, in sample airline step 2, task airline/t7")
+        raise error
+
+    replaced("train", broken)
+    assert run.main([]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "test_launch.py" in said and "in broken" in said
+    assert "rank 0 on host, in sample airline step 2, task airline/t7" in said
+
+
+def test_a_mistake_is_told_before_anything_heavy_is_imported(environment):
+    done = start(sys.executable, "-X", "importtime", RUN, "--num-gpu", "2")
+    assert done.returncode == 2
+    assert lines(done.stderr, "error:") == [
+        "error: unknown flag --num-gpu; did you mean --num-gpus?"
+    ]
+    assert not re.search(r"\| +(torch|transformers|accelerate|numpy)\b", done.stderr)
+
+
+# Ranks that the run starts itself
+
+
+def test_one_process_validates_and_starts_the_ranks(environment, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    done = start(sys.executable, RUN, "--num-gpus", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "validated"
+    threads = max(1, launch._num_cores() // 2)
+    assert sorted(done.stdout.splitlines()[1:]) == facts(2, threads)
+    assert done.stderr == "running on CPU: 2 ranks, over gloo\n"
+    assert not list(Path("tmp").iterdir()), "the launcher leaves files behind"
+
+
+def test_a_mistake_that_all_ranks_see_is_told_once(environment):
+    done = start(sys.executable, RUN, "--num-gpus", "2", "--run-name", "mistake")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1:] == ["error: tasks: got none; give some"]
+
+
+def test_the_fault_of_one_rank_ends_the_run_with_its_traceback_alone(environment):
+    done = start(sys.executable, RUN, "--num-gpus", "2", "--run-name", "fault")
+    assert done.returncode == 1
+    assert lines(done.stderr, "rank") == ["rank 1 failed:"]
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.endswith("RuntimeError: the second rank broke\n")
+
+
+def test_a_killed_rank_is_named(environment):
+    done = start(sys.executable, RUN, "--num-gpus", "2", "--run-name", "killed")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == ["rank 1 was ended by SIGKILL (out of memory?)"]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_ranks_too(environment, stop):
+    def as_under_nohup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(stop, signal.SIG_DFL)  # tests in the background of a shell ignore SIGINT
+
+    process = subprocess.Popen(
+        [sys.executable, RUN, "--num-gpus", "2", "--run-name", "sleep"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=as_under_nohup,
+    )
+    assert process.stdout is not None
+    started = [process.stdout.readline() for _ in range(3)]
+    assert sorted(started)[:2] == [f"{line}\n" for line in facts(2)]
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(stop)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1
+    said = {signal.SIGTERM: "interrupted; what was saved before stands"}
+    assert stderr.splitlines()[1:] == [said.get(stop, "interrupted")]
+
+
+# Ranks that others start
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "num_ranks"),
+    [
+        ([*ACCELERATE, "--config_file", str(CONFIGS / "single.yaml")], [], 1),
+        (
+            [*ACCELERATE, "--config_file", str(CONFIGS / "multi_gpu.yaml"), "--num_processes=2"],
+            ["--num-gpus", "2"],
+            2,
+        ),
+        (ACCELERATE, ["--num-gpus", "2"], 2),
+        ([*ACCELERATE, *LONE["--cpu"]], ["--num-gpus", "2"], 2),
+        ([*TORCHRUN, "--nproc_per_node=2"], [], 2),
+    ],
+    ids=["single.yaml", "multi_gpu.yaml", "no configuration", "--cpu", "torchrun"],
+)
+def test_launched_ranks_know_each_other(environment, launcher, flags, num_ranks):
+    done = start(*launcher, RUN, *flags)
+    assert done.returncode == 0, done.stderr
+    assert lines(done.stdout, "rank") == facts(num_ranks)
+    assert len(lines(done.stderr, "running on CPU")) == 1
+
+
+def test_another_number_of_ranks_is_refused_once(environment):
+    done = start(*TORCHRUN, "--nproc_per_node=2", RUN, "--num-gpus", "3")
+    assert done.returncode != 0
+    assert len(lines(done.stderr, "error: --num-gpus: got 3, but 2 ranks were launched;")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes", "port"),
+    [("single", 1, None), ("multi_gpu", 8, 0), ("multi_node", 16, 29500)],
+)
+def test_every_shipped_configuration_is_one_that_accelerate_reads(name, num_processes, port):
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert config.num_processes == num_processes
+    assert config.main_process_port == port
+    assert config.num_machines == (2 if name == "multi_node" else 1)
+    assert config.mixed_precision == "no"
+    assert len(list(CONFIGS.iterdir())) == 3
+
+
+# scripts/run_ddp.sh, on a Python that only notes what it is asked for
+
+NOTING_PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-c "*) exit 0 ;;
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip") [ ! -e fail ] || exit 1; sleep 0.5 ;;
+esac
+echo "$@" >>calls
+[ ! -e code ] || exit "$(cat code)"
+"""
+
+
+def test_run_ddp_installs_when_needed_and_passes_flags_and_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkout = tmp_path / "a checkout"
+    shutil.copytree(ROOT / "scripts", checkout / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, checkout)
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(NOTING_PYTHON)
+    python.chmod(0o755)
+    settings = {"PATH": os.environ["PATH"], "PYTHON": str(python), "NUM_GPUS": "2"}
+
+    def run_ddp(*flags: str, **variables: str) -> list[str]:
+        """What was asked of Python, each call by its first words."""
+        calls.write_text("")
+        script = ["bash", str(checkout / "scripts" / "run_ddp.sh"), *flags]
+        subprocess.run(script, env=settings | variables, capture_output=True, check=True)
+        return calls.read_text().replace(str(checkout), "ROOT").splitlines()
+
+    entry = "ROOT/pipeline/run.py --num-gpus 2"
+    making, installing, running = run_ddp("--beta", "0.1", MODEL="a/b", GROUP_SIZE="4")
+    assert making == "-m venv ROOT/.venv"
+    assert re.match(r"-m pip install .*-c ROOT/constraints.txt -e ROOT$", installing)
+    assert running == f"{entry} --model a/b --group-size 4 --beta 0.1"
+    assert run_ddp() == [entry]
+
+    (checkout / "constraints.txt").write_text("torch==2.12.0\n")
+    assert run_ddp() == [installing, entry]
+
+    (checkout / "constraints.txt").write_text("torch==2.11.0\n")
+    Path("fail").touch()  # an installation that breaks off is begun again from nothing
+    with pytest.raises(subprocess.CalledProcessError):
+        run_ddp()
+    Path("fail").unlink()
+    assert run_ddp() == [making, installing, entry]
+
+    shutil.rmtree(checkout / ".venv")
+    command = ["bash", str(checkout / "scripts" / "run_ddp.sh")]
+    calls.write_text("")
+    for process in [subprocess.Popen(command, env=settings) for _ in range(2)]:
+        assert process.wait(timeout=60) == 0
+    assert len(calls.read_text().splitlines()) == 4, "two at once install once"
+
+    Path("code").write_text("2")
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        run_ddp()
+    assert failed.value.returncode == 2

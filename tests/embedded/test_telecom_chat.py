@@ -1,0 +1,236 @@
+"""Telecom in conversation: the customer does what words ask for, and nothing else."""
+
+import json
+
+import pytest
+
+from pipeline.config.cli import parse
+from pipeline.data.tasks import save_tasks
+from pipeline.embedded import telecom, telecom_chat
+from pipeline.embedded.experts import play_expert
+from pipeline.embedded.telecom_chat import (
+    REQUESTS,
+    WORDINGS,
+    TelecomChatEnvironment,
+    asked_for,
+)
+from pipeline.environments.tools import call_tool, tool_methods
+from pipeline.preflight.prepare import prepare
+
+
+def tasks(count=120, split="train", difficulty="medium"):
+    return telecom_chat.generate_tasks(0, count, split, difficulty)
+
+
+def started(task):
+    environment = TelecomChatEnvironment()
+    environment.reset(**task.row())
+    return environment
+
+
+def task_of(branch, fault=None):
+    for task in tasks(300):
+        device = json.loads(task.payload)["database"]["device"]
+        if task.branch == branch and fault in (None, device["fault"]):
+            return task
+    raise AssertionError(branch)
+
+
+# The tasks
+
+
+def test_the_tasks_are_those_of_telecom_under_another_policy():
+    for split in ("train", "test"):
+        for mine, theirs in zip(
+            tasks(60, split), telecom.generate_tasks(0, 60, split, "medium"), strict=True
+        ):
+            assert (mine.id, mine.payload) == (theirs.id, theirs.payload)
+            assert (mine.family, mine.branch) == (theirs.family, theirs.branch)
+            assert mine.prompt[1:] == theirs.prompt[1:]
+            assert mine.prompt[0]["content"].startswith("telecom_chat\n\nYou serve")
+            assert mine.key == ("telecom_chat", theirs.id)
+
+
+def test_there_is_no_tool_for_the_phone():
+    others = [name for name in tool_methods(telecom.TelecomEnvironment) if name != "ask_user"]
+    assert list(tool_methods(TelecomChatEnvironment)) == others
+    answer = call_tool(started(tasks(1)[0]), "ask_user", {"action": "check"})
+    assert answer == '{"error": "unknown tool ask_user"}'
+
+
+def test_the_policy_names_every_fault_and_its_remedy_in_words_that_are_understood():
+    policy = " ".join(telecom_chat.POLICY.split())
+    for fault, remedy in telecom.REMEDIES.items():
+        words = policy.partition(f"{fault}: ")[2].partition(";")[0]
+        assert asked_for(f"Please {words}.") == [remedy]
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(("action", "wanted"), REQUESTS.items())
+def test_what_the_expert_says_is_understood_however_it_is_written(action, wanted):
+    for text in (
+        wanted,
+        wanted.upper(),
+        wanted.rstrip(".") + "!!",
+        f"Thank you.\n{wanted}",
+        wanted.removeprefix("Please ").rstrip(".") + ", please",
+        "Could you " + wanted.removeprefix("Please ").rstrip(".") + "?",
+        wanted.removeprefix("Please ").capitalize(),
+        f"  1) {wanted.replace(' ', '  ')}",
+    ):
+        assert asked_for(text) == [action], text
+
+
+@pytest.mark.parametrize("action", WORDINGS)
+def test_each_wording_asks_for_its_own_action(action):
+    for wording in WORDINGS[action]:
+        assert asked_for(f"Please {wording}.") == [action]
+
+
+@pytest.mark.parametrize(
+    ("message", "actions"),
+    [
+        ("Please restart the phone and turn off the battery saver.", ["restart", "saver_off"]),
+        ("Turn airplane mode off, then check it.", ["fly_off", "check"]),
+        ("What does the phone show?", ["check"]),
+        ("I need you to reset the APN", ["reset_apn"]),
+        ("Check whether airplane mode is off on your phone.", ["check"]),
+        ("Please check why your phone does not work.", ["check"]),
+        ("Please restart the phone, but never remove the SIM.", ["restart"]),
+        ("Next, restart your device", ["restart"]),
+    ],
+)
+def test_longer_requests_are_understood(message, actions):
+    assert asked_for(message) == actions
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *("", "Done.", "Hello!", "How much?", "airplane", "reset_apn", "Added 5."),
+        "I have restarted the phone.",
+        "Airplane mode is off.",
+        "Your phone will restart.",
+        "The battery saver is what I turn off when I restart the phone.",
+        "Please don't restart the phone.",
+        "Please do not turn mobile data on.",
+        "Thanks for paying the bill.",
+        "Please call again.",
+        "No need to turn mobile data on, please wait.",
+    ],
+)
+def test_a_message_that_asks_for_nothing_does_nothing_and_ends_the_conversation(message):
+    environment = started(task_of("check"))
+    before = environment._db.model_copy(deep=True)
+    environment.user.answers = None
+    assert asked_for(message) == []
+    assert environment.user.reply(message) is None
+    assert environment._db == before
+
+
+# The customer
+
+
+def test_the_right_remedy_mends_the_phone_and_every_try_is_kept():
+    for fault, remedy in telecom.REMEDIES.items():
+        wrong = next(other for other in telecom.REMEDIES.values() if other != remedy)
+        environment = started(task_of("check", fault))
+        ask = environment.user.reply
+        assert ask(REQUESTS["check"]) == f"It shows {fault}."
+        assert ask(REQUESTS[wrong]) == "Done."
+        assert environment._db.device.fault == fault
+        assert ask(REQUESTS[remedy]) == "Done."
+        assert ask(REQUESTS["check"]) == "It shows none."
+        assert environment._db.device.remedies == [wrong, remedy]
+        environment.final_message = "Done."
+        assert environment.get_reward() == 0.0
+
+
+def test_a_bill_is_paid_once_it_was_sent():
+    environment = started(task_of("due"))
+    line = json.loads(task_of("due").payload)["goal"]["record"]
+    assert environment.user.reply("Please pay the bill.") == "I have no bill."
+    assert environment._db.lines[line].bill == "due"
+    call_tool(environment, "send_bill", {"line": line})
+    assert environment.user.reply("Would you please settle the bill?") == "I have paid it."
+    assert environment._db.lines[line].bill == "paid"
+
+
+def test_the_question_about_the_amount_is_answered_once():
+    task = task_of("over")
+    environment, amount = started(task), json.loads(task.payload)["answer"]["words"]
+    assert environment.user.reply("Could you check your phone?").startswith("It shows ")
+    assert environment.user.reply("How much?") == amount
+    assert environment.user.reply("How much?") is None
+    assert environment._db.case.asked == ["amount"]
+
+
+# The reward
+
+
+@pytest.mark.parametrize("difficulty", ["easy", "medium", "hard"])
+def test_the_expert_speaks_and_earns_everything_and_nothing_without_its_remedy(difficulty):
+    """On every branch; what it asks for in words are actions of telecom's `ask_user`."""
+    left_out = {}
+    for task in tasks(150, difficulty=difficulty):
+        messages, reward = play_expert(TelecomChatEnvironment(), telecom_chat.expert, task)
+        theirs, _ = play_expert(telecom.TelecomEnvironment(), telecom.expert, task)
+        assert reward == 1.0, messages
+        assert len(messages) == len(theirs)
+        spoken = [m["content"] for m in messages if m["content"] in REQUESTS.values()]
+        for wanted in spoken:
+            if wanted != REQUESTS["check"]:
+                left_out.setdefault(task.branch, []).append(reward_without(wanted, task))
+    needed = {"easy": {"check"}, "medium": {"check", "due"}, "hard": {"check", "due"}}
+    assert set(left_out) == needed[difficulty]
+    assert {reward for rewards in left_out.values() for reward in rewards} == {0.0}
+
+
+class Mute:
+    """A customer who does not hear one request, and says it is done."""
+
+    def __init__(self, user, wanted):
+        self.user, self.wanted = user, wanted
+
+    def reply(self, message):
+        return "Done." if message == self.wanted else self.user.reply(message)
+
+
+class DeafEnvironment(TelecomChatEnvironment):
+    unheard = ""
+
+    def reset(self, **row):
+        super().reset(**row)
+        self.user = Mute(self.user, self.unheard)
+
+
+def reward_without(wanted, task):
+    environment = DeafEnvironment()
+    environment.unheard = wanted
+    return play_expert(environment, telecom_chat.expert, task)[1]
+
+
+def test_asking_for_all_remedies_at_once_earns_nothing():
+    task = task_of("check")
+    environment = started(task)
+    every = [REQUESTS[remedy] for remedy in telecom.REMEDIES.values()]
+    assert environment.user.reply(" ".join(every)) == " ".join(["Done."] * 7)
+    environment.final_message = "Done."
+    assert environment.get_reward() == 0.0
+
+
+# A run
+
+
+def test_a_run_takes_the_domain_by_its_name_with_its_words_and_its_task_file(tmp_path):
+    save_tasks(tasks(6), tmp_path / "tasks.jsonl")
+    words = ["--domains", "airline,telecom_chat", "--tasks-per-domain", "6"]
+    words += ["--telecom-chat-tasks", str(tmp_path / "tasks.jsonl")]
+    parts = prepare(parse([*words, "--eval-tasks-per-domain", "3", "--eval-steps-tasks", "3"]))
+    assert list(parts.environments) == ["airline", "telecom_chat"]
+    assert parts.environments["telecom_chat"] is TelecomChatEnvironment
+    assert list(parts.train["telecom_chat"]) == tasks(6)
+    said = parts.tokenizer("Please check your phone.", add_special_tokens=False)["input_ids"]
+    assert len(said) == 1

@@ -1,0 +1,134 @@
+"""The number of ranks does not change the answer: small versions of `proofs/invariance.py`."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.proofs.grid import (
+    LAYOUTS,
+    LEVELS,
+    LOSS_TYPES,
+    Cell,
+    difference,
+    play_updates,
+    update_cells,
+)
+from scripts.proofs.runs import play_run
+
+pytestmark = pytest.mark.whole_run
+
+# The update
+
+GRID = update_cells([1, 2, 3], [1, 4], "small")
+LOSSES = [
+    Cell(num_ranks=n, count=2, loss_type=loss_type, level=level, layout="token-budget")
+    for n in (1, 2)
+    for loss_type in LOSS_TYPES
+    for level in LEVELS
+]
+FAULTY = Cell(num_ranks=3, means=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return play_updates([*GRID, *LOSSES, FAULTY])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_float64_ranks_and_micro_batches_change_nothing(outcomes, layout):
+    whole = outcomes[Cell()]
+    for cell in GRID:
+        if cell.layout == layout and cell.dtype == "float64":
+            assert difference(outcomes[cell].gradient, whole.gradient) <= 1e-12, cell
+            assert difference(outcomes[cell].parameters, whole.parameters) <= 1e-12, cell
+            assert outcomes[cell].statistics == pytest.approx(whole.statistics, rel=1e-6), cell
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_fp32_they_change_no_more_than_rounding(outcomes, layout):
+    exact, whole = outcomes[Cell()], outcomes[Cell(dtype="float32")]
+    rounding = difference(whole.gradient, exact.gradient)
+    assert 1e-8 < rounding < 2e-6
+    for cell in GRID:
+        if cell.layout == layout and cell.dtype == "float32":
+            assert difference(outcomes[cell].gradient, whole.gradient) <= 1e-6, cell
+            assert difference(outcomes[cell].parameters, whole.parameters) <= 1e-6, cell
+            assert difference(outcomes[cell].gradient, exact.gradient) <= 1.5 * rounding, cell
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_is_the_same_on_two_ranks(outcomes, loss_type, level):
+    one, two = (outcomes[c] for c in LOSSES if c.loss_type == loss_type and c.level == level)
+    assert difference(two.gradient, one.gradient) <= 1e-12
+    assert difference(two.parameters, one.parameters) <= 1e-12
+
+
+def test_the_losses_are_not_the_same_loss(outcomes):
+    """Otherwise the comparison above would not see a loss type that is ignored."""
+    gradients = [outcomes[c].gradient for c in LOSSES if c.num_ranks == 1]
+    kinds = [c for c in LOSSES if c.num_ranks == 1]
+    for i, first in enumerate(gradients):
+        for j, second in enumerate(gradients[:i]):
+            same = {kinds[i].loss_type, kinds[j].loss_type} == {"bnpo", "dapo"}
+            same = same and kinds[i].level == kinds[j].level
+            assert (difference(first, second) < 1e-12) == same, (kinds[i], kinds[j])
+
+
+def test_means_of_each_rank_would_be_seen(outcomes):
+    assert difference(outcomes[FAULTY].gradient, outcomes[Cell()].gradient) > 0.01
+
+
+def test_all_ranks_end_with_the_same_parameters(outcomes):
+    assert all(outcome.same for outcome in outcomes.values())
+
+
+# The run
+
+SMALL = ["--tasks-per-domain", "30", "--eval-tasks-per-domain", "1", "--eval-trials", "2"]
+SMALL += ["--eval-steps", "0", "--save-steps", "0", "--max-tokens-per-turn", "24"]
+SMALL += ["--domains", "airline", "--difficulty", "easy"]
+TRAIN = [*SMALL, "--warm-start-steps", "0", "--tasks-per-step", "4", "--num-generations", "4"]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags that start from one warm start, just long enough for some groups to be alive."""
+    folder = tmp_path_factory.mktemp("start")
+    play_run(2, [*SMALL, "--warm-start-steps", "160", "--max-steps", "0"], folder)
+    return ["--model", str(folder / "checkpoints" / "warm-start")]
+
+
+def test_the_same_draws_give_the_same_tokens_on_two_ranks(start: list[str], tmp_path: Path) -> None:
+    flags = [*start, *TRAIN, "--max-steps", "6"]
+    alone = play_run(1, flags, tmp_path / "alone")
+    forced = alone.forced_streams(seed=1)
+    again = play_run(2, flags, tmp_path / "again", forced, weights=tmp_path / "alone")
+    assert again.num_forced == sum(map(len, forced.values())) > 1000
+    assert alone.largest_gap(again) <= 1e-5
+    assert again.update_gap <= 1e-6
+    assert all(distance <= 1e-5 for distance in again.ties), again.ties
+    print(f"{len(again.ties)} ties in {again.num_forced} tokens")
+
+
+def test_a_token_forced_against_its_draw_is_noticed(start: list[str], tmp_path: Path) -> None:
+    flags = [*start, *TRAIN, "--max-steps", "1"]
+    forced = play_run(1, flags, tmp_path / "alone").forced_streams(seed=1)
+    key = max(forced, key=lambda key: len(forced[key]))
+    forced[key][0] = 5 if forced[key][0] != 5 else 6
+    again = play_run(1, flags, tmp_path / "again", forced, weights=tmp_path / "alone")
+    assert max(again.ties) > 1e-5
+
+
+def test_a_deterministic_run_is_the_same_on_one_and_two_ranks(
+    start: list[str], tmp_path: Path
+) -> None:
+    """On four as well, with replaced groups and resumes, in test_dynamic_sampling.py."""
+    flags = [*start, *TRAIN, "--max-steps", "8", "--deterministic"]
+    one, two = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2))
+    assert len(one.episodes) > 8 * 16 and one.num_tokens > 1600
+    assert one.episodes == two.episodes  # tokens and log-probabilities
+    assert np.array_equal(one.parameters, two.parameters)
+    first = np.load(tmp_path / "1" / "parameters-1.npy")
+    assert difference(one.parameters, first) > 1e-3  # it learned all the while

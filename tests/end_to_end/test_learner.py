@@ -1,0 +1,386 @@
+"""What is trained and what it is compared with: adapters, reference, and both after a resume."""
+
+import contextlib
+import copy
+import gzip
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from pipeline.collect import save_checkpoint
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config, ModelSettings
+from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.grpo.loss import k3
+from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.learner import make_updater, start_stage
+from pipeline.models import lora
+from pipeline.models.layers import recompute_layers
+from pipeline.models.loading import TokenLogprobs, load_folder
+from pipeline.models.tiny import tiny_model
+from pipeline.run import main as command
+from pipeline.train import before_training, train
+from scripts.proofs.grid import make_episodes, small_model
+from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import start_unwatched, tokenizer
+
+ROWS, ADVANTAGES = make_episodes(12)
+BATCH = micro_batch([(row, 1.0, 1.0) for row in ROWS], 0)
+
+
+def policy(use_peft: bool) -> TokenLogprobs:
+    model = small_model()
+    if use_peft:
+        model = lora.attach(model, ModelSettings(lora_r=4), "base", 0)
+    return TokenLogprobs(model, 0.8)
+
+
+@torch.no_grad()
+def move(module, by=0.05):
+    for number, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
+        generator = torch.Generator().manual_seed(number)
+        parameter += torch.randn(parameter.shape, generator=generator) * by
+
+
+@torch.no_grad()
+def spoken(module):
+    return module(BATCH)[0]
+
+
+# The reference
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
+def test_the_reference_is_the_policy_as_it_was(use_peft):
+    module = policy(use_peft)
+    move(module)
+    frozen, reference = copy.deepcopy(module), Reference(module)
+    assert torch.equal(reference.logprobs(BATCH), spoken(frozen))
+    move(module)
+    assert float((spoken(module) - spoken(frozen)).abs().max()) > 0.1
+    assert torch.equal(reference.logprobs(BATCH), spoken(frozen))
+    reference.refresh()
+    assert torch.equal(reference.logprobs(BATCH), spoken(module))
+    move(module)
+    assert not torch.equal(reference.logprobs(BATCH), spoken(module))
+
+
+def test_with_fresh_adapters_the_reference_is_the_base_model():
+    module = policy(use_peft=True)
+    reference = Reference(module)
+    assert all(".lora_" in name for name in reference.parameters)
+    move(module)
+    with module.model.disable_adapter():
+        assert torch.equal(reference.logprobs(BATCH), spoken(module))
+    assert torch.equal(reference.logprobs(BATCH), spoken(TokenLogprobs(small_model(), 0.8)))
+    assert not torch.equal(reference.logprobs(BATCH), spoken(module))
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
+def test_the_reference_leaves_the_policy_and_its_gradient_alone(use_peft):
+    module = policy(use_peft)
+    move(module)
+    reference = Reference(module)
+    move(module)
+    before = parameter_hash(module.named_parameters())
+    module(BATCH)[0].sum().backward()
+    alone = [p.grad.clone() for p in module.parameters() if p.requires_grad]
+    module.zero_grad()
+    logprobs = module(BATCH)[0]
+    assert not reference.logprobs(BATCH).requires_grad
+    logprobs.sum().backward()
+    beside = [p.grad for p in module.parameters() if p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+    assert parameter_hash(module.named_parameters()) == before
+
+
+def diverge(use_peft, gradient_checkpointing):
+    """The divergence of a third update, and the same from a copy of the policy before the first."""
+    accelerator = Accelerator()
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    ranks, module = Ranks(rank, num_ranks, 60), policy(use_peft)
+    if gradient_checkpointing:
+        recompute_layers(module.model)
+    move(module)
+    frozen = copy.deepcopy(module)
+    settings = {"beta": 0.3, "entropy_coef": 0.0, "max_tokens_per_microbatch": 100}
+    config = Config.model_validate({"grpo": settings})
+    updater = Updater(accelerator, module, ranks, config, 0, Reference(module))
+    mine = slice(rank, None, num_ranks)
+    for _ in range(2):
+        updater.update_policy(ROWS[mine], ADVANTAGES[mine], 1e-2)
+    with torch.no_grad():
+        batches = make_micro_batches([(row, 1.0, 1.0) for row in ROWS], 100, 0)
+        terms = torch.cat([k3(module(batch)[0], frozen(batch)[0]) for batch in batches])
+    logged = updater.update_policy(ROWS[mine], ADVANTAGES[mine], 1e-2)["train/kl"]
+    return logged, float(terms.mean())
+
+
+@pytest.mark.parametrize(
+    ("use_peft", "gradient_checkpointing"), [(False, False), (True, False), (True, True)]
+)
+def test_the_logged_divergence_is_that_from_a_frozen_copy(use_peft, gradient_checkpointing):
+    for found in play_ranks(diverge, 2, use_peft, gradient_checkpointing):
+        logged, expected = found
+        assert logged == pytest.approx(expected, rel=1e-4)
+        assert expected > 1e-3
+
+
+# Whole runs, several in one process for each rank
+
+SMALL = [
+    *("--tasks-per-step", "2", "--num-generations", "3", "--tasks-per-domain", "12"),
+    *("--max-turns", "2", "--max-tokens-per-turn", "12"),
+    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--domains", "airline,retail", "--max-steps", "4", "--save-steps", "1"),
+    *("--save-total-limit", "9", "--report-to", "none", "--no-drop-dead-groups"),
+    *("--beta", "0.1", "--entropy-coef", "0.05", "--learning-rate", "3e-3", "--lora-r", "4"),
+]
+RESUME = ["--resume-from-checkpoint"]
+
+
+def start_run(folder, *flags):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return start_unwatched(parse(["--output-dir", str(folder), *flags]))
+
+
+def play_run(folder, *flags):
+    """A run from its start to its last checkpoint; the hash of its last reference."""
+    run = start_run(folder, *flags)
+    with run.log, contextlib.redirect_stdout(io.StringIO()):
+        before_training(run)
+        if run.config.grpo.use_grpo:
+            train(run)
+    reference = None if run.updater is None else run.updater.reference
+    return None if reference is None else parameter_hash(reference.parameters.items())
+
+
+def copied(folder, name, *checkpoints):
+    """A copy of a run's folder that holds these checkpoints alone, made by rank 0."""
+    there = folder.parent / name
+    if Accelerator().is_main_process:
+        shutil.copytree(folder, there)
+        for path in (there / "checkpoints").iterdir():
+            if path.is_dir() and path.name not in checkpoints:
+                shutil.rmtree(path)
+    Accelerator().wait_for_everyone()
+    return there
+
+
+def begin(where):
+    """Undisturbed runs with `sync_ref_model`: of adapters, and from there of the whole model."""
+    torch.manual_seed(Accelerator().process_index)  # adapters must not come from a rank's own
+    flags = ["--use-peft", "--sync-ref-model", "--warm-start-steps", "2"]
+    found = {"adapters": play_run(where / "adapters", *SMALL, *flags)}
+    whole = copied(where / "adapters", "whole", "warm-start")
+    found["whole"] = play_run(
+        whole, *RESUME, "warm-start", "--no-peft", "--shard-optimizer", "--override"
+    )
+    return found
+
+
+def resume(where):
+    """The same runs, gone on with in new processes; an evaluation; and a disagreement."""
+    torch.manual_seed(5)
+    found, second = {}, ("stage-1-airline", "step-000003")
+    for folder, name, kept, flags in (
+        ("adapters", "step-000001", ["step-000001"], []),
+        ("adapters", "step-000003", second, []),
+        ("whole", "step-000003", second, ["--no-shard-optimizer"]),
+    ):
+        there = copied(where / folder, f"{folder}-{name}", "warm-start", *kept)
+        found[there.name] = play_run(there, *RESUME, name, *flags)
+    if Accelerator().is_main_process:
+        (where / "adapters").rename(where / "elsewhere")
+    Accelerator().wait_for_everyone()
+    model = where / "elsewhere" / "checkpoints" / "stage-2-retail"
+    play_run(where / "evaluated", *SMALL, "--model", str(model), "--no-grpo")
+    found["disagreement"] = disagree(where / "disagreement")
+    return found
+
+
+def disagree(folder):
+    """What happens when rank 1 alone refreshes its reference."""
+    run = start_run(folder, *SMALL, "--use-peft", "--warm-start-steps", "0")
+    with run.log:
+        run.updater = make_updater(run)
+        stage = run.parts.stages[0]
+        start_stage(run, stage)
+        move(run.model)
+        save_checkpoint(run, "moved")  # refused if the policies differed
+        if run.ranks.rank == 1:
+            run.updater.reference.refresh()
+        try:
+            start_stage(run, stage)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def one_rank(where, adapters):
+    """Without `sync_ref_model` and warm start: a fresh model, and one made of adapters."""
+    flags = [*SMALL, "--warm-start-steps", "0", "--max-steps", "2"]
+    found = {"fresh": play_run(where / "fresh", *flags)}
+    there = copied(where / "fresh", "fresh-resumed", "stage-1-airline")
+    found[there.name] = play_run(there, *RESUME, "stage-1-airline")
+    found["on"] = play_run(where / "on", *flags, "--use-peft", "--model", str(adapters))
+    for name in ("base", "stage-1-airline"):
+        there = copied(where / "on", f"on-{name}", "base", name)
+        found[there.name] = play_run(there, *RESUME, name)
+    for folder, flag in (
+        ("on-base", "--no-peft"),
+        ("fresh-resumed", "--use-peft"),
+        ("on-base", "--lora-alpha=3"),
+    ):
+        resume = [*RESUME, "stage-1-airline", "--output-dir", str(where / folder)]
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            code = command([*resume, flag, "--override"])
+        found[folder, flag] = code, said.getvalue().removeprefix("running on CPU: 1 rank\n")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    where, results = tmp_path_factory.mktemp("two-ranks"), [{}, {}]
+    for part in (begin, resume):
+        for found, result in zip(play_ranks(part, 2, where, timeout_s=300), results, strict=True):
+            assert isinstance(found, dict), found
+            result |= found
+    return where, results
+
+
+@pytest.fixture(scope="module")
+def one(two, tmp_path_factory):
+    where = tmp_path_factory.mktemp("one-rank")
+    adapters = two[0] / "elsewhere" / "checkpoints" / "stage-2-retail"
+    (found,) = play_ranks(one_rank, 1, where, adapters, timeout_s=300)
+    assert isinstance(found, dict), found
+    return where, found, adapters
+
+
+def records(folder: Path, *kinds: str):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] in (kinds or ["train"])]
+
+
+def weights(folder: Path, stage: str = "stage-2-retail"):
+    (path,) = (folder / "checkpoints" / stage).glob("*.safetensors")
+    return load_file(path)
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_run(folder: Path, undisturbed: Path) -> None:
+    assert records(folder, "train", "eval") == records(undisturbed, "train", "eval")
+    assert same(weights(folder), weights(undisturbed))
+
+
+@pytest.mark.parametrize("name", ["elsewhere", "whole"])
+def test_with_sync_ref_model_each_stage_starts_from_its_own_reference(two, name):
+    divergences = [record["train/kl"] for record in records(two[0] / name)]
+    assert [kl > 0 for kl in divergences] == [False, True, False, True]
+    assert not same(weights(two[0] / name, "stage-1-airline"), weights(two[0] / name))
+
+
+def test_every_rank_has_the_same_reference_at_the_end(two):
+    first, second = two[1]
+    references = {name: first[name] for name in first if name != "disagreement"}
+    assert len(references) == 5 and None not in references.values()
+    assert references == {name: second[name] for name in references}
+    assert len(set(references.values())) == 2, "adapters' is one, the whole model's another"
+
+
+@pytest.mark.parametrize("name", ["step-000001", "step-000003"])
+def test_a_run_with_adapters_resumed_inside_a_stage_ends_bit_by_bit_as_undisturbed(two, name):
+    assert_same_run(two[0] / f"adapters-{name}", two[0] / "elsewhere")
+
+
+def test_a_run_of_a_whole_model_with_a_sharded_optimizer_does_too_when_resumed_without(two):
+    assert_same_run(two[0] / "whole-step-000003", two[0] / "whole")
+
+
+def test_a_reference_that_one_rank_has_alone_stops_the_run(two):
+    for found in two[1]:
+        assert found["disagreement"] == (
+            "parameters of the reference policy in stage airline: ranks [1] differ from rank 0; "
+            "the run stops here"
+        )
+
+
+def transcripts(folder: Path, after: str):
+    rows = []
+    for path in sorted((folder / "trajectories" / f"evaluation-{after}").iterdir()):
+        with gzip.open(path, "rt") as file:
+            rows += [json.loads(line) for line in file]
+    return rows
+
+
+def test_a_checkpoint_of_adapters_speaks_as_the_run_did_also_from_a_moved_folder(two):
+    folder, checkpoints = two[0] / "evaluated", two[0] / "elsewhere" / "checkpoints"
+    said = transcripts(folder, "start")
+    assert len(said) == 4
+    assert said == transcripts(two[0] / "elsewhere", "retail")
+    assert said != transcripts(two[0] / "elsewhere", "warm_start")
+    assert lora.base_of(checkpoints / "stage-2-retail") == str(checkpoints / "warm-start")
+
+
+def test_without_sync_ref_model_the_reference_stays_the_model_as_it_came(one):
+    where, found, _ = one
+    for name in ("fresh", "on"):
+        assert [record["train/kl"] > 0 for record in records(where / name)] == [False, True]
+    assert found["fresh"] == parameter_hash(fresh_model().named_parameters())
+
+
+def fresh_model():
+    return TokenLogprobs(tiny_model(tokenizer(), 1), 1.0)
+
+
+def test_without_sync_ref_model_a_resumed_run_ends_as_the_undisturbed(one):
+    where, found, _ = one
+    assert_same_run(where / "fresh-resumed", where / "fresh")
+    assert_same_run(where / "on-stage-1-airline", where / "on")
+    assert same(weights(where / "on-base"), weights(where / "on"))
+    assert found["fresh-resumed"] == found["fresh"]
+    assert found["on-stage-1-airline"] == found["on-base"] == found["on"]
+
+
+def test_adapters_on_a_model_made_of_adapters_save_that_model_as_their_base(one):
+    where, _, adapters = one
+    folder = where / "on" / "checkpoints"
+    assert lora.base_of(folder / "stage-2-retail") == str(folder / "base")
+    whole, merged = (
+        load_folder(folder / "base", ModelSettings()),
+        load_folder(adapters, ModelSettings()),
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), merged.parameters(), strict=True)
+    )
+    assert not (where / "fresh" / "checkpoints" / "base").exists()
+
+
+def test_a_resume_with_another_kind_of_training_is_refused_in_one_line(one):
+    _, found, _ = one
+    assert found["on-base", "--no-peft"] == (
+        2,
+        "error: use_peft: got false, but stage-1-airline holds LoRA adapters; "
+        "resume with its value\n",
+    )
+    assert found["fresh-resumed", "--use-peft"] == (
+        2,
+        "error: use_peft: got true, but stage-1-airline holds a whole model; "
+        "resume with its value\n",
+    )
+    assert found["on-base", "--lora-alpha=3"] == (
+        2,
+        "error: lora_alpha: got 3, but stage-1-airline holds adapters of 32\n",
+    )

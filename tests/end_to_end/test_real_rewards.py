@@ -1,0 +1,181 @@
+"""Rewards that are no successes or failures, such as -3.5 and 7.2: whole runs, and what they leave.
+
+A model that has learnt to say one of three words earns one of three rewards.
+"""
+
+import json
+import os
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline import collect, train
+from pipeline.config.cli import parse
+from pipeline.data.tasks import Task
+from pipeline.report import write as report
+from pipeline.tracking.wandb_extras import final_numbers
+from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import make_task, say
+from tests.support.report_runs import make_run, matplotlib_home  # noqa: F401
+
+REWARDS = {"red": -3.5, "green": 0.0, "blue": 7.2}
+
+
+class Lamp:
+    """Pays for the colour that is said; nothing for any other word."""
+
+    def reset(self, **row: Any) -> None:
+        self.final_message = ""
+
+    def press(self, hard: bool) -> str:
+        """Press the switch.
+
+        Args:
+            hard: How hard.
+        """
+        return "on"
+
+    def get_reward(self) -> float:
+        return REWARDS.get(self.final_message, -3.5)
+
+
+def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
+    return [make_task(f"{split}-{i}", "which colour", domain="lamp") for i in range(n)]
+
+
+FLAGS = ["--domains", "lamp", "--environments", "{lamp: test_real_rewards:Lamp}", "--num-gpus", "1"]
+FLAGS += ["--eval-tasks-per-domain", "4", "--eval-trials", "2", "--eval-steps", "1"]
+FLAGS += ["--eval-steps-tasks", "3", "--tasks-per-domain", "8", "--max-tokens-per-turn", "8"]
+FLAGS += ["--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "1"]
+FLAGS += ["--report-to", "none", "--max-steps", "2"]
+
+
+def on_this_rank(argv: list[str]) -> tuple[int, str]:
+    """The exit code of a run, and what it says."""
+    said = StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = train.main(parse(argv))
+    return code, said.getvalue()
+
+
+def play(folder: Path, *flags: str) -> str:
+    (done,) = play_ranks(on_this_rank, 1, [*FLAGS, *flags, "--output-dir", str(folder)])
+    assert isinstance(done, tuple), done
+    assert done[0] == 0
+    return str(done[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("lamp")
+    prompt = make_task(request="which colour").prompt
+    lines = [{"messages": [*prompt, say(word)], "tools": []} for word in REWARDS]
+    (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--warm-start-data", str(folder / "said.jsonl"), "--warm-start-steps", "20"]
+    said = play(folder / "run", *flags, "--warm-start-batch-size", "4")
+    return folder / "run", said
+
+
+def read(folder: Path, name: str) -> Any:
+    text = (folder / name).read_text()
+    return json.loads(text) if name.endswith(".json") else list(map(json.loads, text.splitlines()))
+
+
+def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]) -> None:
+    folder, said = run
+    assert "warning" not in said and "mean reward lamp  " in said
+    results = read(folder, "results.json")
+    assert results["success_threshold"] == 1.0
+    for evaluation in results["evaluations"]:
+        of = evaluation["success"]["lamp"]
+        rewards = [reward for trials in of["tasks"].values() for reward in trials]
+        assert set(rewards) <= set(REWARDS.values())
+        assert of["mean"] == sum(reward == 7.2 for reward in rewards) / 8
+        assert of["reward"] == pytest.approx(sum(rewards) / 8)
+    for line in read(folder, "metrics.jsonl"):
+        for place in ("eval", "validation"):
+            if f"{place}/lamp/success" in line:
+                assert 0 <= line[f"{place}/lamp/success"] <= 1
+    point, (value, low, high) = of["reward"], results["transfer"]["rewards"]["lamp"][-1]
+    assert value == pytest.approx(point, abs=1e-6) and -3.5 <= low <= value <= high <= 7.2
+    assert final_numbers(results)["final/lamp/reward"] == of["reward"]
+    text = (folder / "report.md").read_text()
+    assert "## Mean reward" in text and "| lamp | " in text
+    assert "a trial solves with a reward of 1 or more" in text
+    assert (folder / "report.html").is_file() and (folder / "learning_curves.png").is_file()
+
+
+def test_it_is_resumed_evaluated_alone_and_compared(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = run
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    shutil.rmtree(cut / "checkpoints" / "stage-1-lamp")
+    play(cut, "--resume-from-checkpoint", "step-000001")
+    assert read(cut, "metrics.jsonl") == read(folder, "metrics.jsonl")
+
+    model = str(folder / "checkpoints" / "stage-1-lamp")
+    play(tmp_path / "alone", "--model", model, "--no-grpo", "--success-threshold", "-1")
+    (alone,) = read(tmp_path / "alone", "results.json")["evaluations"]
+    last = read(folder, "results.json")["evaluations"][-1]["success"]["lamp"]
+    of = alone["success"]["lamp"]
+    assert of["tasks"] == last["tasks"] and of["reward"] == last["reward"]
+    assert of["mean"] == sum(r > -3.5 for trials in of["tasks"].values() for r in trials) / 8
+
+    other = tmp_path / "other"
+    play(other, "--model", str(folder / "checkpoints" / "warm-start"), "--warm-start-steps", "0")
+    report.write_comparison([folder, other], tmp_path / "both")
+    assert "| mean reward at the end | lamp |" in (tmp_path / "both" / "comparison.md").read_text()
+
+
+# What fails after training
+
+
+def break_report(folder: Path) -> None:
+    raise ZeroDivisionError("no ink")
+
+
+@pytest.mark.parametrize("broken", ["report", "results", "transfer", "table"])
+def test_a_run_that_is_trained_does_not_fail_by_its_report(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = make_run(tmp_path / "run", ("airline",), ("airline",), validation=False)
+    place = {
+        "report": (report, "write_report"),
+        "results": (collect, "_faults"),
+        "transfer": (collect, "summary"),
+        "table": (report, "final_table"),
+    }[broken]
+    monkeypatch.setattr(*place, break_report)
+    done: list[str] = []
+    ranks = SimpleNamespace(is_main=True, barrier=done.append, num_ranks=1)
+    log = SimpleNamespace(finish_with=lambda of: done.append("trackers"))
+    collect.finish(finished(folder, ranks, log))
+    assert done == ["trackers", "end"]
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if line.startswith("warning")]
+    what = {"results": "results.json", "transfer": "transfer numbers"}.get(broken, broken)
+    assert line.startswith(f"warning: {what}: ZeroDivisionError: no ink (")
+    assert f"{os.path.basename(__file__)}, line " in line and str(folder) in line
+    assert ("pipeline.report.write" in line) == (broken != "results")
+    assert f"report, plots and checkpoints: {folder}" in said
+    assert (folder / "report.md").is_file() == (broken != "report")
+
+
+def finished(folder: Path, ranks: Any, log: Any) -> Any:
+    """As much of a Run as its end takes."""
+    return SimpleNamespace(
+        folder=folder,
+        ranks=ranks,
+        log=log,
+        state=SimpleNamespace(evaluations=[], validations=[], training={}),
+        config=parse([]),
+        parts=SimpleNamespace(held_out={}, environments={}),
+        stages=[],
+        updater=None,
+        wall_s=1.0,
+    )

@@ -1,0 +1,108 @@
+"""What befalls a run's folder under it is one line and exit code 1, and nothing is written anew."""
+
+import contextlib
+import errno
+import io
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from pipeline import collect, train
+from pipeline.checkpoints.run_folder import machine_fault
+from pipeline.run import main
+from scripts.proofs.ranks import play_ranks
+
+FLAGS = [
+    *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2", "--report-to"),
+    *("none", "--max-turns", "2", "--max-tokens-per-turn", "8", "--eval-tasks-per-domain", "2"),
+    *("--eval-trials", "1", "--eval-steps", "0", "--warm-start-steps", "0", "--max-steps", "2"),
+    *("--no-drop-dead-groups", "--entropy-coef", "0.05", "--save-steps", "1"),
+]
+
+
+def play(folder: str, harm: str, num_ranks: int) -> tuple[int, str]:
+    """Exit code and standard error of a rank of a run that is harmed at its second step."""
+    said, real = io.StringIO(), collect.save_trajectories
+
+    def save(run, *arguments):
+        if run.state.step == 2 and run.ranks.is_main:
+            if harm == "removed":
+                shutil.rmtree(folder)
+            if harm == "replaced":
+                os.rename(folder, f"{folder}-moved")
+                Path(folder).mkdir()
+                Path(folder, ".lock").touch()
+            if harm == "full":
+                Path.open = full  # type: ignore[method-assign]
+        run.ranks.barrier("harmed")
+        real(run, *arguments)
+
+    opened = Path.open
+
+    def full(path, *arguments, **settings):
+        at = Path("/dev/full") if path.name == "optimizer.pt" else path
+        return opened(at, *arguments, **settings)
+
+    train.save_trajectories = save
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = main([*FLAGS, "--output-dir", folder, "--num-gpus", str(num_ranks)])
+    return code, said.getvalue()
+
+
+@pytest.mark.parametrize(("harm", "num_ranks"), [("removed", 2), ("replaced", 1), ("full", 1)])
+def test_a_run_says_in_one_line_what_the_machine_did_to_its_folder(tmp_path, harm, num_ranks):
+    folder = tmp_path / "out"
+    results = play_ranks(play, num_ranks, str(folder), harm, num_ranks)
+    assert [code for code, _ in results] == [1] * num_ranks, results
+    lines = [line for _, said in results for line in said.splitlines()]
+    told = [line for line in lines if not line.startswith(("running on", "airline "))]
+    gone = "was removed or replaced under the run, which ends and writes nothing anew; start again"
+    if harm == "full":
+        assert told == [
+            f"error: output_dir: the disk of {folder} is full (No space left on device); the last "
+            "whole checkpoint stands: free some space, then resume with --resume-from-checkpoint "
+            "latest"
+        ]
+        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+            *("latest", "step-000001"),
+        ]
+        return
+    assert set(told) == {f"error: output_dir: {folder} {gone}"}  # each rank may be the first
+    left = {"removed": [], "replaced": ["out", "out-moved"]}[harm]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert harm == "removed" or [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def save_optimizer() -> None:
+    with open("/dev/full", "wb") as file:
+        torch.save({"state": torch.zeros(1 << 16)}, file)
+
+
+def save_weights() -> None:
+    """What safetensors 0.6 says on a full disk; it would put a file in the place of /dev/full."""
+    raise SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
+
+
+def save_tokenizer() -> None:
+    """What tokenizers say."""
+    raise Exception("No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("save", [save_optimizer, save_weights, save_tokenizer])
+def test_a_full_disk_is_known_whichever_library_meets_it(tmp_path, save):
+    (tmp_path / ".lock").touch()
+    with pytest.raises(Exception, match="No space left on device") as raised:
+        save()
+    assert "is full (No space left on device)" in str(machine_fault(raised.value, tmp_path, None))
+
+
+def test_other_failures_are_none_of_the_machine_s(tmp_path):
+    (tmp_path / ".lock").touch()
+    for error in (OSError(errno.EACCES, "denied"), RuntimeError("inline_container.cc"), KeyError()):
+        assert machine_fault(error, tmp_path, None) is None

@@ -1,0 +1,214 @@
+"""Whole runs that are interrupted, killed or damaged: they end as undisturbed ones do."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.test_train import ROOT, jsonl, metrics, results, run
+
+pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
+CONFIGS = ROOT / "accelerate_configs"
+FLAGS = [
+    *("--domains", "airline,retail", "--tasks-per-step", "4", "--num-generations", "4"),
+    *("--max-turns", "2", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "4"),
+    *("--eval-trials", "1", "--eval-steps", "2", "--eval-steps-tasks", "2", "--report-to", "none"),
+    *("--warm-start-steps", "4", "--max-steps", "4", "--save-steps", "1", "--num-gpus", "2"),
+    # Untrained, it earns nothing: entropy and divergence are what there is to learn from.
+    *("--num-iterations", "2", "--no-drop-dead-groups", "--entropy-coef", "0.05", "--beta", "0.1"),
+]
+LAST = "checkpoints/stage-2-retail/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "out"
+    run(*FLAGS, "--save-total-limit", "9", "--output-dir", str(folder), cwd=folder.parent)
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
+    assert all(line["train/grad_norm"] > 0 for line in metrics(folder))
+    return folder
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    """Byte for byte, and with no transcript missing or too many."""
+    assert (folder / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    assert (folder / LAST).read_bytes() == (other / LAST).read_bytes()
+    assert transcripts(folder) == transcripts(other)
+    assert results(folder)["training"] == results(other)["training"]
+    steps = [line["step"] for line in jsonl(folder / "timings.jsonl") if line["kind"] == "train"]
+    assert steps == [1, 2, 3, 4]
+
+
+def transcripts(folder: Path) -> dict[str, list[str]]:
+    found = {}
+    for path in sorted(folder.glob("trajectories/*/*")):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            found[str(path.relative_to(folder))] = file.readlines()
+    return found
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+@pytest.mark.parametrize("name", ["warm-start", "step-000001", "step-000002"])
+def test_from_every_kind_of_checkpoint_a_resume_ends_bit_by_bit_as_the_undisturbed_run(
+    undisturbed: Path, tmp_path: Path, name: str
+) -> None:
+    """At the end of the warm start, inside stages, and before a stage's evaluation."""
+    folder = copy_of(undisturbed, tmp_path / "out")
+    done = run("--resume-from-checkpoint", str(folder / "checkpoints" / name), cwd=tmp_path)
+    assert f"resuming from {name}: " in done.stdout
+    assert_same(folder, undisturbed)
+
+
+def begin(*command: str, cwd: Path, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def wait_for(folder: Path, text: str, process: subprocess.Popen[bytes]) -> None:
+    """Until the run has written a line with this text to its metrics."""
+    path = folder / "metrics.jsonl"
+    while process.poll() is None:
+        if path.is_file() and text in path.read_text():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the run ended before {text}")
+
+
+@pytest.mark.parametrize(
+    "moment", ['"kind": "train", "stage": "airline", "step": 2', '"after": "airline"']
+)
+def test_after_sigterm_a_run_ends_with_75_and_goes_on_as_if_nothing_had_been(
+    undisturbed: Path, tmp_path: Path, moment: str
+) -> None:
+    """In a step or an evaluation, with checkpoints at stage ends only."""
+    folder, log = tmp_path / "out", tmp_path / "log"
+    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *FLAGS]
+    command += ["--save-steps", "0", "--output-dir", str(folder)]
+    process = begin(*command, cwd=tmp_path, log=log)
+    wait_for(folder, moment, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75, log.read_text()
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert "go on with --output-dir" in said.splitlines()[-1]
+    run("--output-dir", str(folder), "--resume-from-checkpoint", "latest", cwd=tmp_path)
+    assert_same(folder, undisturbed)
+
+
+def test_before_the_first_checkpoint_sigterm_ends_a_run_with_1_and_auto_starts_it_anew(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    folder, log = tmp_path / "out", tmp_path / "log"
+    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *FLAGS]
+    command += ["--resume-from-checkpoint", "auto", "--output-dir", str(folder)]
+    process = begin(*command, cwd=tmp_path, log=log)
+    wait_for(folder, '"after": "start"', process)  # in the warm start
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 1
+    assert "interrupted before the first checkpoint; start again" in log.read_text()
+    process = begin(*command, cwd=tmp_path, log=log)
+    assert process.wait(timeout=240) == 0, log.read_text()
+    assert_same(folder, undisturbed)
+
+
+def test_a_launcher_restarts_a_run_whose_rank_was_killed(undisturbed: Path, tmp_path: Path) -> None:
+    """By `accelerate launch --max_restarts 3`, without a person and without an output folder."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", str(CONFIGS / "multi_gpu.yaml"), "--max_restarts", "3"]
+    log = tmp_path / "log"
+    process = begin(*command, str(ROOT / "pipeline" / "run.py"), *FLAGS, cwd=tmp_path, log=log)
+    while not (found := list(tmp_path.glob("runs/*"))):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    wait_for(found[0], '"kind": "train", "stage": "airline", "step": 2', process)
+    ranks = [p for p in psutil.Process(process.pid).children() if "run.py" in str(p.cmdline())]
+    ranks[1].kill()
+    assert process.wait(timeout=240) == 0, log.read_text()
+    assert "resuming from step-00000" in log.read_text()
+    assert list(tmp_path.glob("runs/*")) == found
+    assert_same(found[0], undisturbed)
+
+
+def test_a_launcher_does_not_retry_a_users_mistake(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", str(CONFIGS / "multi_gpu.yaml"), "--max_restarts", "3"]
+    command += [str(ROOT / "pipeline" / "run.py"), "--model", "nowhere", "--num-gpus", "2"]
+    log = tmp_path / "log"
+    assert begin(*command, cwd=tmp_path, log=log).wait(timeout=120) == 1
+    assert log.read_text().count("error: model: got 'nowhere'") == 1
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_changed_settings_are_refused_by_name_and_taken_with_override(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(undisturbed, tmp_path / "out")
+    resume = ["--output-dir", "out", "--resume-from-checkpoint", "step-000003"]
+    before = (folder / "metrics.jsonl").read_bytes()
+    changed = ["--learning-rate", "1e-3", "--temperature", "0.9"]
+    done = run(*resume, *changed, cwd=tmp_path, code=2)
+    assert done.stderr.splitlines()[1:] == [
+        "error: temperature: got 0.9, but step-000003 was made with 1.0 (and learning_rate 0.0004 "
+        "-> 0.001); resume with its settings, or add --override"
+    ]
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    done = run(*resume, *changed, "--override", "--timeout", "300", cwd=tmp_path)
+    said = "overridden since step-000003: temperature 1.0 -> 0.9, learning_rate 0.0004 -> 0.001"
+    assert said in done.stdout
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
+    config = json.loads((folder / LAST).with_name("state.json").read_text())["config"]
+    assert (config["rollout"]["temperature"], config["run"]["timeout"]) == (0.9, 300)
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_by_latest(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(undisturbed, tmp_path / "out")
+    for name in ("stage-2-retail", "step-000004"):
+        path = folder / "checkpoints" / name / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 3] ^= 4
+        path.write_bytes(content)
+    before = sorted(folder.rglob("*"))
+    done = run("--resume-from-checkpoint", "out/checkpoints/step-000004", cwd=tmp_path, code=2)
+    why = "model.safetensors is not what was written (its SHA-256 differs)"
+    assert done.stderr.splitlines()[-1] == (
+        f"error: resume_from_checkpoint: step-000004 is damaged ({why}); give latest, which finds "
+        "the newest that is whole"
+    )
+    assert sorted(folder.rglob("*")) == before
+    done = run("--resume-from-checkpoint", "latest", "--output-dir", "out", cwd=tmp_path)
+    said = done.stdout.splitlines()
+    assert f"warning: checkpoint stage-2-retail is passed over: {why}" in said
+    assert f"warning: checkpoint step-000004 is passed over: {why}" in said
+    assert "resuming from step-000003: 3 steps done" in said
+    assert_same(folder, undisturbed)
+
+
+def test_two_runs_never_write_to_one_folder(undisturbed: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    folder = copy_of(undisturbed, tmp_path / "out")
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        resume = ["--output-dir", "out", "--resume-from-checkpoint", "latest"]
+        done = run(*resume, cwd=tmp_path, code=2)
+    assert done.stderr.splitlines()[-1] == (
+        "error: output_dir: out is in use by a run that is still alive; end it first, or name "
+        "another folder"
+    )

@@ -1,0 +1,419 @@
+"""Whole runs, as a user starts them: real processes, real ranks, a tiny model."""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.config.settings import Config
+from pipeline.train import advantages_of
+from scripts.proofs.grid import make_trajectory
+from tests.support import ROOT
+
+pytestmark = pytest.mark.whole_run
+
+SHORT = [
+    *("--warm-start-steps", "12", "--tasks-per-step", "4", "--num-generations", "4"),
+    *("--eval-tasks-per-domain", "4", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--report-to", "none"),
+]
+
+
+def run(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pipeline" / "run.py"), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "what was trained is whole" not in done.stdout, done.stdout  # a report that failed
+    return done
+
+
+def metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [record for record in jsonl(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return read
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Three domains in sequence on two ranks, two steps each."""
+    cwd = tmp_path_factory.mktemp("two-ranks")
+    arguments = ["--num-gpus", "2", "--max-steps", "6", "--save-steps", "1", "--output-dir", "out"]
+    done = run(*SHORT, *arguments, "--profile", "2", cwd=cwd)
+    return cwd / "out", done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on one rank."""
+    cwd = tmp_path_factory.mktemp("one-rank")
+    run(*SHORT, "--num-gpus", "1", "--max-steps", "6", "--output-dir", "out", cwd=cwd)
+    return cwd / "out"
+
+
+def test_a_run_leaves_everything_that_its_folder_promises(two_ranks: tuple[Path, str]) -> None:
+    folder, _ = two_ranks
+    for name in (
+        *("config.yaml", "curriculum.json", "metrics.jsonl", "timings.jsonl", "results.json"),
+        *("report.md", "learning_curves.png", "stage_performance.png"),
+    ):
+        assert (folder / name).stat().st_size > 0, name
+    assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["num_gpus"] == 2
+    stages = json.loads((folder / "curriculum.json").read_text())["stages"]
+    assert [stage["name"] for stage in stages] == ["airline", "retail", "telecom"]
+    assert stages[2]["domains"] == {"airline": 1, "telecom": 3}
+    assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        *("latest", "stage-1-airline", "stage-2-retail", "stage-3-telecom"),
+        *("step-000005", "step-000006", "warm-start"),
+    ]
+
+
+def test_interleaved_training_in_parts_of_rising_difficulty(tmp_path: Path) -> None:
+    arguments = ["--curriculum", "interleaved", "--difficulties", "easy,hard", "--max-steps", "4"]
+    arguments += ["--domains", "airline,retail", "--output-dir", "out"]
+    run(*SHORT, *arguments, cwd=tmp_path)
+    played = []
+    for stage in ("interleaved-easy", "interleaved-hard"):
+        for path in sorted((tmp_path / "out" / "trajectories" / stage).glob("*.jsonl.gz")):
+            with gzip.open(path, "rt") as file:
+                rows = [json.loads(line) for line in file]
+            played.append({(row["domain"], row["task_id"].split("-")[1]) for row in rows})
+    assert played == [
+        *({("airline", "easy")}, {("retail", "easy")}),
+        *({("airline", "hard")}, {("retail", "hard")}),
+    ]
+    stages = [stage["name"] for stage in results(tmp_path / "out")["curriculum"]["stages"]]
+    assert stages == ["interleaved-easy", "interleaved-hard"]
+
+
+def test_advantages_of_a_domain_are_scaled() -> None:
+    config = Config.model_validate(
+        {
+            "grpo": {"domain_advantage_scale": {"retail": 3}, "scale_rewards": "none"},
+            "rollout": {"num_generations": 2},
+        }
+    )
+    domains = ["airline", "airline", "retail", "retail", "retail", "retail"]
+    played = SimpleNamespace(trajectories=[make_trajectory(domain=domain) for domain in domains])
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    advantages, kept = advantages_of(SimpleNamespace(config=config), played, rewards)
+    assert advantages == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
+    assert kept == [True, True, True, True, False, False]
+
+
+def test_results_hold_every_evaluation_in_order(two_ranks: tuple[Path, str]) -> None:
+    found = results(two_ranks[0])
+    order = [(evaluation["after"], evaluation["step"]) for evaluation in found["evaluations"]]
+    assert order == [("start", 0), ("warm_start", 0), ("airline", 2), ("retail", 4), ("telecom", 6)]
+    for evaluation in found["evaluations"]:
+        assert list(evaluation["success"]) == ["airline", "retail", "telecom"]
+        for success in evaluation["success"].values():
+            assert 0 <= success["mean"] <= 1
+            assert 0 <= success["greedy"] <= 1
+            assert (success["num_tasks"], success["num_trials"]) == (4, 1)
+    kinds = {"nothing", "transfer", "every_tool", "unread", "unread_by_family"}
+    assert set(found["floors"]["telecom"]) == kinds
+    assert found["split"] == "test"
+    assert found["training"]["retail"]["episodes_per_rank"] == [16, 16]
+
+
+def test_each_rank_writes_the_transcripts_of_its_own_episodes(two_ranks: tuple[Path, str]) -> None:
+    rows = []
+    for rank in (0, 1):
+        path = two_ranks[0] / "trajectories" / "airline" / f"step-000001.rank-{rank}.jsonl.gz"
+        with gzip.open(path, "rt") as file:
+            rows += [json.loads(line) for line in file]
+    assert len(rows) == 16
+    assert len({(row["task_id"], row["trial"]) for row in rows}) == 16
+    assert rows[0]["messages"][0]["role"] == "system"
+
+
+def test_timings_tell_where_the_seconds_of_a_step_went(two_ranks: tuple[Path, str]) -> None:
+    timings = [r for r in jsonl(two_ranks[0] / "timings.jsonl") if r["kind"] == "train"]
+    for timing, record in zip(timings, metrics(two_ranks[0]), strict=True):
+        of = {name.removeprefix("perf/"): timing[name] for name in timing if "perf/" in name}
+        assert 0 < of["environment_s"] < of["sample_s"] < of["step_s"]
+        assert of["sample_s"] + of["update_s"] + of["wait_s"] <= of["step_s"]
+        assert of["tokens_per_s"] * of["step_s"] == pytest.approx(record["rollout/sampled_tokens"])
+        assert of["episodes_per_s"] * of["step_s"] == pytest.approx(16)
+        assert of["sample_flops_per_s"] > 0 and 0 <= of["sample_padding_share"] < 1
+        trained = record["train/trained_episodes"] > 0
+        assert (of["update_flops_per_s"] > 0) == (of["update_tokens_per_s"] > 0) == trained
+        assert of["exchanged_bytes"] > 0 and of["peak_memory_mb"] > 100
+        assert not any("mfu" in name for name in of)  # no peak is known of a CPU
+
+
+def test_a_profiled_step_leaves_a_trace_of_each_rank_with_its_phases(
+    two_ranks: tuple[Path, str],
+) -> None:
+    folder, printed = two_ranks
+    paths = sorted((folder / "profile").iterdir())
+    assert [path.name for path in paths] == [f"step-000002.rank-{r}.json.gz" for r in (0, 1)]
+    for path in paths:
+        with gzip.open(path, "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert {"sample", "update", "wait", "aten::mm"} <= names
+    assert "profile of step 2: out/profile/step-000002.rank-0.json.gz" in printed
+    assert "profiler_start" not in printed
+
+
+def test_the_terminal_shows_progress_a_table_and_the_folder(two_ranks: tuple[Path, str]) -> None:
+    printed = two_ranks[1]
+    assert "telecom 2/2  reward airline" in printed
+    assert "sampled before" in printed
+    assert printed.count("running on CPU: 2 ranks") == 1
+    assert "report, plots and checkpoints: out" in printed
+
+
+def test_a_checkpoint_loads_with_from_pretrained_and_is_a_model_to_start_from(
+    two_ranks: tuple[Path, str], tmp_path: Path
+) -> None:
+    checkpoint = two_ranks[0] / "checkpoints" / "stage-3-telecom"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.num_parameters() == sum(
+        v.numel() for v in load_file(checkpoint / "model.safetensors").values()
+    )
+    assert AutoTokenizer.from_pretrained(checkpoint).chat_template
+    run(
+        *SHORT,
+        "--no-grpo",
+        "--model",
+        str(checkpoint),
+        "--num-gpus",
+        "2",
+        "--output-dir",
+        "again",
+        cwd=tmp_path,
+    )
+    (evaluation,) = results(tmp_path / "again")["evaluations"]
+    last = results(two_ranks[0])["evaluations"][-1]
+    assert evaluation["success"] == last["success"]
+
+
+def test_one_rank_and_two_ranks_are_the_same_training(
+    two_ranks: tuple[Path, str], one_rank: Path
+) -> None:
+    one, two = metrics(one_rank), metrics(two_ranks[0])
+    for a, b in zip(one, two, strict=True):
+        for key in (
+            "reward/mean",
+            "rollout/sampled_tokens",
+            "rollout/turns",
+            "rollout/dead_groups",
+        ):
+            assert a[key] == pytest.approx(b[key], abs=1e-9), (a["step"], key)
+    last = "checkpoints/stage-3-telecom/model.safetensors"
+    weights, others = load_file(one_rank / last), load_file(two_ranks[0] / last)
+    for name, weight in weights.items():
+        assert torch.allclose(weight, others[name], rtol=0, atol=2e-5), name
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_resumed(two_ranks: tuple[Path, str]) -> None:
+    folder = two_ranks[0]
+    done = run(*SHORT, "--output-dir", str(folder), cwd=folder.parent, code=2)
+    assert done.stderr.count("\n") == 1
+    assert "holds a run; resume it with --resume-from-checkpoint latest" in done.stderr
+
+
+def test_a_resumed_run_ends_where_the_undisturbed_one_did(
+    two_ranks: tuple[Path, str], tmp_path: Path
+) -> None:
+    """As after a crash behind step 5: everything later than its checkpoint is there only in
+    part.
+    """
+    folder = tmp_path / "out"
+    shutil.copytree(two_ranks[0], folder)
+    resume = ["--resume-from-checkpoint", "out/checkpoints/step-000005"]
+    run(*resume, cwd=tmp_path)  # every other setting is the run's own
+    assert metrics(folder) == metrics(two_ranks[0])
+    assert metrics(folder, "eval") == metrics(two_ranks[0], "eval")
+    last = "checkpoints/stage-3-telecom/model.safetensors"
+    weights, others = load_file(folder / last), load_file(two_ranks[0] / last)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_settings_of_the_loss_run_with_few_tasks_mixed_and_in_bf16(tmp_path: Path) -> None:
+    arguments = [
+        "--config",
+        "mixed",
+        "--tasks-per-domain",
+        "2",
+        "--max-steps",
+        "2",
+        "--mixed-precision",
+        "bf16",
+    ]
+    losses = [
+        "--beta",
+        "0.04",
+        "--num-iterations",
+        "2",
+        "--scale-rewards",
+        "batch",
+        "--loss-type",
+        "grpo",
+    ]
+    extra = [
+        "--permute-rewards",
+        "--no-drop-dead-groups",
+        "--gradient-checkpointing",
+        "--max-tokens-per-microbatch",
+        "300",
+    ]
+    run(*SHORT, *arguments, *losses, *extra, "--output-dir", "out", cwd=tmp_path)
+    records = metrics(tmp_path / "out")
+    assert [record["rollout/episodes"] for record in records] == [16, 16]
+    assert all(record["train/kl"] >= 0 for record in records)
+    assert records[1]["train/grad_norm"] > 0
+    model = load_file(tmp_path / "out/checkpoints/stage-1-mixed/model.safetensors")
+    assert all(weight.dtype == torch.float32 for weight in model.values())
+
+
+BANK = '''
+import json
+from pipeline.data.tasks import Task
+
+class BankEnvironment:
+    """A bank in TRL's convention: no user, no case file."""
+
+    def reset(self, **row):
+        self.account = json.loads(row["payload"])["account"]
+        self.frozen = set()
+
+    def freeze(self, account: str) -> str:
+        """Freeze an account.
+
+        Args:
+            account: Account id.
+        """
+        self.frozen.add(account)
+        return "ok"
+
+    def get_reward(self) -> float:
+        return float(self.frozen == {self.account})
+
+def generate_tasks(seed, n, split, difficulty):
+    return [
+        Task(
+            domain="bank",
+            id=f"{split}-{i}",
+            prompt=(
+                {"role": "system", "content": "bank"},
+                {"role": "user", "content": f"freeze K{i:02d}"},
+            ),
+            payload=json.dumps({"account": f"K{i:02d}"}),
+        )
+        for i in range(n)
+    ]
+'''
+
+
+def test_a_domain_of_ones_own_joins_by_an_import_string(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_bank.py").write_text(BANK)
+    call = {"type": "function", "function": {"name": "freeze", "arguments": {"account": "K01"}}}
+    demonstration = [
+        {"role": "system", "content": "bank"},
+        {"role": "user", "content": "freeze K01"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "freeze", "content": "ok"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    (tmp_path / "demonstrations.jsonl").write_text(
+        json.dumps({"messages": demonstration, "tools": []}) + "\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = ["--domains", "bank,airline", "--environments", "{bank: 'my_bank:BankEnvironment'}"]
+    data = ["--warm-start-data", "demonstrations.jsonl", "--tasks-per-domain", "20"]
+    run(*SHORT, *own, *data, "--max-steps", "2", "--output-dir", "out", cwd=tmp_path)
+    assert list(results(tmp_path / "out")["evaluations"][-1]["success"]) == ["bank", "airline"]
+
+
+DESK = """
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.embedded.airline import AirlineEnvironment, generate_tasks as airline_tasks
+
+
+class DeskEnvironment(AirlineEnvironment):
+    def reset(self, **row):
+        if row["id"].startswith("train-") and not Path("mended").exists():
+            Path("broken").touch()
+        if row["id"].startswith("test-medium-0-00001") and Path("broken").exists():
+            raise ConnectionError("no answer")
+        return super().reset(**row)
+
+
+def generate_tasks(*arguments):
+    tasks = airline_tasks(*arguments)
+    return [replace(task, domain="desk", id=task.id + "\\x1b[2J") for task in tasks]
+"""
+
+
+def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_desk.py").write_text(DESK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = ["--domains", "desk", "--environments", "{desk: 'my_desk:DeskEnvironment'}"]
+    own += ["--warm-start-steps", "0", "--max-steps", "2", "--save-steps", "0", "--num-gpus", "2"]
+    done = run(*SHORT[2:], *own, "--output-dir", "out", cwd=tmp_path, code=1)
+    assert (
+        "2 of 8 trials in the evaluation after desk ended in environment errors 3 times (the "
+        "first: desk/test-medium-0-00001\\x1b[2J), so nothing is scored" in done.stderr
+    )
+    assert "\x1b" not in done.stderr + done.stdout
+    found = results(tmp_path / "out")["evaluations"]
+    assert [evaluation["after"] for evaluation in found] == ["start"]
+    (tmp_path / "mended").touch()
+    (tmp_path / "broken").unlink()
+    resume = ["--resume-from-checkpoint", "latest", "--output-dir", "out"]
+    done = run(*resume, cwd=tmp_path)
+    assert "resuming from step-000002: 2 steps done" in done.stdout  # none is played again
+    found = results(tmp_path / "out")["evaluations"]
+    assert [evaluation["after"] for evaluation in found] == ["start", "desk"]
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2]
+
+
+def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path: Path) -> None:
+    from pipeline.data.tasks import save_tasks
+    from pipeline.embedded.airline import generate_tasks
+
+    save_tasks(generate_tasks(5, 6, "train", "easy"), tmp_path / "airline.jsonl")
+    arguments = ["--domains", "airline", "--airline-tasks", "airline.jsonl"]
+    done = run(*SHORT, *arguments, "--check", cwd=tmp_path)
+    assert "airline: 6 to train" in done.stdout
+    with (tmp_path / "airline.jsonl").open("a") as file:
+        file.write("{broken\n")
+    done = run(*SHORT, *arguments, "--num-gpus", "2", "--output-dir", "out", cwd=tmp_path, code=2)
+    assert done.stderr.startswith("error: airline.jsonl, line 7: not JSON")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,279 @@
+"""The warm start: its rows are what the policy will see, with labels on what it says."""
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from pipeline.config.settings import (
+    DEFAULT_DOMAINS,
+    EMBEDDED_DOMAINS,
+    Config,
+    RolloutSettings,
+    UserError,
+)
+from pipeline.distributed.ranks import Ranks
+from pipeline.embedded.experts import play_expert
+from pipeline.environments import environment_classes
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.tiny import tiny_model
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.sft import (
+    IGNORED,
+    check_demonstrations,
+    demonstration_rows,
+    encode,
+    pad_steps,
+    read_demonstrations,
+    repeat_steps,
+    warm_start,
+)
+from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import ScriptedSampler, call, chat, say, tokenizer
+
+ENVIRONMENTS = environment_classes(list(EMBEDDED_DOMAINS), {})
+
+
+def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, **warm):
+    return Config.model_validate(
+        {
+            "data": {"domains": list(domains), "environments": environments or {}},
+            "run": {"seed": seed, "output_dir": "unused"},
+            "warm_start": {"steps": 4, "batch_size": 6, "warmup_steps": 1, **warm},
+        }
+    )
+
+
+def rows_of(settings):
+    return demonstration_rows(settings, chat(), ENVIRONMENTS)
+
+
+# Rows
+
+
+def test_labels_stand_exactly_on_what_the_assistant_says():
+    messages = [
+        {"role": "system", "content": "desk"},
+        {"role": "user", "content": "hello"},
+        call("look", item="lamp"),
+        {"role": "tool", "name": "look", "content": '{"lamp": "seen"}'},
+        say("which one?"),
+        {"role": "user", "content": "the red one"},
+        say("Done."),
+    ]
+    row = encode(chat(), messages, [])
+    trained = [label for label in row["labels"] if label != IGNORED]
+    assert tokenizer().decode(trained) == (
+        '<tool_call>\n{"name": "look", "arguments": {"item": "lamp"}}\n</tool_call><|im_end|>'
+        "which one?<|im_end|>Done.<|im_end|>"
+    )
+    assert tokenizer().decode(row["input_ids"]) == (
+        "<|im_start|>system\ndesk<|im_end|><|im_start|>user\nhello<|im_end|>"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "look", "arguments": {"item": "lamp"}}\n'
+        '</tool_call><|im_end|><|im_start|>tool\n{"lamp": "seen"}<|im_end|>'
+        "<|im_start|>assistant\nwhich one?<|im_end|>"
+        "<|im_start|>user\nthe red one<|im_end|><|im_start|>assistant\nDone.<|im_end|>"
+    )
+    pairs = zip(row["input_ids"], row["labels"], strict=True)
+    assert all(label in (IGNORED, token) for token, label in pairs)
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_a_row_holds_the_tokens_of_the_rollout_that_says_the_same(domain):
+    module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
+    tasks = module.generate_tasks(3, 30, "train", "medium")
+    played = [play_expert(environment(), module.expert, task, 0.5)[0] for task in tasks]
+    scripts = {
+        n: [m for m in messages if m["role"] == "assistant"] for n, messages in enumerate(played)
+    }
+    rollout = Rollout(ScriptedSampler(scripts), chat(), {domain: environment}, RolloutSettings())
+    trajectories = rollout([Start(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
+    for messages, trajectory in zip(played, trajectories, strict=True):
+        row = encode(chat(), messages, tool_schemas(environment))
+        assert row["input_ids"] == trajectory.prompt_ids + trajectory.completion_ids
+        labelled = [label != IGNORED for label in row["labels"]]
+        assert labelled == [False] * len(trajectory.prompt_ids) + trajectory.loss_mask
+
+
+def test_rows_are_as_many_as_the_steps_need_and_the_same_every_time():
+    rows = rows_of(config(seed=1))
+    assert len(rows) == 24
+    assert rows == rows_of(config(seed=1))
+    assert rows != rows_of(config(seed=2))
+    assert len({tuple(row["input_ids"]) for row in rows}) == 24
+
+
+def test_every_domain_has_its_share_of_the_rows():
+    starts = [
+        tokenizer().decode(row["input_ids"])[len("<|im_start|>system\n") :]
+        for row in rows_of(config())
+    ]
+    counts = {
+        domain: sum(start.startswith(domain) for start in starts) for domain in DEFAULT_DOMAINS
+    }
+    assert counts == {"airline": 8, "retail": 8, "telecom": 8}
+
+
+def expert_rows(domain, count, share, seed=1):
+    module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
+    played = [
+        play_expert(environment(), module.expert, task, share, seed)
+        for task in module.generate_tasks(0, count, "train", "medium")
+    ]
+    rows = [encode(chat(), messages, tool_schemas(environment)) for messages, _ in played]
+    return rows, [reward for _, reward in played]
+
+
+def by_ids(rows):
+    return sorted(rows, key=lambda row: row["input_ids"])
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_with_rule_share_1_the_demonstrations_are_the_experts(domain):
+    rows = rows_of(config(domains=[domain], rule_share=1.0, steps=5, batch_size=8))
+    expected, rewards = expert_rows(domain, 40, share=1.0)
+    assert by_ids(rows) == by_ids(expected)
+    assert rewards == [1.0] * 40
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_with_a_smaller_rule_share_part_of_the_demonstrations_break_the_rules(domain):
+    rows = rows_of(config(domains=[domain], rule_share=0.3, steps=20, batch_size=8))
+    expected, rewards = expert_rows(domain, 160, share=0.3)
+    assert by_ids(rows) == by_ids(expected)
+    assert 0.2 < sum(rewards) / 160 < 0.7
+
+
+def test_a_domain_without_an_expert_needs_demonstrations_or_no_warm_start():
+    bank = {"domains": ["bank"], "environments": {"bank": "my_pkg.bank:Bank"}}
+    with pytest.raises(UserError) as refused:
+        check_demonstrations(config(**bank))
+    assert str(refused.value) == (
+        "warm_start.data: missing, and only embedded domains have experts; give demonstrations or "
+        "warm_start.steps 0"
+    )
+    check_demonstrations(config(**bank, steps=0))
+    check_demonstrations(config(domains=["airline", "bank"], environments=bank["environments"]))
+
+
+# Demonstrations of one's own
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+
+def write(path, *lines):
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
+    return path
+
+
+def test_a_file_of_demonstrations_is_read(tmp_path):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    path = write(tmp_path / "own.jsonl", GOOD, "", {**GOOD, "tools": tools})
+    assert read_demonstrations(path) == [(GOOD["messages"], []), (GOOD["messages"], tools)]
+
+
+def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp_path):
+    names = [chr(ord("a") + n) for n in range(5)]
+    said = [{"messages": [GOOD["messages"][0], say(name)]} for name in names]
+    path = write(tmp_path / "own.jsonl", *said)
+    rows = rows_of(config(data=path, steps=3, batch_size=4))
+    assert len(rows) == 12
+    passes = [rows[0:5], rows[5:10]]
+    assert [len({tuple(row["input_ids"]) for row in one}) for one in passes] == [5, 5]
+    assert passes[0] != passes[1]
+
+
+MISSING_MESSAGES = "messages: give a list of objects with role and content"
+NO_ANSWER = "a demonstration starts with a request and holds an assistant message"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{oops", "not JSON (Expecting property name enclosed in double quotes); mend the line"),
+        ("[1, 2]", MISSING_MESSAGES),
+        ({"rows": []}, MISSING_MESSAGES),
+        ({"messages": "hi"}, MISSING_MESSAGES),
+        ({"messages": [{"role": "user"}]}, MISSING_MESSAGES),
+        ({"messages": [{"role": "user", "content": 3}]}, MISSING_MESSAGES),
+        ({"messages": []}, NO_ANSWER),
+        ({"messages": GOOD["messages"][:1]}, NO_ANSWER),
+        ({"messages": GOOD["messages"][1:]}, NO_ANSWER),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
+    path = write(tmp_path / "own.jsonl", GOOD, "", line, GOOD)
+    with pytest.raises(UserError) as refused:
+        read_demonstrations(path)
+    assert str(refused.value) == f"{path}, line 3: {problem}"
+
+
+def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no demonstrations"):
+        read_demonstrations(write(tmp_path / "empty.jsonl", "", ""))
+    with pytest.raises(UserError, match="cannot be read"):
+        check_demonstrations(config(data=tmp_path / "nowhere.jsonl"))
+
+
+# Training
+
+
+def test_a_steps_rows_are_padded_to_equal_shares_of_the_ranks():
+    rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 7)]
+    padding = {"input_ids": [0], "labels": [IGNORED]}
+    assert pad_steps(rows, 3, 1) == rows
+    assert pad_steps(rows, 3, 2) == [*rows[:3], padding, *rows[3:], padding]
+    assert pad_steps(rows, 2, 3) == [*rows[:2], padding, *rows[2:4], padding, *rows[4:], padding]
+
+
+def test_a_deterministic_steps_rows_come_once_for_every_rank():
+    rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 5)]
+    assert repeat_steps(rows, 2, 1) == rows
+    assert repeat_steps(rows, 2, 2) == [*rows[:2], *rows[:2], *rows[2:], *rows[2:]]
+
+
+def train_on_this_rank(deterministic):
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    model, steps = tiny_model(tokenizer(), seed=1), []
+    for layer in model.model.layers:  # whose masks would be drawn on each rank for its own rows
+        layer.self_attn.attention_dropout = 0.3
+    settings = config(steps=3, batch_size=4, rule_share=1.0)
+    run = settings.run.model_copy(update={"deterministic": deterministic})
+    settings = settings.model_copy(update={"run": run})
+    loss = warm_start(
+        settings, model, tokenizer(), chat(), ENVIRONMENTS, ranks.num_ranks, lambda: steps.append(1)
+    )
+    ranks.check_same_parameters(model.named_parameters(), "after the warm start")
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return flat.numpy(), loss, len(steps)
+
+
+def played(num_ranks, deterministic):
+    results = play_ranks(train_on_this_rank, num_ranks, deterministic)
+    for result in results:
+        assert isinstance(result, tuple), result
+    return results
+
+
+def test_any_number_of_ranks_warm_starts_alike():
+    """4 rows a step on 3 ranks: shares of 2, one of them of padding only."""
+    alone, *three = played(1, False) + played(3, False)
+    before = torch.cat([p.detach().flatten() for p in tiny_model(tokenizer(), seed=1).parameters()])
+    moved = (torch.from_numpy(alone[0]) - before).norm()
+    assert moved > 0.01 * before.norm()
+    for parameters, loss, steps in three:
+        assert abs(parameters - alone[0]).max() <= 1e-5
+        assert loss == pytest.approx(alone[1], rel=1e-3)
+        assert steps == alone[2] == 3
+
+
+def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks():
+    alone, *three = played(1, True) + played(3, True)
+    for parameters, loss, _ in three:
+        assert (parameters == alone[0]).all()
+        assert loss == alone[1]

@@ -1,0 +1,144 @@
+"""Environments that wait for something outside: they wait side by side, beside other episodes.
+
+Where calls meet at a barrier, they could not go on if they were made one after the other; the
+barrier then breaks, and the test fails.
+"""
+
+import asyncio
+from threading import Barrier, Event, current_thread
+
+from pipeline.config.settings import RolloutSettings
+from pipeline.environments.tools import may_wait, settled
+from pipeline.rollout.rollout import Rollout, Start
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
+
+LIMITS = RolloutSettings(max_turns=6, max_tokens_per_turn=100, max_tokens=800)
+TIMEOUT_S = 60
+
+
+def play(environments, scripts):
+    """One episode per script, in a domain each: its name, its messages."""
+    sampler = ScriptedSampler(dict(enumerate(script for _, script in scripts)))
+    starts = [
+        Start(task=make_task(f"t{n}", domain=domain), trial=0, key=n)
+        for n, (domain, _) in enumerate(scripts)
+    ]
+    return Rollout(sampler, chat(), environments, LIMITS)(starts)
+
+
+def test_async_tools_of_several_episodes_run_at_the_same_time():
+    meeting = asyncio.Barrier(3)
+
+    class Remote(Desk):
+        async def meet(self) -> str:
+            """Meet the others."""
+            async with asyncio.timeout(TIMEOUT_S):
+                await meeting.wait()
+            return "met"
+
+    scripts = [[call("meet"), say("done")] for _ in range(3)] + [[say("done")]]
+    trajectories = play({"desk": Remote}, [("desk", script) for script in scripts])
+    assert [t.messages[3]["content"] for t in trajectories[:3]] == ["met"] * 3
+    assert [t.reward for t in trajectories] == [1.0] * 4
+
+
+def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
+    barriers = {"reset": Barrier(4), "tool": Barrier(3), "get_reward": Barrier(4)}
+    threads = set()
+
+    class Client:
+        def reply(self, message):
+            threads.add(current_thread())
+            return None if "done" in message else "go on"
+
+    class Blocking(Desk):
+        concurrent = True
+
+        def reset(self, **row):
+            barriers["reset"].wait(TIMEOUT_S)
+            self.user = Client()
+            return super().reset(**row)
+
+        def meet(self) -> str:
+            """Meet the others."""
+            barriers["tool"].wait(TIMEOUT_S)
+            return "met"
+
+        def get_reward(self) -> float:
+            barriers["get_reward"].wait(TIMEOUT_S)
+            return super().get_reward()
+
+    scripts = [[call("meet"), say("well"), say("done")] for _ in range(3)] + [[say("done")]]
+    trajectories = play({"desk": Blocking}, [("desk", script) for script in scripts])
+    assert [t.reward for t in trajectories] == [1.0] * 4
+    assert not any(t.error for t in trajectories)
+    assert not any(barrier.broken for barrier in barriers.values())
+    assert threads and current_thread() not in threads
+
+
+def test_other_episodes_go_on_while_one_waits():
+    told = Event()
+
+    class Slow(Desk):
+        concurrent = True
+
+        def listen(self) -> str:
+            """Wait until another episode tells."""
+            return "heard" if told.wait(TIMEOUT_S) else "nothing came"
+
+    class Quick(Desk):
+        wait = None  # Desk's async tool
+
+        def tell(self) -> str:
+            """Tell the other episode."""
+            told.set()
+            return "told"
+
+    scripts = [
+        ("slow", [call("listen"), say("done")]),
+        ("quick", [call("look", item="lamp"), call("tell"), say("done")]),
+    ]
+    slow, quick = play({"slow": Slow, "quick": Quick}, scripts)
+    assert slow.messages[3]["content"] == "heard"
+    assert quick.messages[5]["content"] == "told"
+
+
+def test_what_does_not_wait_stays_in_the_thread_of_the_rollout():
+    threads = []
+
+    class Here(Desk):
+        wait = None
+
+        def look(self, item: str) -> str:
+            """Look an item up.
+
+            Args:
+                item: Its name.
+            """
+            threads.append(current_thread())
+            return item
+
+    assert may_wait(Desk) and not may_wait(Here)
+    play({"desk": Here}, [("desk", [call("look", item="lamp"), say("done")])])
+    assert threads == [current_thread()]
+
+
+def test_a_user_that_answers_asynchronously_may_wait():
+    class Client:
+        async def reply(self, message):
+            return None
+
+    class Here(Desk):
+        wait = None
+
+    environment = Here()
+    environment.user = Client()
+    assert may_wait(Here, environment) and not may_wait(Here, Here())
+
+
+def test_async_calls_share_one_event_loop():
+    async def loop():
+        return asyncio.get_running_loop()
+
+    assert settled(loop()) is settled(loop())
+    assert settled("text") == "text"

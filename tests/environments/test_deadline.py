@@ -1,0 +1,421 @@
+"""Calls of code that is not ours end in time or are given up; whatever they raise is a fault.
+
+A call "hangs" where it waits for an event that the test sets only at its end.
+"""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from pipeline.config.settings import CtrlC
+from pipeline.environments import calls, deadline
+from pipeline.environments.calls import Calls
+from pipeline.environments.deadline import CallTimeout, EnvironmentFault, guarded, settled
+from tests.support import ROOT
+
+LONG_S = 60  # what is expected comes much sooner
+SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
+DEADLINE_S = 1.0  # where other calls have to be
+LATE = r"^CallTimeout: look took more than 0\.2 s$"
+
+
+@pytest.fixture
+def never():
+    """An event that is set when the test is over, so that nothing waits for it any longer."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+# One call
+
+
+def test_a_call_gives_what_it_returns_awaited_where_need_be():
+    async def later():
+        return "async"
+
+    assert guarded("look", LONG_S, lambda: "sync") == "sync"
+    assert guarded("look", LONG_S, later) == "async"
+
+
+def test_a_call_that_hangs_is_interrupted_at_its_deadline(never):
+    with pytest.raises(EnvironmentFault) as caught:
+        guarded("look", SHORT_S, never.wait)
+    assert str(caught.value) == "CallTimeout: look took more than 0.2 s"
+    assert caught.value.timed_out
+
+
+def test_a_call_that_swallows_exceptions_is_interrupted_all_the_same(never, monkeypatch):
+    monkeypatch.setattr(deadline, "REPEAT_S", 0.05)
+    swallowed = []
+
+    def swallow():
+        while True:
+            try:
+                never.wait()
+            except Exception as error:
+                swallowed.append(error)
+
+    def swallow_once():
+        try:
+            never.wait()
+        except BaseException as error:
+            swallowed.append(error)
+        never.wait()
+
+    with pytest.raises(EnvironmentFault, match=LATE):
+        guarded("look", SHORT_S, swallow)
+    assert swallowed == []
+    with pytest.raises(EnvironmentFault, match=LATE):
+        guarded("look", SHORT_S, swallow_once)
+    assert [type(error) for error in swallowed] == [CallTimeout]
+
+
+def test_a_late_call_that_answers_an_alarm_is_late_whatever_it_answers(never):
+    def give_up():
+        try:
+            never.wait()
+        except BaseException:
+            raise KeyError("gave up") from None
+
+    def give_in():
+        try:
+            never.wait()
+        except BaseException:
+            return "in time, surely"
+
+    for late in (give_up, give_in):
+        with pytest.raises(EnvironmentFault, match=LATE):
+            guarded("look", SHORT_S, late)
+
+
+def test_no_alarm_reaches_code_after_its_call():
+    with deadline.alarms():
+        for seconds in [1e-6, 1e-5, 3e-5, 1e-4] * 500:  # the alarm comes as the call ends
+            with pytest.raises(EnvironmentFault, match="CallTimeout"):
+                guarded("look", seconds, lambda seconds=seconds: time.sleep(seconds))
+    assert signal.getitimer(signal.ITIMER_REAL)[1] != deadline.REPEAT_S
+
+
+@pytest.fixture
+def others_alarm():
+    """Somebody else's handler of SIGALRM and their timer; the handler's calls."""
+    rung = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: rung.append("rung"))
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 1000)
+    yield rung
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, left)
+
+
+def test_the_alarms_of_others_go_on_after_a_call(others_alarm, never):
+    handler = signal.getsignal(signal.SIGALRM)
+    guarded("look", LONG_S, lambda: None)
+    with pytest.raises(EnvironmentFault):
+        guarded("look", SHORT_S, never.wait)
+    assert signal.getsignal(signal.SIGALRM) is handler
+    left, interval = signal.getitimer(signal.ITIMER_REAL)
+    assert 900 < left < 1000 and interval == 0
+    with deadline.alarms():
+        guarded("look", LONG_S, lambda: None)
+        signal.raise_signal(signal.SIGALRM)
+    assert others_alarm == ["rung"]
+
+
+def test_a_call_that_sets_alarms_of_its_own_leaves_the_next_one_its_deadline(never):
+    def own_alarm():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose action is to end the process
+        signal.alarm(0)
+
+    with deadline.alarms():
+        guarded("look", LONG_S, own_alarm)
+        with pytest.raises(EnvironmentFault, match="CallTimeout"):
+            guarded("look", SHORT_S, never.wait)
+
+
+def in_thread(function):
+    """What `function` returns, or the exception that it raises, in another thread."""
+    found = []
+
+    def run():
+        try:
+            found.append(function())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(LONG_S)
+    return found[0]
+
+
+def test_a_late_call_of_another_thread_is_told_late():
+    fault = in_thread(lambda: guarded("look", 0.05, lambda: time.sleep(0.1)))
+    assert str(fault) == "CallTimeout: look took more than 0.05 s"
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["main thread", "another"])
+def test_an_async_call_that_hangs_is_cancelled(here):
+    cancelled, refuses = threading.Event(), threading.Event()
+
+    async def hang():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            while not refuses.is_set():  # and is not waited for
+                await asyncio.sleep(0.01)
+
+    def late():
+        return guarded("look", SHORT_S, hang)
+
+    try:
+        if here:
+            with pytest.raises(EnvironmentFault, match=LATE):
+                late()
+        else:
+            assert str(in_thread(late)) == "CallTimeout: look took more than 0.2 s"
+        assert cancelled.wait(LONG_S)
+    finally:
+        refuses.set()
+
+
+def test_an_async_call_that_holds_the_event_loop_up_does_not_hold_up_later_ones(never, monkeypatch):
+    monkeypatch.setattr(deadline, "GRACE_S", 0.1)
+
+    async def hold_up():
+        never.wait()
+
+    async def loop():
+        return asyncio.get_running_loop()
+
+    held_up = settled(loop())
+    with pytest.raises(EnvironmentFault, match="CallTimeout"):
+        guarded("look", SHORT_S, hold_up)
+    assert settled(loop()) is settled(loop()) is not held_up
+
+
+def test_a_task_that_exits_does_not_end_the_event_loop():
+    async def leave_a_task():
+        async def leave():
+            sys.exit(3)
+
+        asyncio.get_running_loop().create_task(leave())
+        await asyncio.sleep(0.01)
+
+    async def answer():
+        return 5
+
+    guarded("look", LONG_S, leave_a_task)
+    assert guarded("look", LONG_S, answer) == 5
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def deeper(depth=0):
+    return deeper(depth + 1)
+
+
+def raises(error):
+    def function():
+        raise error
+
+    return function
+
+
+def fails():
+    pytest.fail("no")
+
+
+def place(function):
+    """Of the line that raises, the one below the innermost `def`."""
+    return f", in test_deadline.py, line {function.__code__.co_firstlineno + 1}"
+
+
+def awaits(function):
+    async def later():
+        return function()
+
+    return later
+
+
+@pytest.mark.parametrize("kind", [lambda function: function, awaits], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (raises(KeyError("x")), "KeyError: 'x'"),
+        (raises(RuntimeError), "RuntimeError"),
+        (raises(MemoryError("no room")), "MemoryError: no room"),
+        (deeper, "RecursionError: maximum recursion depth exceeded"),
+        (raises(SystemExit(3)), f"SystemExit: 3{place(raises(None))}"),
+        (raises(GeneratorExit()), f"GeneratorExit{place(raises(None))}"),
+        (raises(asyncio.CancelledError()), f"CancelledError{place(raises(None))}"),
+        (fails, f"Failed: no{place(fails)}"),
+        (raises(Unspeakable()), "Unspeakable: its text cannot be made"),
+        (raises(ValueError("two\nlines and half a \ud800")), "ValueError: two lines and half a ?"),
+        (raises(ValueError("x" * 1000)), "ValueError: " + "x" * 500),
+    ],
+)
+def test_whatever_a_call_raises_is_a_fault_of_one_line(function, text, kind):
+    with pytest.raises(EnvironmentFault) as caught:
+        guarded("look", LONG_S, kind(function))
+    assert str(caught.value) == text
+    assert not caught.value.timed_out
+
+
+def test_a_person_at_the_keyboard_is_heard():
+    with pytest.raises(KeyboardInterrupt):
+        guarded("look", LONG_S, raises(KeyboardInterrupt()))
+
+
+def test_where_it_cannot_be_a_person_an_interrupt_is_a_fault_of_the_code_that_raised_it():
+    """In a run, whose watchdog hears the signal; in a thread; under the handler of `run.py`."""
+
+    def interrupts():
+        raise KeyboardInterrupt
+
+    said = f"KeyboardInterrupt{place(interrupts)}"
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with pytest.raises(EnvironmentFault, match=f"^{said}$"):
+            guarded("look", LONG_S, interrupts)
+        with pytest.raises(CtrlC):
+            guarded("look", LONG_S, raises(CtrlC()))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait = Calls(LONG_S, lambda key: None).beside(
+        ("desk", "t1"), lambda guard: guard("look", interrupts)
+    )
+    with pytest.raises(EnvironmentFault, match=f"^{said}$"):
+        wait()
+
+
+# Calls in the background
+
+
+def test_a_call_in_the_background_is_timed_from_its_own_start():
+    ended = threading.Event()
+
+    def late():
+        time.sleep(0.1)
+        ended.set()
+
+    wait = Calls(0.05, lambda key: None).beside(("desk", "t1"), lambda guard: guard("look", late))
+    assert ended.wait(LONG_S)
+    with pytest.raises(EnvironmentFault, match=r"^CallTimeout: look took more than 0\.05 s$"):
+        wait()
+
+
+def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_BESIDE", 2)
+    background, found = Calls(DEADLINE_S, lambda key: None), []
+
+    def start(function):
+        return background.beside(
+            ("desk", "t1"), lambda guard: found.append(guard("look", function))
+        )
+
+    waits = [start(function) for function in [never.wait, never.wait, *[lambda: "seen"] * 4]]
+    for wait in waits[2:]:
+        wait()
+    assert found == ["seen"] * 4
+    for wait in waits[:2]:
+        with pytest.raises(EnvironmentFault, match="CallTimeout: look took more than 1 s"):
+            wait()
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "forgotten"])
+def test_a_work_that_was_given_up_does_nothing_more(late):
+    going_on, calling, done = threading.Event(), threading.Event(), []
+
+    def hang():
+        calling.set()
+        going_on.wait()
+
+    def work(guard):
+        done.append(threading.current_thread())
+        guard("look", hang)
+        done.append("what follows from it")
+        guard("look", lambda: done.append("another call"))
+
+    background = Calls(SHORT_S if late else LONG_S, lambda key: None)
+    wait = background.beside(("desk", "t1"), work)
+    assert calling.wait(LONG_S)
+    if not late:
+        background.forget()
+    with pytest.raises(EnvironmentFault):
+        wait()
+    going_on.set()
+    done[0].join(LONG_S)
+    assert len(done) == 1
+
+
+def test_idle_threads_end(monkeypatch):
+    monkeypatch.setattr(calls, "IDLE_S", 0.01)
+    background, threads = Calls(LONG_S, lambda key: None), []
+
+    def work(guard):
+        threads.append(guard("look", threading.current_thread))
+
+    for _ in range(2):
+        background.beside(("desk", "t1"), work)()
+        threads[-1].join(LONG_S)
+        assert not threads[-1].is_alive()
+    assert threads[0] is not threads[1]
+
+
+def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
+    code = """
+import threading
+from pipeline.environments.calls import Calls
+wait = Calls(0.2, print).beside(("bank", "t1"), lambda g: g("look", threading.Event().wait))
+try:
+    wait()
+except Exception as fault:
+    print(fault)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG_S
+    )
+    assert done.stdout == "bank/t1\nCallTimeout: look took more than 0.2 s\n"
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_calls_that_hang_at_the_same_time_count_once(never):
+    background = Calls(SHORT_S, lambda key: None)
+
+    def hang():
+        return background.beside(("desk", "t1"), lambda guard: guard("look", never.wait))
+
+    def quick(guard):
+        guard("look", lambda: "seen")
+
+    for _ in range(2):
+        for wait in [hang() for _ in range(5)]:
+            with pytest.raises(EnvironmentFault, match=LATE):
+                wait()
+    background.here(("desk", "t1"), quick)  # and now they are no longer in a row
+    for _ in range(3):
+        first, *others = [hang() for _ in range(5)]
+        with pytest.raises(EnvironmentFault, match=LATE):
+            first()
+        for wait in others:
+            with pytest.raises(EnvironmentFault, match="CallTimeout"):
+                wait()
+    refused = [partial(background.here, ("desk", "t1"), quick)]
+    refused += [background.beside(("desk", "t1"), work) for work in (quick, quick)]
+    for call in refused:
+        with pytest.raises(EnvironmentFault, match="desk is not called again in this rollout"):
+            call()
+    background.here(("shop", "t1"), quick)
+    background.forget()
+    background.here(("desk", "t1"), quick)

@@ -1,0 +1,504 @@
+"""What environments do wrong is data: calls that raise or never return, and odd things returned.
+
+A call "hangs" where it waits for an event that the test sets only at its end.
+"""
+
+import asyncio
+import json
+import math
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.config.settings import RolloutSettings
+from pipeline.environments.tools import Outage, ToolError, answer_call
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.trajectory import StopReason
+from scripts.proofs.grid import small_model
+from scripts.proofs.runs import ForcedSampler
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
+
+SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
+DEADLINE_S = 1.0  # where other calls have to be
+LIMITS = RolloutSettings(
+    max_turns=6, max_tokens_per_turn=500, max_tokens=2000, call_timeout=DEADLINE_S
+)
+
+
+@pytest.fixture
+def never():
+    """An event that is set when the test is over, so that nothing waits for it any longer."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def play(environments, scripts, limits=LIMITS, on_progress=lambda key: None):
+    """One episode per script: its domain, what its payload holds, its messages."""
+    sampler = ScriptedSampler(dict(enumerate(script for _, _, script in scripts)))
+    starts = [
+        Start(task=make_task(f"t{n}", domain=domain, payload=json.dumps(payload)), trial=0, key=n)
+        for n, (domain, payload, _) in enumerate(scripts)
+    ]
+    rollout = Rollout(sampler, chat(), environments, limits, on_progress=on_progress)
+    trajectories = rollout(starts)
+    assert sampler.num_open == 0
+    return trajectories
+
+
+def play_one(environment, *messages, **payload):
+    return play({"desk": environment}, [("desk", payload, messages)])[0]
+
+
+class SyncDesk(Desk):
+    wait = None  # Desk's async tool: without it calls are made in the thread of the rollout
+
+
+# Episodes
+
+
+class Hanging(SyncDesk):
+    """Hangs where its payload says."""
+
+    never: threading.Event
+
+    def __init__(self):
+        self.user = SimpleNamespace(reply=lambda message: self._hang("reply"))
+
+    def _hang(self, where):
+        if self._payload.get("hangs") == where:
+            self.never.wait()
+
+    def reset(self, **row):
+        addition = super().reset(**row)
+        self._hang("reset")
+        return addition
+
+    def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        self._hang("look")
+        return item
+
+    def get_reward(self) -> float:
+        self._hang("get_reward")
+        return super().get_reward()
+
+
+class HangingBeside(Hanging):
+    concurrent = True
+
+
+class HangingAsync(Hanging):
+    """The same, but the event loop could go on."""
+
+    async def _hang(self, where):
+        if self._payload.get("hangs") == where:
+            await asyncio.Event().wait()
+
+    async def reset(self, **row):
+        addition = Desk.reset(self, **row)
+        await self._hang("reset")
+        return addition
+
+    async def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        await self._hang("look")
+        return item
+
+    async def get_reward(self) -> float:
+        await self._hang("get_reward")
+        return Desk.get_reward(self)
+
+
+@pytest.mark.parametrize("environment", [Hanging, HangingBeside, HangingAsync])
+def test_an_episode_whose_call_hangs_ends_with_reward_0_and_is_kept(
+    environment, never, monkeypatch
+):
+    monkeypatch.setattr(Hanging, "never", never, raising=False)
+    places = ("reset", "look", "reply", "get_reward")
+    script = [call("look", item="lamp"), say("done")]
+    # A domain each: hanging in a row is another test.
+    scripts = [(place, {"hangs": place}, script) for place in places]
+    scripts = [pair for n, s in enumerate(scripts) for pair in (s, (places[n], {}, script))]
+    trajectories = play(dict.fromkeys(places, environment), scripts)
+    assert [t.task_id for t in trajectories] == [f"t{n}" for n in range(8)]
+    assert [t.error for t in trajectories[::2]] == [
+        f"CallTimeout: {place} took more than 1 s" for place in places
+    ]
+    assert {t.stop_reason for t in trajectories[::2]} == {StopReason.ENVIRONMENT_ERROR}
+    assert [t.reward for t in trajectories] == [0.0, 1.0] * 4
+    assert [t.left_out for t in trajectories[::2]] == ["reset", "", "reply", ""]
+    assert [t.left_out for t in trajectories[1::2]] == [""] * 4
+    assert [t.num_turns for t in trajectories[::2]] == [0, 1, 2, 2]
+    assert [t.num_tool_errors for t in trajectories] == [0] * 8
+
+
+def test_calls_of_a_message_before_the_one_that_hangs_stay_in_the_transcript(never, monkeypatch):
+    monkeypatch.setattr(Hanging, "never", never, raising=False)
+    message = call("dance")
+    message["tool_calls"] += call("look", item="lamp")["tool_calls"]
+    trajectory = play_one(Hanging, message, hangs="look")
+    assert trajectory.error == "CallTimeout: look took more than 1 s"
+    assert trajectory.messages[-1]["content"] == '{"error": "unknown tool dance"}'
+
+
+class Breaking(SyncDesk):
+    """Its tools fail in different ways."""
+
+    def refuse(self) -> str:
+        """Refuse, which is what it is to do."""
+        raise ToolError("not allowed")
+
+    def crash(self) -> str:
+        """Crash."""
+        raise KeyError("drawer")
+
+    def leave(self) -> str:
+        """Leave."""
+        sys.exit("gone home")
+
+    def tangle(self) -> list:
+        """Return something that is no JSON."""
+        tangled: list = []
+        tangled.append(tangled)
+        return tangled
+
+    def pour(self) -> str:
+        """Return far too much."""
+        return "x" * 10_000_001
+
+
+def test_exceptions_of_a_tools_own_code_are_shown_to_the_model_and_counted():
+    names = ("refuse", "crash", "leave", "tangle", "pour", "look", "dance")
+    message = call(names[0])
+    for name in names[1:]:
+        message["tool_calls"] += call(name)["tool_calls"]
+    trajectory = play_one(Breaking, message, say("done"))
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == [
+        '{"error": "not allowed"}',
+        '{"error": "\'drawer\'"}',
+        '{"error": "gone home"}',
+        '{"error": "Circular reference detected"}',
+        '{"error": "returned 10000001 characters, the limit is 10000000"}',
+        '{"error": "wrong arguments: look takes item, times"}',
+        '{"error": "unknown tool dance"}',
+    ]
+    assert trajectory.num_tool_errors == trajectory.record().num_tool_errors == 4
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
+
+
+def test_a_tool_whose_arguments_cannot_be_checked_is_a_tool_that_failed():
+    class Strange:
+        pass
+
+    class Typed(SyncDesk):
+        def look(self, item: Strange) -> str:
+            return "seen"
+
+    answer = answer_call(Typed(), "look", {"item": "lamp"})
+    assert answer.raised and answer.content.startswith('{"error": "Unable to generate pydantic')
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward", "error"),
+    [
+        (True, 1.0, ""),
+        (1, 1.0, ""),
+        (torch.tensor(0.5), 0.5, ""),
+        (-7.2, -7.2, ""),
+        (-1e30, -1e30, ""),
+        (2e30, 0.0, "ValueError: get_reward returned 2e+30, the limit is 1e+30"),
+        (math.nan, 0.0, "ValueError: get_reward returned nan, not a finite number"),
+        (-math.inf, 0.0, "ValueError: get_reward returned -inf, not a finite number"),
+        (torch.tensor(math.nan), 0.0, "ValueError: get_reward returned nan, not a finite number"),
+        ("0.5", 0.0, "TypeError: get_reward returned str, not a number"),
+        (10**400, 0.0, "OverflowError: int too large to convert to float"),
+        (
+            None,
+            0.0,
+            "TypeError: float() argument must be a string or a real number, not 'NoneType'",
+        ),
+        ([1.0], 0.0, "TypeError: float() argument must be a string or a real number, not 'list'"),
+        (
+            torch.ones(2),
+            0.0,
+            "ValueError: only one element tensors can be converted to Python scalars",
+        ),
+    ],
+)
+def test_a_reward_that_is_no_finite_number_is_the_environments_fault(returned, reward, error):
+    class Odd(SyncDesk):
+        def get_reward(self) -> float:
+            return returned
+
+    trajectory = play_one(Odd, say("done"))
+    assert type(trajectory.reward) is float
+    assert (trajectory.reward, trajectory.error) == (reward, error)
+    assert (trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR) == bool(error)
+
+
+class Unplugged(SyncDesk):
+    """Says of a service that it is down, where its payload says."""
+
+    def __init__(self):
+        self.user = SimpleNamespace(reply=lambda message: self._need("reply"))
+
+    def _need(self, where):
+        if self._payload.get("down") == where:
+            raise Outage("no connection")
+        if self._payload.get("breaks") == where:
+            raise OSError("no connection")
+
+    def reset(self, **row):
+        super().reset(**row)
+        self._need("reset")
+
+    def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        self._need("look")
+        return item
+
+    def get_reward(self) -> float:
+        self._need("get_reward")
+        return super().get_reward()
+
+
+class UnpluggedBeside(Unplugged):
+    concurrent = True
+
+
+class UnpluggedTogether(Unplugged):
+    async def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        async with asyncio.TaskGroup() as tasks:  # which raises a group of exceptions
+            tasks.create_task(self._ask())
+        return item
+
+    async def _ask(self):
+        self._need("look")
+
+
+@pytest.mark.parametrize("environment", [Unplugged, UnpluggedBeside, UnpluggedTogether])
+def test_only_what_the_policys_own_calls_bring_about_is_held_against_it(environment):
+    places = ("reset", "look", "reply", "get_reward")
+    script = [call("look", item="lamp"), say("done")]
+    scripts = [("desk", {kind: at}, script) for at in places for kind in ("down", "breaks")]
+    trajectories = play({"desk": environment}, scripts)
+    assert [t.left_out for t in trajectories] == [
+        *("outage", "reset", "outage", "", "outage", "reply", "outage", "")
+    ]
+    told, shown = trajectories[2], trajectories[3]  # a tool's outage is not shown to the model
+    assert told.stop_reason is StopReason.ENVIRONMENT_ERROR and "outage" in told.record().left_out
+    assert told.error.startswith(("Outage: no connection", "ExceptionGroup: "))
+    assert not any(m["role"] == "tool" for m in told.messages) and told.num_tool_errors == 0
+    assert shown.stop_reason is StopReason.COMPLETED and shown.reward == 1.0
+    assert trajectories[7].reward == 0.0 and trajectories[7].error == "OSError: no connection"
+
+
+class Clerk:
+    def reply(self, message):
+        return None if message == "done" else "half a \ud800"
+
+
+class Halved(SyncDesk):
+    def __init__(self):
+        self.user = Clerk()
+
+    def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        raise ValueError("half a \ud800")
+
+
+def test_halves_of_characters_never_reach_tokenizers_or_files():
+    script = [call("look", item="lamp"), say("which?"), say("done")]
+    trajectory = play_one(Halved, *script, addition=", half a \ud800")
+    assert [m["content"] for m in trajectory.messages if m["role"] in ("user", "tool")] == [
+        "hello, half a ?",
+        '{"error": "half a ?"}',
+        "half a ?",
+    ]
+
+
+class Shy(SyncDesk):
+    @property
+    def user(self):
+        raise RuntimeError("nobody is there")
+
+
+class Undecided(SyncDesk):
+    @property
+    def done(self):
+        raise RuntimeError("done or not")
+
+
+class Sealed(SyncDesk):
+    __slots__ = ()
+
+    def __setattr__(self, name, value):
+        if name == "final_message" and value:
+            raise AttributeError("sealed")
+        super().__setattr__(name, value)
+
+
+class Unmade(SyncDesk):
+    def __init__(self):
+        raise OSError("no room for a desk")
+
+
+@pytest.mark.parametrize(
+    ("environment", "error"),
+    [
+        (Shy, "RuntimeError: nobody is there"),
+        (Undecided, "RuntimeError: done or not"),
+        (Sealed, "AttributeError: sealed"),
+        (Unmade, "OSError: no room for a desk"),
+    ],
+)
+def test_attributes_and_constructors_that_raise_are_faults_as_well(environment, error):
+    trajectory = play_one(environment, call("look", item="lamp"), say("done"))
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert (trajectory.reward, trajectory.error) == (0.0, error)
+    own_call = environment in (Undecided, Sealed)
+    assert bool(trajectory.left_out) is not own_call
+
+
+def test_a_domain_that_hangs_again_and_again_is_not_called_any_more(never):
+    resets = []
+
+    class Down(SyncDesk):
+        def reset(self, **row):
+            resets.append(row["id"])
+            never.wait()
+
+    scripts = [("down", {}, [])] * 6 + [("up", {}, [say("done")])]
+    limits = LIMITS.model_copy(update={"call_timeout": SHORT_S})
+    trajectories = play({"down": Down, "up": SyncDesk}, scripts, limits)
+    assert resets == ["t0", "t1", "t2"]
+    assert [t.stop_reason for t in trajectories[:6]] == [StopReason.ENVIRONMENT_ERROR] * 6
+    assert [t.error for t in trajectories[2:4]] == [
+        "CallTimeout: reset took more than 0.2 s",
+        "CallTimeout: down is not called again in this rollout, after 3 times in a row that took "
+        "more than 0.2 s",
+    ]
+    assert [t.left_out for t in trajectories] == ["reset"] * 3 + ["outage"] * 3 + [""]
+    assert trajectories[6].reward == 1.0
+    play({"down": Down}, scripts[:1], limits)
+    assert resets == ["t0", "t1", "t2", "t0"]
+
+
+# Progress, and stopping
+
+
+def test_each_call_and_each_pass_is_told_beforehand():
+    told = []
+
+    class Watched(SyncDesk):
+        def reset(self, **row):
+            told.append("reset")
+            return super().reset(**row)
+
+        def look(self, item: str) -> str:
+            """Look an item up.
+
+            Args:
+                item: Its name.
+            """
+            told.append("look")
+            return item
+
+        def get_reward(self) -> float:
+            told.append("get_reward")
+            return super().get_reward()
+
+    twice = call("look", item="lamp")
+    twice["tool_calls"] *= 2
+    play({"desk": Watched}, [("desk", {}, [twice, say("done")])], on_progress=told.append)
+    assert told == [
+        *("desk/t0", "reset", ""),
+        *("desk/t0", "look", "desk/t0", "look", ""),
+        *("desk/t0", "desk/t0", "desk/t0", "get_reward"),  # the user, the final message, the reward
+    ]
+
+
+def test_waiting_for_the_background_is_told_as_well():
+    told = []
+
+    class Beside(SyncDesk):
+        concurrent = True
+
+    scripts = [("desk", {}, [call("look", item="lamp"), say("done")])] * 2
+    play({"desk": Beside}, scripts, on_progress=lambda key: told.append((key, current_is_main())))
+    assert {is_main for _, is_main in told} == {True}
+    # Two resets; a look each, a reply each, which are waited for together; two rewards.
+    keys = [key for key, _ in told]
+    assert keys[:3] == ["desk/t0", "desk/t1", ""]
+    assert keys[-2:] == ["desk/t0", "desk/t1"]
+    assert keys.count("desk/t0") == keys.count("desk/t1") == 4
+
+
+def current_is_main():
+    return threading.current_thread() is threading.main_thread()
+
+
+class Stop(BaseException):
+    """What somebody raises who wants the rollout to end now."""
+
+
+@pytest.mark.parametrize("concurrent", [False, True], ids=["here", "beside"])
+def test_a_rollout_that_is_stopped_at_any_pass_leaves_no_conversation_open(concurrent):
+    class Talking(SyncDesk):
+        def __init__(self):
+            self.user = SimpleNamespace(reply=lambda message: "go on")
+
+    Talking.concurrent = concurrent
+    model = small_model(vocab_size=len(chat().tokenizer))
+    sampler = ForcedSampler(model, chat().end_of_turn_id, 1.0, torch.float32)
+    sampler.forced = {
+        key: [id for turn in range(3) for id in chat().message_ids(say("a" * (key + turn)))]
+        for key in range(6)
+    }
+    limits = LIMITS.model_copy(update={"max_turns": 3, "max_live_episodes": 4})
+    starts = [Start(task=make_task(f"t{n}"), trial=0, key=n) for n in range(6)]
+    stops_at, passes = [math.inf], 0
+
+    def on_progress(key):
+        nonlocal passes
+        passes += key == ""
+        if key == "" and passes == stops_at[-1]:
+            raise Stop
+
+    rollout = Rollout(sampler, chat(), {"desk": Talking}, limits, on_progress=on_progress)
+    undisturbed = [t.completion_ids for t in rollout(starts)]
+    assert passes > 5
+    for number in range(1, passes + 1):
+        stops_at.append(number)
+        passes = 0
+        with pytest.raises(Stop):
+            rollout(starts)
+        assert sampler._rows == {}
+        assert passes == number
+    stops_at.append(math.inf)
+    assert [t.completion_ids for t in rollout(starts)] == undisturbed

@@ -1,0 +1,264 @@
+"""The embedded domains in TRL's GRPOTrainer: the same tools, prompts and rewards as here."""
+
+import inspect
+from collections import Counter
+from importlib import import_module
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Qwen3ForCausalLM
+from transformers.utils import get_json_schema
+from trl import GRPOConfig, GRPOTrainer
+
+from pipeline.config.settings import DEFAULT_DOMAINS
+from pipeline.embedded.experts import play_expert
+from pipeline.environments import environment_classes
+from pipeline.environments.tools import tool_schemas
+from pipeline.environments.trl_adapter import factories, outcome_reward, rows_without_user
+from pipeline.models.tiny import tiny_model
+from tests.support.helpers import call, chat, say, tokenizer
+
+CLASSES = environment_classes(list(DEFAULT_DOMAINS), {})
+MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in DEFAULT_DOMAINS}
+END = chat().end_of_turn_id
+in_every_domain = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
+
+
+def make_tasks(domain, count=150, difficulty="medium"):
+    return MODULES[domain].generate_tasks(0, count, "train", difficulty)
+
+
+def alone(domain, count=150):
+    """Tasks without a user, and their rows."""
+    tasks = make_tasks(domain, count)
+    rows = rows_without_user(tasks, CLASSES)
+    kept = {row["id"] for row in rows}
+    return [task for task in tasks if task.id in kept], rows
+
+
+def tools_of(environment):
+    """The tools as TRL finds and calls them."""
+    return {
+        name: getattr(environment, name)
+        for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
+        if name not in ("reset", "get_reward") and not name.startswith("_")
+    }
+
+
+def played(environment, row, messages):
+    """Play these messages as TRL does; returns the conversation after the prompt."""
+    environment.reset(**{key: value for key, value in row.items() if key != "environment"})
+    completion = []
+    for message in messages:
+        completion.append(message)
+        for each in message.get("tool_calls", []):
+            name, arguments = each["function"]["name"], each["function"]["arguments"]
+            content = str(tools_of(environment)[name](**arguments))
+            completion.append({"role": "tool", "name": name, "content": content})
+    return completion
+
+
+def reward(environment, completion, last_id=END):
+    (earned,) = outcome_reward(END)(
+        prompts=[[]],
+        completions=[completion],
+        completion_ids=[[1, 2, last_id]],
+        environments=[environment],
+        trainer_state=None,
+    )
+    return earned
+
+
+@in_every_domain
+def test_the_tools_are_those_of_our_rollouts(domain):
+    environment = factories(CLASSES)[domain]()
+    schemas = [get_json_schema(tool) for tool in tools_of(environment).values()]
+    assert schemas == tool_schemas(CLASSES[domain])
+    environment.reset(**make_tasks(domain)[0].row())
+    assert list(tools_of(environment)) == [s["function"]["name"] for s in schemas]
+    assert not hasattr(environment, "get_reward")
+    assert not any(inspect.iscoroutinefunction(tool) for tool in tools_of(environment).values())
+
+
+@in_every_domain
+def test_rows_are_the_tasks_without_a_user(domain):
+    tasks, rows = alone(domain)
+    assert len(rows) == 100
+    assert rows == [{**task.row(), "environment": domain} for task in tasks]
+    assert {task.family for task in make_tasks(domain)} - {task.family for task in tasks} == {
+        {"airline": "cancel", "retail": "cancel", "telecom": "data"}[domain]
+    }
+
+
+@in_every_domain
+def test_an_experts_transcript_earns_everything(domain):
+    environment = factories(CLASSES)[domain]()
+    endings = Counter()
+    for task, row in zip(*alone(domain), strict=True):
+        messages, _ = play_expert(CLASSES[domain](), MODULES[domain].expert, task)
+        said = [message for message in messages if message["role"] == "assistant"]
+        completion = played(environment, row, said)
+        assert completion == messages[2:]
+        if "tool_calls" not in said[-1]:
+            assert reward(environment, completion) == 1.0
+        else:  # TRL lets the model speak once more after a transfer
+            assert reward(environment, [*completion, say("Goodbye.")]) == 1.0
+        endings["tool_calls" in said[-1]] += 1
+    assert min(endings.values()) > 20
+
+
+def test_the_final_message_is_handed_over():
+    task = next(task for task in make_tasks("airline") if task.branch == "gold")
+    record = task.prompt[-1]["content"].rpartition(" ")[2]
+    environment = factories(CLASSES)["airline"]()
+    look = call("get_reservation", reservation=record)
+    work = [look, call("add_bag", reservation=record, fee="0")]
+    for final, earned in (("The fee is 0.", 1.0), ("The fee is 20.", 0.0), ("Done.", 0.0)):
+        completion = played(environment, task.row(), [*work, say(final)])
+        assert reward(environment, completion) == earned
+
+
+def test_an_episode_without_a_closing_message_earns_nothing():
+    task = next(task for task in make_tasks("telecom") if task.branch == "off")
+    record = next(word for word in task.prompt[-1]["content"].split() if word[0] == "K")
+    environment = factories(CLASSES)["telecom"]()
+    work = [call("get_line", line=record), call("enable_roaming", line=record)]
+    assert reward(environment, played(environment, task.row(), [*work, say("Done.")])) == 1.0
+    completion = played(environment, task.row(), work)
+    assert reward(environment, completion) == 0.0  # the last message is a result
+    assert reward(environment, completion[:1]) == 0.0  # the last message is a call
+    completion = played(environment, task.row(), [*work, say("Do")])
+    assert reward(environment, completion, last_id=7) == 0.0  # it was cut off
+
+
+def test_nothing_changes_after_a_transfer():
+    task = next(task for task in make_tasks("airline") if task.branch == "fare")
+    record = next(word for word in task.prompt[-1]["content"].split() if word[0] == "K")
+    environment = factories(CLASSES)["airline"]()
+    work = [call("get_reservation", reservation=record), call("transfer", reason="fare")]
+    more = [*work, call("cancel", reservation=record), say("Done.")]
+    completion = played(environment, task.row(), more)
+    assert completion[5]["content"] == '{"error": "the conversation has ended"}'
+    assert reward(environment, completion) == 1.0
+
+
+def test_mistakes_are_answered_as_in_our_rollouts():
+    environment = factories(CLASSES)["retail"]()
+    environment.reset(**make_tasks("retail")[0].row())
+    tools = tools_of(environment)
+    assert tools["find_variant"](colour="pink").startswith('{"error": "wrong arguments: colour')
+    assert tools["get_order"](id="K01") == '{"error": "wrong arguments: get_order takes order"}'
+    assert tools["get_order"](order="K99") == '{"error": "no K99"}'
+
+
+def test_a_reset_erases_the_last_episode():
+    environment = factories(CLASSES)["airline"]()
+    tasks, rows = alone("airline")
+    first = next(n for n, task in enumerate(tasks) if task.branch == "fare")
+    record = next(word for word in tasks[first].prompt[-1]["content"].split() if word[0] == "K")
+    work = [call("get_reservation", reservation=record), call("transfer", reason="fare")]
+    played(environment, rows[first], work)
+    assert reward(environment, [say("Done.")]) == 1.0
+    played(environment, rows[first], [])
+    assert reward(environment, [say("Done.")]) == 0.0
+
+
+# In the trainer
+
+
+class Actor(Qwen3ForCausalLM):
+    """The tiny model, with `generate` from scripts: for each prompt the first sibling plays the
+    expert, the others say "Done.".
+    """
+
+    scripts: dict[str, list[int]]
+    contexts: list[list[int]]
+
+    def generate(self, input_ids, attention_mask, **_):
+        seen = set()
+        said = []
+        for ids, mask in zip(input_ids, attention_mask, strict=True):
+            context = ids[mask.bool()].tolist()
+            self.contexts.append(context)
+            said.append(self._next(context, first=str(context) not in seen))
+            seen.add(str(context))
+        longest = max(map(len, said))
+        pad = [ids + [self.config.pad_token_id] * (longest - len(ids)) for ids in said]
+        return torch.cat([input_ids, torch.tensor(pad)], dim=1)
+
+    def _next(self, context, first):
+        if not first:
+            return chat().message_ids(say("Done."))
+        (script,) = (s for s in self.scripts if s[: len(context)] == context)
+        rest = script[len(context) :]
+        return rest[: rest.index(END) + 1]
+
+
+def script_of(task):
+    """The tokens of the expert's whole episode, as our rollouts would put them together."""
+    messages, _ = play_expert(CLASSES[task.domain](), MODULES[task.domain].expert, task)
+    ids = chat().prompt_ids(messages[:2], tool_schemas(CLASSES[task.domain]))
+    if messages[-1]["role"] == "tool":
+        messages.append(say("Goodbye."))
+    for message in messages[2:]:
+        said = message["role"] == "assistant"
+        ids += chat().message_ids(message) if said else chat().reply_ids([message])
+    return ids
+
+
+def train(model, rows, folder):
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 1,
+        "num_generations": 2,
+        "per_device_train_batch_size": len(rows) * 2,
+        "max_completion_length": 160,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "temperature": 1.0,
+        "dataloader_pin_memory": False,
+        "seed": 1,
+    }
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=outcome_reward(END),
+        args=GRPOConfig(**settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        environment_factory=factories(CLASSES),
+    )
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_grpo_with_the_expert_among_the_siblings(tmp_path):
+    """TRL's prompts, results and rewards are ours: the scripts are found token for token."""
+    tasks = [task for domain in DEFAULT_DOMAINS for task in alone(domain, 12)[0]]
+    model = Actor(tiny_model(tokenizer(), 0).config)
+    model.scripts, model.contexts = [script_of(task) for task in tasks], []
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    log = train(model, rows_without_user(tasks, CLASSES), tmp_path)
+    assert len(tasks) == 24
+    assert log["rewards/outcome/mean"] == 0.5
+    assert log["reward"] == 0.5
+    assert log["tools/failure_frequency"] == 0
+    assert log["tools/call_frequency"] > 0.5
+    assert log["grad_norm"] > 0
+    changed = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+    assert any(changed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_grpo_with_what_the_tiny_model_samples(tmp_path):
+    rows = [row for domain in DEFAULT_DOMAINS for row in alone(domain, 3)[1][:1]]
+    log = train(tiny_model(tokenizer(), 0), rows, tmp_path)
+    assert log["rewards/outcome/mean"] == 0.0
+    assert log["loss"] == pytest.approx(0.0, abs=1e-6)  # no sibling is better than another
+    assert log["completions/mean_length"] > 1

@@ -1,0 +1,159 @@
+"""When too many episodes of a domain end in errors of their environment, and what is said then."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from accelerate import Accelerator
+
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation.error_rates import ErrorShares, stop_on_errors
+from pipeline.grpo.dynamic_sampling import PlayedStep
+from pipeline.rollout.trajectory import StopReason
+from pipeline.tracking.step_metrics import rollout_metrics
+from scripts.proofs.grid import make_trajectory
+from scripts.proofs.ranks import play_ranks
+
+ALONE = Ranks(0, 1, 5)
+FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}
+
+
+def shares_of(**counts):
+    shares = ErrorShares()
+    for domain, (episodes, errors) in counts.items():
+        shares.add(domain, episodes, errors)
+    return shares
+
+
+def test_a_share_above_the_limit_is_a_problem_that_names_domain_and_counts():
+    shares = shares_of(airline=(16, 8), retail=(10, 9))
+    shares.add("retail", 6, 5)
+    assert shares.problem(0.5, 16) == (
+        "rollout.max_error_share: 14 of 16 episodes of retail (88 %) ended in environment errors "
+        "since the stage began; mend the environment, or raise the limit"
+    )
+
+
+def test_the_last_error_is_named_where_it_is_known():
+    shares = shares_of(retail=(2, 2))
+    tasks = [
+        make_trajectory(domain="retail", task_id="t16", **{**FAILED, "error": "OSError: down"}),
+        make_trajectory(domain="retail", task_id="t17", **FAILED),
+        make_trajectory(domain="retail", task_id="t18"),
+    ]
+    shares.remember(tasks)
+    problem = shares.problem(0.5, 2, "in the evaluation after start")
+    assert problem is not None
+    assert "in the evaluation after start; the last: retail/t17: KeyError: 'x'; mend" in problem
+
+
+@pytest.mark.parametrize(
+    ("counts", "limit", "at_least", "stops"),
+    [
+        ((16, 8), 0.5, 16, False),
+        ((16, 9), 0.5, 16, True),
+        ((15, 15), 0.5, 16, False),
+        ((16, 16), 1, 16, False),
+        ((16, 1), 0, 16, True),
+        ((16, 0), 0, 16, False),
+        ((0, 0), 0.5, 16, False),
+    ],
+)
+def test_enough_episodes_are_judged_by_their_share(counts, limit, at_least, stops):
+    assert (shares_of(retail=counts).problem(limit, at_least) is not None) == stops
+
+
+def test_counts_survive_a_checkpoint_and_go_on():
+    shares = shares_of(retail=(8, 4))
+    again = ErrorShares.from_dict(json.loads(json.dumps(shares.as_dict())))
+    again.add("retail", 8, 5)
+    assert again.as_dict() == {"retail": [16, 9]}
+    assert shares.as_dict() == {"retail": [8, 4]}
+    assert again.problem(0.5, 16) is not None
+
+
+def test_records_of_an_evaluation_are_counted_by_domain():
+    played = [make_trajectory(domain="retail", **FAILED), make_trajectory(domain="retail")]
+    played.append(make_trajectory(domain="airline"))
+    shares = ErrorShares.of(t.record() for t in played)
+    assert shares.as_dict() == {"retail": [2, 1], "airline": [1, 0]}
+
+
+# What a step adds
+
+
+def run_of(ranks):
+    data = {"domains": ["desk", "shop"], "environments": {"desk": "a:A", "shop": "a:B"}}
+    config = Config.model_validate(
+        {
+            "data": data,
+            "rollout": {"num_generations": 2},
+            "grpo": {"dynamic_sampling": True},
+        }
+    )
+    return SimpleNamespace(config=config, ranks=ranks)
+
+
+def played_step(rank):
+    """Four groups of two: those of the stage, and two in place of dead ones; rank 1 fails."""
+    fine = {"num_tool_errors": 2}
+    ends = [fine, FAILED if rank else fine]
+    trajectories = [
+        make_trajectory(domain=domain, task_id=f"{rank}-{domain}", **end)
+        for domain in ("desk", "shop")
+        for end in ends
+    ]
+    return PlayedStep(
+        trajectories=trajectories,
+        places=[],
+        kept=[True] * 4,
+        num_first=2,
+        rounds=[2, 2],
+    )
+
+
+def stopped(ranks, shares, *arguments):
+    try:
+        stop_on_errors(ranks, shares, *arguments)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def step_on_this_rank():
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
+    shares = ErrorShares()
+    metrics = rollout_metrics(run_of(ranks), played_step(ranks.rank), shares)
+    names = ("rollout/tool_errors", "rollout/environment_errors", "rollout/episodes")
+    return {
+        "shares": shares.as_dict(),
+        "metrics": {name: metrics[name] for name in names},
+        "stopped": [stopped(ranks, shares, limit, 4) for limit in (0.25, 0.2)],
+    }
+
+
+def test_errors_of_all_that_all_ranks_played_are_counted():
+    alone = ErrorShares()
+    metrics = rollout_metrics(run_of(ALONE), played_step(1), alone)
+    assert alone.as_dict() == {"desk": [2, 1], "shop": [2, 1]}
+    assert metrics["rollout/environment_errors"] == 2
+    results = play_ranks(step_on_this_rank, 2)
+    assert isinstance(results[0], dict), results
+    assert results[0] == results[1]
+    assert results[0] == {
+        "shares": {"desk": [4, 1], "shop": [4, 1]},
+        # Each of rank 0's four episodes and two of rank 1's had two; four are of the stage's own.
+        "metrics": {
+            "rollout/tool_errors": 12,
+            "rollout/environment_errors": 2,
+            "rollout/episodes": 4,
+        },
+        "stopped": [
+            None,
+            "rollout.max_error_share: 1 of 4 episodes of desk (25 %) ended in environment errors "
+            "since the stage began; the last: desk/1-desk: KeyError: 'x'; mend the environment, or "
+            "raise the limit",
+        ],
+    }

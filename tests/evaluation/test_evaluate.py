@@ -1,0 +1,414 @@
+"""Evaluation: every trial of every task exactly once, whatever the ranks; what is made of the
+records.
+"""
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from statistics import fmean
+from threading import Event
+
+import pytest
+from accelerate import Accelerator
+
+from pipeline.config.settings import EMBEDDED_DOMAINS, RolloutSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.embedded import telecom
+from pipeline.embedded.blind import most_solved
+from pipeline.environments import environment_classes
+from pipeline.environments.tools import call_tool, tool_schemas
+from pipeline.evaluation.evaluate import evaluate, failed_trials, floors, success
+from pipeline.rollout.rollout import Rollout
+from scripts.proofs.grid import make_trajectory
+from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import Desk, ScriptedSampler, chat, make_task, say
+
+ALONE = Ranks(0, 1, 5)
+TASKS = [make_task(f"t{n}") for n in range(5)]
+
+
+class Watched:
+    """A rollout whose episodes earn number of the task / 10 + trial / 100; keeps what it was
+    asked to play.
+    """
+
+    def __init__(self):
+        self.starts, self.greedy = [], None
+
+    def __call__(self, starts, greedy=False):
+        self.starts, self.greedy = list(starts), greedy
+        return [
+            make_trajectory(
+                domain=start.task.domain,
+                task_id=start.task.id,
+                trial=start.trial,
+                reward=int(start.task.id[1:]) / 10 + start.trial / 100,
+            )
+            for start in starts
+        ]
+
+
+def keys_of(rollout):
+    return {(*start.task.key, start.trial): start.key for start in rollout.starts}
+
+
+# Gathering
+
+
+def test_every_trial_is_played_and_comes_in_order():
+    records, trajectories = evaluate(Watched(), TASKS, 2, seed=1, ranks=ALONE)
+    assert [(r.task_id, r.trial) for r in records] == [
+        (f"t{n}", k) for n in range(5) for k in (0, 1)
+    ]
+    assert [r.reward for r in records[:4]] == pytest.approx([0.0, 0.01, 0.1, 0.11])
+    assert len(trajectories) == 10
+
+
+def test_two_evaluations_of_a_run_draw_the_same_numbers():
+    first, second, other = Watched(), Watched(), Watched()
+    evaluate(first, TASKS, 2, seed=1, ranks=ALONE)
+    evaluate(second, list(reversed(TASKS)), 2, seed=1, ranks=ALONE)
+    evaluate(other, TASKS, 2, seed=2, ranks=ALONE)
+    assert keys_of(first) == keys_of(second)
+    assert len(set(keys_of(first).values())) == 10
+    assert not set(keys_of(first).values()) & set(keys_of(other).values())
+
+
+def test_greedy_is_asked_for_by_name():
+    rollout = Watched()
+    evaluate(rollout, TASKS, 1, seed=1, ranks=ALONE)
+    assert rollout.greedy is False
+    evaluate(rollout, TASKS, 1, seed=1, ranks=ALONE, greedy=True)
+    assert rollout.greedy is True
+
+
+def test_equal_ids_of_two_domains_are_two_tasks():
+    tasks = [make_task("t1", domain="airline"), make_task("t1", domain="retail")]
+    records, _ = evaluate(Watched(), tasks, 1, seed=1, ranks=ALONE)
+    assert [record.domain for record in records] == ["airline", "retail"]
+
+
+def play_desk(fails):
+    """An evaluation of two tasks, one of which `fails` so many times before it can be played."""
+    left = iter([True] * fails)
+
+    class Flaky(Desk):
+        def reset(self, **row):
+            if row["id"] == "broken" and next(left, False):
+                raise ConnectionError("no answer")
+            return super().reset(**row)
+
+    scripts = {number: [say("done")] for number in range(9)}
+    rollout = Rollout(ScriptedSampler(scripts), chat(), {"desk": Flaky}, RolloutSettings())
+    by_number = iter(range(9))
+
+    def play(starts, greedy=False):
+        return rollout([replace(start, key=next(by_number)) for start in starts], greedy)
+
+    records, _ = evaluate(play, [make_task("fine"), make_task("broken")], 1, seed=1, ranks=ALONE)
+    return records, next(by_number)
+
+
+def test_a_trial_whose_environment_fails_is_played_again():
+    records, num_played = play_desk(fails=2)
+    assert [record.reward for record in records] == [1.0, 1.0]
+    assert num_played == 4
+
+
+def test_trials_that_fail_every_time_are_not_scored():
+    records, num_played = play_desk(fails=99)
+    assert num_played == 4
+    assert [record.stop_reason for record in records] == ["completed", "environment_error"]
+    assert failed_trials(records) == [records[1]]
+    with pytest.raises(ValueError, match="failed to run"):
+        success(records, records[:1], 1)
+    with pytest.raises(ValueError, match="failed to run"):
+        success(records[:1], records, 1)
+
+
+def test_a_task_with_too_few_or_too_many_trials_is_not_scored():
+    for trials in ([0], [0, 1, 1], [0, 1, 2]):
+        records = [record("a", 1.0, trial=k) for k in trials]
+        with pytest.raises(ValueError, match=rf"needs 2 trials, got \[{len(trials)}\]"):
+            success(records, [], 2)
+
+
+def evaluations_on_this_rank():
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
+    rollout = Watched()
+    records, trajectories = evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
+    few, none = evaluate(rollout, TASKS[:1], 1, seed=1, ranks=ranks)
+    evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
+
+    def forgets(starts, greedy=False):
+        return rollout(starts)[:-1] if ranks.rank == 1 else rollout(starts)
+
+    def repeats(starts, greedy=False):
+        played = rollout(starts)
+        return [*played[:-1], played[0]] if ranks.rank == 1 else played
+
+    def adds(starts, greedy=False):
+        played = rollout(starts)
+        return [*played, played[0]] if ranks.rank == 1 else played
+
+    errors = []
+    for broken in (forgets, repeats, adds):
+        try:
+            evaluate(broken, TASKS, 3, seed=1, ranks=ranks)
+        except RuntimeError as error:
+            errors.append(str(error))
+    return {
+        "records": records,
+        "played": [(t.task_id, t.trial) for t in trajectories],
+        "few": (len(few), len(none)),
+        "keys": keys_of(rollout),
+        "errors": errors,
+    }
+
+
+@pytest.fixture(scope="module")
+def over_two_ranks():
+    results = play_ranks(evaluations_on_this_rank, 2)
+    for result in results:
+        assert isinstance(result, dict), result
+    return results
+
+
+def test_two_ranks_share_the_tasks_and_both_get_all_records(over_two_ranks):
+    rollout = Watched()
+    alone, _ = evaluate(rollout, TASKS, 3, seed=1, ranks=ALONE)
+    first, second = over_two_ranks
+    assert first["records"] == second["records"] == alone
+    # three trials of each of five tasks
+    assert (len(first["played"]), len(second["played"])) == (9, 6)
+    assert not set(first["played"]) & set(second["played"])
+
+
+def test_draws_do_not_depend_on_the_number_of_ranks(over_two_ranks):
+    rollout = Watched()
+    evaluate(rollout, TASKS, 3, seed=1, ranks=ALONE)
+    first, second = over_two_ranks
+    assert first["keys"] | second["keys"] == keys_of(rollout)
+
+
+def test_a_rank_may_have_nothing_to_play(over_two_ranks):
+    assert [result["few"] for result in over_two_ranks] == [(1, 1), (1, 0)]
+
+
+def test_a_missing_or_double_trial_stops_the_evaluation_on_every_rank(over_two_ranks):
+    for result in over_two_ranks:
+        assert result["errors"] == [
+            "evaluation: 15 trials expected, 14 came, 14 different; nothing is scored",
+            "evaluation: 15 trials expected, 15 came, 14 different; nothing is scored",
+            "evaluation: 15 trials expected, 16 came, 15 different; nothing is scored",
+        ]
+
+
+# Success
+
+
+def record(task_id, reward, domain="airline", family="cancel", branch="flex", trial=0):
+    return make_trajectory(
+        domain=domain, task_id=task_id, family=family, branch=branch, trial=trial, reward=reward
+    ).record()
+
+
+def test_sampled_and_greedy_success_stand_side_by_side():
+    sampled = [
+        record("a", 1.0, trial=0),
+        record("a", 1.0, trial=1),
+        record("b", 0.0, branch="flown", trial=0),
+        record("b", 1.0, branch="flown", trial=1),
+        record("c", 0.0, family="bags", branch="gold", trial=0),
+        record("c", 1.0, family="bags", branch="gold", trial=1),
+        record("a", 0.0, domain="retail", family="", branch="", trial=0),
+        record("a", 0.0, domain="retail", family="", branch="", trial=1),
+    ]
+    greedy = [
+        record("a", 1.0),
+        record("b", 0.0, branch="flown"),
+        record("c", 0.0, family="bags", branch="gold"),
+        record("a", 1.0, domain="retail", family="", branch=""),
+    ]
+    found = success(sampled, greedy, num_trials=2)
+    airline = found["airline"]
+    assert list(found) == ["airline", "retail"]
+    assert airline["mean"] == pytest.approx(4 / 6)
+    assert airline["greedy"] == pytest.approx(1 / 3)
+    assert (airline["num_tasks"], airline["num_trials"]) == (3, 2)
+    assert airline["tasks"] == {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 1.0]}
+    assert airline["families"] == {
+        "bags": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
+        "cancel": {"mean": 0.75, "greedy": 0.5, "num_tasks": 2},
+    }
+    assert airline["branches"] == {
+        "bags/gold": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
+        "cancel/flex": {"mean": 1.0, "greedy": 1.0, "num_tasks": 1},
+        "cancel/flown": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
+    }
+    assert found["retail"] == {
+        "mean": 0.0,
+        "greedy": 1.0,
+        "num_tasks": 1,
+        "num_trials": 2,
+        "tasks": {"a": [0.0, 0.0]},
+        "tools": {},
+        "families": {},
+        "branches": {},
+    }
+
+
+# Floors
+
+
+class Office(Desk):
+    """Earns 1 for the closing word, and 1 more for a transfer with the task's own reason."""
+
+    def transfer(self, reason: str) -> str:
+        """Hand over.
+
+        Args:
+            reason: Why. (choices: ["angry", "lost"])
+        """
+        self.done = True
+        self.reason = reason
+        return "ok"
+
+    def get_reward(self) -> float:
+        return float(getattr(self, "reason", "") == self._payload["reason"])
+
+
+def test_the_floor_of_transferring_takes_the_best_single_reason():
+    reasons = ["lost", "lost", "lost", "angry"]
+    tasks = [make_task(f"t{n}", payload=f'{{"reason": "{r}"}}') for n, r in enumerate(reasons)]
+    found = floors({"office": Office}, {"office": tasks})
+    assert found == {"office": {"nothing": 0.0, "transfer": 0.75, "every_tool": 0.25}}
+
+
+def test_a_domain_without_a_transfer_has_none():
+    found = floors({"desk": Desk}, {"desk": [make_task()]})
+    assert found == {"desk": {"nothing": 1.0, "transfer": 0.0, "every_tool": 1.0}}
+
+
+def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
+    calls = []
+
+    class Broken(Desk):
+        def reset(self, **row):
+            calls.append(row["id"])
+            if row["id"] == "hangs":
+                Event().wait()
+            return super().reset(**row)
+
+    failing = [make_task(f"t{n}", payload=f'{{"fails": "{f}"}}') for n, f in enumerate(FAILURES)]
+    found = floors({"desk": Broken}, {"desk": failing}, 5)
+    assert found["desk"]["nothing"] == found["desk"]["every_tool"] == 0.25
+    calls.clear()
+    found = floors({"desk": Broken}, {"desk": [make_task("fine"), *[make_task("hangs")] * 9]}, 0.2)
+    assert found["desk"]["nothing"] == 0.1
+    assert calls == ["fine", "hangs", "hangs", "hangs"]  # then it is not called again
+
+
+FAILURES = ("reset", "get_reward", "nothing", "reset")
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 400, "test", "medium")
+    floor = floors(environment_classes([domain], {}), {domain: tasks})[domain]
+    assert floor["nothing"] == 0.0
+    assert floor["transfer"] <= 0.12
+    assert floor["every_tool"] <= 0.05
+    assert floor["transfer"] <= floor["unread"] <= floor["unread_by_family"] < 0.5
+
+
+def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_not_read_the_line():
+    tasks = telecom.generate_tasks(1, 120, "test", "medium")
+    rewards = []
+    for task in tasks:
+        environment = telecom.TelecomEnvironment()
+        environment.reset(**task.row())
+        line = json.loads(task.payload)["goal"]["record"]
+        call_tool(environment, "get_line", {"line": line})
+        fault = json.loads(call_tool(environment, "ask_user", {"action": "check"}))["fault"]
+        call_tool(environment, "ask_user", {"action": telecom.REMEDIES[fault]})
+        environment.final_message = "Done."
+        rewards.append(environment.get_reward())
+    found = floors({"telecom": telecom.TelecomEnvironment}, {"telecom": tasks})["telecom"]
+    assert found["unread"] == fmean(rewards) == 45 / 120
+    more = telecom.generate_tasks(1, 400, "test", "medium")
+    found = floors({"telecom": telecom.TelecomEnvironment}, {"telecom": more})["telecom"]
+    assert found["unread"] >= 0.377
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
+    """After all lookups that the request names; the closing words hold the chosen value."""
+    classes = environment_classes([domain], {})
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 60, "test", "medium")
+    schemas = [schema["function"] for schema in tool_schemas(classes[domain])]
+    lookups = [s for s in schemas if s["name"].startswith("get_")]
+    lookups += [s for s in schemas if s["name"].startswith("find_")]
+    earned = {}
+    for schema in (schema for schema in schemas if schema not in lookups):
+        given = schema["parameters"]["properties"]
+        for values in product(*(p.get("enum", ["goal"]) for p in given.values())):
+            arguments = dict(zip(given, values, strict=True))
+            earned[schema["name"], values] = fmean(
+                blindly(classes[domain](), task, lookups, schema["name"], arguments)
+                for task in tasks
+            )
+    unread = floors(classes, {domain: tasks})[domain]["unread"]
+    assert len(earned) > 5
+    assert 0.05 < max(earned.values()) <= unread
+    turned = floors(classes, {domain: tasks[::-1]})[domain]
+    assert turned == floors(classes, {domain: tasks})[domain]
+
+
+def blindly(environment, task, lookups, tool, arguments):
+    """Look up what the request names, do one thing and say its value; returns the reward."""
+    environment.reset(**task.row())
+    goal = json.loads(task.payload)["goal"]
+    for schema in lookups:
+        (given,) = schema["parameters"]["properties"]
+        call_tool(environment, schema["name"], {given: goal.get(given, goal["record"])})
+    right = {name: goal["record"] if v == "goal" else v for name, v in arguments.items()}
+    call_tool(environment, tool, right)
+    environment.final_message = f"Done. {' '.join(right.values())}"
+    return environment.get_reward()
+
+
+def test_a_policy_chooses_each_step_by_what_came_of_those_before():
+    look, ask = ("look", ""), ("ask", "sick")
+    traces = [
+        (look, ask, ("cancel", "")),
+        (look, ("ask", "plans"), ("transfer", "")),
+        (look, ask, ("refund", "")),
+        (look, ("cancel", "")),
+        (look, ("cancel", "")),
+        (look,),
+    ]
+    assert most_solved(traces) == 2
+    assert most_solved(traces[:4]) == 2  # ask; sick: cancel; plans: transfer
+    assert most_solved([*traces, (look, ask, ("cancel", ""))]) == 3
+    assert most_solved([]) == 0
+
+
+def test_the_same_tasks_are_played_once():
+    calls = []
+
+    class Counted(telecom.TelecomEnvironment):
+        def reset(self, **row):
+            calls.append(row["id"])
+            return super().reset(**row)
+
+    tasks = telecom.generate_tasks(0, 4, "test", "medium")
+    first = floors({"telecom": Counted}, {"telecom": tasks})
+    count = len(calls)
+    assert count > 4
+    assert floors({"telecom": Counted}, {"telecom": list(tasks)}) == first
+    assert len(calls) == count
+    floors({"telecom": Counted}, {"telecom": tasks[:2]})
+    assert len(calls) > count

@@ -1,0 +1,244 @@
+"""The update: its steps, its statistics, its order; what ranks change is in test_invariance.py."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from pipeline.config.settings import Config, GRPOSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.updater import Updater, learning_rate_at
+from pipeline.models.loading import TokenLogprobs
+from scripts.proofs.grid import make_episodes, make_trajectory, small_model
+from scripts.proofs.ranks import play_ranks
+
+
+def config_of(**grpo) -> Config:
+    return Config.model_validate({"grpo": {"entropy_coef": 0.0, **grpo}})
+
+
+def updater_of(model, **grpo) -> Updater:
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    return Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config_of(**grpo), 0)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_an_update_moves_the_parameters_and_reports_it():
+    model = small_model()
+    rows, advantages = make_episodes(16)
+    statistics = updater_of(model).update_policy(rows, advantages, 1e-3)
+    assert float((flat(model) - flat(small_model())).abs().max()) == pytest.approx(1e-3, rel=0.01)
+    assert statistics["train/learning_rate"] == 1e-3
+    assert statistics["train/trained_episodes"] == 16
+    assert statistics["train/entropy"] > 0 and statistics["train/grad_norm"] > 0
+    assert 0 <= statistics["train/clip_ratio"] < 0.5
+    assert statistics["train/loss"] == statistics["train/policy_loss"]
+    assert 0 < statistics["train/logprob_gap_mean"] < statistics["train/logprob_gap"] < 1
+    assert "train/kl" not in statistics
+
+
+def test_different_advantages_teach_and_equal_rewards_do_not():
+    rows, _ = make_episodes(8)
+    model = small_model()
+    assert updater_of(model).update_policy(rows, [0.0] * 8, 1e-3)["train/grad_norm"] == 0.0
+    assert torch.equal(flat(model), flat(small_model()))
+
+
+def test_a_step_makes_good_episodes_likelier_and_bad_ones_less_likely():
+    rows = [make_trajectory([1], [2, 3]), make_trajectory([1], [4, 5])]
+    model = small_model()
+
+    def logprobs():
+        with torch.no_grad():
+            steps = model(torch.tensor([[1, 2], [1, 4]])).logits.log_softmax(-1)
+        return [float(steps[0, 0, 2] + steps[0, 1, 3]), float(steps[1, 0, 4] + steps[1, 1, 5])]
+
+    before = logprobs()
+    updater_of(model, epsilon=100.0, epsilon_high=100.0).update_policy(rows, [1.0, -1.0], 1e-4)
+    after = logprobs()
+    assert after[0] > before[0] and after[1] < before[1]
+
+
+def test_episodes_that_are_not_kept_take_no_part():
+    rows, advantages = make_episodes(8)
+    kept = [True, False, True, True, False, True, True, True]
+    whole, part = small_model(), small_model()
+    with_all = updater_of(whole).update_policy(rows, advantages, 1e-3, kept)
+    chosen = [i for i, keep in enumerate(kept) if keep]
+    with_some = updater_of(part).update_policy(
+        [rows[i] for i in chosen], [advantages[i] for i in chosen], 1e-3
+    )
+    assert torch.equal(flat(whole), flat(part))
+    assert with_all == with_some
+    assert with_all["train/trained_episodes"] == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_tokens", "num_padded_tokens"),
+    [({}, 7, 7), ({"share_prefixes": False}, 13, 15), ({"padding_free": True}, 13, 13)],
+)
+def test_tokens_are_counted_as_they_are_computed(settings, num_tokens, num_padded_tokens):
+    rows = [make_trajectory([1, 2], end) for end in ([3, 4, 5], [3, 4], [6, 7])]
+    updater = updater_of(small_model(), **settings)
+    for _ in range(2):
+        updater.update_policy(rows, [1.0, -1.0, 0.5], 1e-3)
+    assert updater.num_tokens == 2 * num_tokens
+    assert updater.num_padded_tokens == 2 * num_padded_tokens
+
+
+def test_a_model_that_cannot_share_prefixes_is_told_of_and_trained_all_the_same(capsys):
+    rows, advantages = make_episodes(8)
+    model, eager = small_model(), small_model()
+    eager.set_attn_implementation("eager")
+    found = updater_of(eager).update_policy(rows, advantages, 1e-3)
+    assert "warning: share_prefixes is ignored; it needs sdpa" in capsys.readouterr().out
+    assert found == pytest.approx(updater_of(model).update_policy(rows, advantages, 1e-3), rel=1e-4)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_gradient_is_clipped_to_its_global_norm():
+    """AdamW's first moment after one step is (1 - beta1) times the gradient."""
+    rows, advantages = make_episodes(8)
+    updater = updater_of(small_model(), max_grad_norm=0.01)
+    norm = updater.update_policy(rows, advantages, 1e-3)["train/grad_norm"]
+    states = updater.optimizer.state.values()
+    moments = torch.cat([state["exp_avg"].flatten() for state in states])
+    assert norm > 0.1
+    assert float(moments.norm()) == pytest.approx(0.01 * (1 - 0.9), rel=1e-3)
+
+
+def test_a_step_whose_groups_are_all_dead_changes_nothing():
+    model = small_model()
+    rows, advantages = make_episodes(4)
+    statistics = updater_of(model).update_policy(rows, advantages, 0.5, [False] * 4)
+    assert torch.equal(flat(model), flat(small_model()))
+    assert statistics == {
+        "train/learning_rate": 0.5,
+        "train/trained_episodes": 0,
+        "train/skipped": 0,
+    }
+
+
+def empty_handed(_: int = 0):
+    """Two ranks, of which the second has no episode."""
+    model = small_model()
+    updater = updater_of(model)
+    rows, advantages = make_episodes(8) if updater.ranks.is_main else ([], [])
+    statistics = updater.update_policy(rows, advantages, 1e-3)
+    return statistics, updater.ranks.check_same_parameters(model.named_parameters(), "at the end")
+
+
+def test_a_rank_without_episodes_steps_with_the_others():
+    one, two = play_ranks(empty_handed, 2)
+    assert one == two
+    assert one[0]["train/trained_episodes"] == 8
+
+
+def crowded(num_episodes):
+    """The last rank has so many groups, the others one each; counts of micro-batches, parameters.
+
+    There is a parameter that only the last rank's tokens reach.
+    """
+    model = small_model()
+    module = TokenLogprobs(model, 1.0)
+    module.own = torch.nn.Parameter(torch.ones(()))
+    accelerator = Accelerator()
+    is_last, plain, calls = accelerator.is_last_process, module.forward, []
+
+    def forward(batch):
+        calls.append(batch)
+        logprobs, entropy = plain(batch)
+        return (logprobs * module.own if is_last else logprobs), entropy
+
+    module.forward = forward
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    config = config_of(max_tokens_per_microbatch=90, balance_ranks=False)
+    updater = Updater(accelerator, module, ranks, config, 0)
+    rows, advantages = make_episodes(num_episodes + 8)
+    mine = slice(8, None) if is_last else slice(0, 8)
+    for _ in range(2):
+        updater.update_policy(rows[mine], advantages[mine], 1e-3)
+    return len(calls), float(module.own), flat(model).tolist()
+
+
+def test_ranks_may_have_different_numbers_of_micro_batches_and_reach_different_parameters():
+    one, two = play_ranks(crowded, 2, 32)
+    assert one[0] < two[0]
+    assert one[1:] == two[1:]
+    assert one[1] != 1.0
+
+
+def go_on(how_many):
+    """Parameters after three updates, and after the last two of them by a new Updater."""
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    rows, advantages = make_episodes(8 * how_many)
+    mine = slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    model, found = small_model(), []
+    updater = updater_of(model)
+    updater.update_policy(rows[mine], advantages[mine], 1e-3)
+    again, state = copy.deepcopy(model), copy.deepcopy(updater.optimizer.state_dict())
+    resumed = updater_of(again)
+    resumed.optimizer.load_state_dict(state)
+    for one, net in ((updater, model), (resumed, again)):
+        for _ in range(2):
+            one.update_policy(rows[mine], advantages[mine], 1e-3)
+        found.append(flat(net).tolist())
+    return found
+
+
+def test_a_resumed_update_adds_the_terms_of_three_ranks_up_in_the_same_order():
+    for undisturbed, resumed in play_ranks(go_on, 3, 3):
+        assert undisturbed == resumed
+
+
+# The learning rate
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("linear", {0: 0.2, 4: 1.0, 5: 1.0, 30: 0.775, 55: 0.55, 104: 0.109, 105: 0.1, 300: 0.1}),
+        ("cosine", {0: 0.2, 4: 1.0, 5: 1.0, 30: 0.868198, 55: 0.55, 105: 0.1, 300: 0.1}),
+        ("constant", {0: 0.2, 4: 1.0, 5: 1.0, 55: 1.0, 300: 1.0}),
+    ],
+)
+def test_the_learning_rate_of_a_stage_warms_up_and_falls_to_its_end_share(kind, expected):
+    settings = GRPOSettings(warmup_steps=5, lr_scheduler_type=kind, lr_end_share=0.1)
+    found = {done: learning_rate_at(done, 105, 1.0, settings) for done in expected}
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_warm_up_the_first_step_has_the_peak():
+    assert learning_rate_at(0, 10, 2.0, GRPOSettings(warmup_steps=0)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("scale_lr", "tasks", "expected"),
+    [
+        ("none", 96, 1e-4),
+        ("linear", 24, 1e-4),
+        ("linear", 96, 4e-4),
+        ("sqrt", 96, 2e-4),
+        ("sqrt", 6, 5e-5),
+    ],
+)
+def test_the_learning_rate_follows_the_tasks_of_a_step_and_not_the_ranks(scale_lr, tasks, expected):
+    def peak(num_gpus):
+        tree = {
+            "grpo": {
+                "learning_rate": 1e-4,
+                "scale_lr": scale_lr,
+                "reference_tasks_per_step": 24,
+            },
+            "rollout": {"tasks_per_step": tasks},
+            "run": {"num_gpus": num_gpus},
+        }
+        return Config.model_validate(tree).peak_learning_rate
+
+    assert peak(1) == peak(8) == pytest.approx(expected)

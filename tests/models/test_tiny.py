@@ -1,0 +1,256 @@
+"""The embedded model: its tokenizer keeps words and ids whole, and both are the same everywhere."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from importlib import import_module
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.chat.template import Chat
+from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
+from pipeline.embedded.experts import play_expert
+from pipeline.embedded.generation import IDS
+from pipeline.environments import environment_classes
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from tests.support import ROOT
+from tests.support.helpers import tokenizer
+
+CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
+ALL_WORDS = tiny_tokenizer(EMBEDDED_DOMAINS)
+
+
+def encode(text, made=None):
+    return (made or tokenizer())(text, add_special_tokens=False)["input_ids"]
+
+
+def tokens(text, made=None):
+    """The texts of the tokens."""
+    return [(made or tokenizer()).decode([token]) for token in encode(text, made)]
+
+
+def conversations(count=60, domains=EMBEDDED_DOMAINS):
+    """What the expert and the environments say on tasks of every domain and difficulty."""
+    for domain in domains:
+        module = import_module(f"pipeline.embedded.{domain}")
+        for difficulty in ("easy", "medium", "hard"):
+            for task in module.generate_tasks(0, count, "train", difficulty):
+                messages, _ = play_expert(CLASSES[domain](), module.expert, task)
+                yield domain, messages
+
+
+# Tokenizer
+
+
+def test_there_are_sixty_ids():
+    assert len(IDS) == 60
+    assert (IDS[0], IDS[59]) == ("K00", "K59")
+
+
+@pytest.mark.parametrize("word", IDS)
+def test_an_id_is_the_same_single_token_wherever_it_stands(word):
+    (token,) = encode(word)
+    call = {"name": "get_order", "arguments": {"order": word}}
+    for text in (
+        f"cancel {word}",
+        f"please call off {word}",
+        f"swap {word} for blue",
+        f"refund the one of {word}",
+        f"<tool_call>\n{json.dumps(call)}\n</tool_call>",
+        json.dumps({"order": word}),
+        json.dumps({"free": word, "full": "x"}),
+        json.dumps({"error": f"no {word}"}),
+    ):
+        assert encode(text).count(token) == 1, text
+
+
+def test_a_call_and_its_result_are_a_few_tokens():
+    assert tokens('<tool_call>\n{"name": "find_flights", "arguments": {"day": "mon"}}\n') == [
+        "<tool_call>",
+        '\n{"name": "',
+        "find_flights",
+        '", "arguments": {"day": "',
+        "mon",
+        '"}}\n',
+    ]
+    assert tokens('{"status": "open", "fare": "flex"}') == [
+        '{"status": "',
+        "open",
+        '", "fare": "',
+        "flex",
+        '"}',
+    ]
+    assert tokens("The fee is 40.") == ["The fee is ", "40", "."]
+
+
+def test_every_word_of_the_domains_is_one_token():
+    """Tools, their arguments, the records' fields and values, faults, remedies and families."""
+    words = set()
+    for domain, environment in CLASSES.items():
+        words.add(domain)
+        words |= {family.name for family in import_module(environment.__module__).FAMILIES}
+        for schema in tool_schemas(environment):
+            words.add(schema["function"]["name"])
+            for name, parameter in schema["function"]["parameters"]["properties"].items():
+                words |= {name, *parameter.get("enum", [])}
+        for table in environment.database_class.model_json_schema()["$defs"].values():
+            for name, value in table["properties"].items():
+                words |= {name, *value.get("enum", [])}
+    words |= {"airplane", "reset_apn", "sick", "plans", "late", "wrong", "price", "yes"}
+    assert {"cancel", "find_line", "gold", "transferred", "uninsured", "telecom"} <= words
+    assert [word for word in sorted(words) if len(encode(word, ALL_WORDS)) != 1] == []
+    assert [word for word in sorted(words) if len(encode(word)) != 1] == ["telecom_chat"]
+
+
+def test_what_is_said_in_the_domains_takes_few_tokens():
+    """No text of an expert's episode falls apart into bytes."""
+    for domain, messages in conversations(15):
+        made = tokenizer() if domain in DEFAULT_DOMAINS else ALL_WORDS
+        for message in messages[1:]:
+            pieces = tokens(message["content"], made)
+            letters = [piece for piece in pieces if len(piece) == 1 and piece.isalnum()]
+            assert set(letters) <= {"0", "1", "2", "5"}, pieces
+
+
+def test_what_is_said_on_the_phone_is_one_token_where_the_run_has_telecom_chat():
+    made = tiny_tokenizer(["airline", "telecom_chat"])
+    assert tokens("It shows old_apn.", made) == ["It shows ", "old_apn", "."]
+    for words in ("Please reset the APN.", "I have paid it.", "telecom_chat", "Done.", "telecom"):
+        assert tokens(words, made) == [words]
+
+
+def test_the_default_domains_have_the_same_tokens_whatever_they_are_called():
+    """A run of them does not change because there are further domains."""
+    vocabulary = tokenizer().get_vocab()
+    assert tiny_tokenizer(["retail"]).get_vocab() == vocabulary
+    assert tiny_tokenizer(["bank", *DEFAULT_DOMAINS]).get_vocab() == vocabulary
+    listed = str(sorted(vocabulary.items())).encode()
+    assert hashlib.sha256(listed).hexdigest()[:16] == "e07cfa2c8417f97b"
+
+
+def test_any_unicode_text_survives():
+    random = Random(0)
+    texts = [
+        "",
+        " ",
+        "\n",
+        "\x00\x1f\x7f",
+        "é e\u0301 ß",
+        "日本語",
+        "\U0001f600\u200d",
+        "\ue000\uffff",
+    ]
+    for _ in range(300):
+        codes = [random.randrange(0x110000) for _ in range(20)]
+        texts.append("".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000))
+    texts += ["".join(random.choices("K0123 <|>_tolcaim\n", k=40)) for _ in range(300)]
+    for text in texts:
+        assert tokenizer().decode(encode(text)) == text
+
+
+def test_the_vocabulary_is_small_and_its_ids_are_consecutive():
+    vocabulary = tokenizer().get_vocab()
+    assert sorted(vocabulary.values()) == list(range(len(tokenizer())))
+    assert 800 < len(vocabulary) < 1000
+    assert tokenizer().eos_token == "<|im_end|>"
+    assert tokenizer().pad_token == "<|endoftext|>"
+    assert tokenizer().bos_token is None
+
+
+def test_a_saved_tokenizer_loads_with_its_ids_and_templates(tmp_path):
+    tokenizer().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer().get_vocab()
+    assert loaded.chat_template == tokenizer().chat_template
+    assert loaded.response_template == tokenizer().response_template
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (
+        tokenizer().eos_token_id,
+        tokenizer().pad_token_id,
+    )
+    ours, theirs = Chat(tokenizer()), Chat(loaded)
+    for domain, messages in conversations(9, DEFAULT_DOMAINS):
+        tools = tool_schemas(CLASSES[domain])
+        assert theirs.prompt_ids(messages[:2], tools) == ours.prompt_ids(messages[:2], tools)
+        for message in messages[2:]:
+            if message["role"] == "assistant":
+                ids = ours.message_ids(message)
+                assert theirs.message_ids(message) == ids
+                assert theirs.parse(ids) == ours.parse(ids)
+            else:
+                assert theirs.reply_ids([message]) == ours.reply_ids([message])
+
+
+# Model
+
+
+def hash_of(model):
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_the_model_has_about_half_a_million_parameters():
+    model = tiny_model(tokenizer(), 0)
+    assert 500_000 < model.num_parameters() < 600_000
+    assert model.config.model_type == "qwen3"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_another_process_makes_the_same_tokenizer_and_model():
+    """Whatever its hash seed and the state of its generator."""
+    program = (
+        "import torch; torch.manual_seed(99)\n"
+        "from test_tiny import hash_of, tiny_model, tiny_tokenizer\n"
+        "tokenizer = tiny_tokenizer()\n"
+        "print(hash_of(tiny_model(tokenizer, 3)))\n"
+        "print(sorted(tokenizer.get_vocab().items()))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": "", "PYTHONHASHSEED": "77", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    digest, vocabulary = printed.splitlines()
+    assert digest == hash_of(tiny_model(tiny_tokenizer(), 3))
+    assert vocabulary == str(sorted(tiny_tokenizer().get_vocab().items()))
+
+
+def test_the_seed_makes_the_model_and_leaves_the_global_generator_alone():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = tiny_model(tokenizer(), 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(6)
+    assert hash_of(tiny_model(tokenizer(), 1)) == hash_of(first)
+    assert hash_of(tiny_model(tokenizer(), 2)) != hash_of(first)
+
+
+def test_a_fresh_model_says_everything_with_about_equal_probability():
+    model = tiny_model(tokenizer(), 0).eval()
+    ids = torch.tensor([encode("cancel K07")])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    assert entropy.min() > 0.8 * torch.tensor(float(len(tokenizer()))).log()
+
+
+def test_a_saved_model_loads_with_equal_weights(tmp_path):
+    model = tiny_model(tokenizer(), 0)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    assert hash_of(loaded) == hash_of(model)
+    assert loaded.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert (loaded.config.eos_token_id, loaded.config.pad_token_id) == (
+        tokenizer().eos_token_id,
+        tokenizer().pad_token_id,
+    )

@@ -1,0 +1,429 @@
+"""What is checked before any rank computes: `--check`, preparation, memory, the run's folder."""
+
+import json
+import re
+
+import pytest
+
+from pipeline.checkpoints.checkpoint import TrainState, save
+from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
+from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import Config, ModelSettings, UserError
+from pipeline.data.tasks import save_tasks
+from pipeline.embedded.airline import generate_tasks
+from pipeline.environments.tools import tool_schemas
+from pipeline.models import lora
+from pipeline.models.tiny import tiny_model
+from pipeline.preflight import check
+from pipeline.preflight.check import empty_model, memory_of_a_rank, memory_per_rank, validate
+from pipeline.preflight.prepare import prepare
+from tests.support import ROOT
+from tests.support.helpers import tokenizer
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+QWEN = "qwen3_4b_8gpu"
+
+
+@pytest.fixture(autouse=True)
+def on_cpu_without_network(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for module in ("models.loading", "preflight.check", "preflight.prepare"):
+        monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
+
+
+def config(**sections) -> Config:
+    """The defaults with few tasks, and what is given."""
+    few = {"tasks_per_domain": 30, "eval_tasks_per_domain": 6}
+    return Config.model_validate({**sections, "data": {**few, **sections.get("data", {})}})
+
+
+def refusal(call, *arguments) -> str:
+    with pytest.raises(UserError) as refused:
+        call(*arguments)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+# What --check prints
+
+
+def test_check_prints_what_the_tiny_recipe_would_do(capsys):
+    assert check.main(load_recipe("three_domain_tiny")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("recipe three_domain_tiny: model tiny\n")
+    assert "  airline: 800 to train (bags 266, cancel 267, move 267), 120 test\n" in said
+    assert "stages (sequential; groups of 8 episodes)\n" in said
+    assert re.search(r"  retail: \d+ steps of 7 airline \+ 17 retail groups\n", said)
+    assert "prompts (limits: 256 tokens an episode, 40 a turn)\n" in said
+    for domain in ("airline", "retail", "telecom"):
+        assert re.search(rf"  {domain}: longest prompt \d\d tokens\n", said)
+        assert (
+            f"--- a prompt of {domain} (train-medium-0-00000) ---\n<|im_start|>system\n{domain}\n"
+            in said
+        )
+    assert said.count("--- its expert, reward 1 ---\n") == 3
+    for part in ("weights (fp32)", "key-value cache", "AdamW", "activations of a micro-batch"):
+        assert re.search(rf"  {re.escape(part)}.* \d+\.\d\d GiB\n", said)
+    assert re.search(r"  sum +\d+\.\d\d GiB, of \d+\.\d GiB that a rank has here: fits\n", said)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_passes_the_check(path, capsys):
+    assert check.main(load_recipe(path)) == 0
+    assert "that a rank has here" in capsys.readouterr().out
+
+
+def test_an_evaluation_has_no_stages(capsys):
+    check.main(load_recipe("evaluate_only"))
+    said = capsys.readouterr().out
+    assert "  none: evaluation only\n" in said
+    assert "AdamW" not in said
+
+
+def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
+    check.main(load_recipe(QWEN))
+    said = capsys.readouterr().out
+    assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
+    assert re.search(r"  weights \(fp32\) +14\.98 GiB\n", said)
+    assert re.search(r"  weights of the sampler +7\.49 GiB\n", said)
+    assert re.search(r"  LoRA adapters \(fp32\) +0\.12 GiB\n", said)
+    assert re.search(r"  AdamW \(fp32, two moments\) +0\.25 GiB\n", said)
+    assert re.search(r"  sum +61\.88 GiB, ", said)
+
+
+def test_an_unknown_hub_model_is_refused():
+    message = refusal(check.main, config(model={"model": "nobody/nothing"}))
+    assert message.startswith("model: got 'nobody/nothing', but its tokenizer cannot be loaded")
+
+
+def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    check.main(config(run={"output_dir": str(tmp_path / "out")}))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Memory
+
+
+def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
+    model = empty_model(load_recipe(QWEN))
+    assert model.num_parameters() == 4_022_468_096
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (36, 2560)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_the_memory_of_the_tiny_recipe_adds_up():
+    settings = {"run": {"num_gpus": 2}, "rollout": {"tasks_per_step": 23}}
+    count = tiny_model(tokenizer(), 0).num_parameters()
+    need = memory_per_rank(config(**settings))
+    assert need["weights (fp32)"] == need["gradients (fp32)"] == 4 * count
+    assert need["AdamW (fp32, two moments)"] == 8 * count
+    # 2 (keys, values) x 3 layers x 2 heads x 32 x 4 bytes x 256 tokens x 12 groups x 8 episodes
+    assert need["key-value cache"] == 37_748_736
+    assert "reference policy (fp32)" not in need
+
+
+def test_the_cache_holds_the_episodes_of_a_step_or_of_an_evaluation_but_no_more_than_the_limit():
+    def episodes(**sections):
+        return memory_per_rank(config(**sections))["key-value cache"] / (2 * 3 * 2 * 32 * 4 * 256)
+
+    assert episodes() == 24 * 8
+    assert episodes(data={"eval_tasks_per_domain": 50}) == 3 * 50 * 2
+    assert episodes(data={"eval_tasks_per_domain": 51}, run={"num_gpus": 2}) == 3 * 51
+    assert episodes(rollout={"max_live_episodes": 10}) == 10
+
+
+def test_a_reference_policy_and_less_to_train_change_the_sum():
+    plain = memory_per_rank(config())
+    with_reference = memory_per_rank(config(grpo={"beta": 0.1}))
+    assert with_reference["reference policy (fp32)"] == plain["weights (fp32)"]
+    evaluation = memory_per_rank(config(grpo={"use_grpo": False}))
+    assert list(evaluation) == ["weights (fp32)", "weights of the sampler", "key-value cache"]
+    saving = memory_per_rank(config(grpo={"gradient_checkpointing": True}))
+    activations = "activations of a micro-batch"
+    assert saving[activations] < plain[activations]
+
+
+def test_a_micro_batch_counts_no_more_tokens_than_a_rank_trains_on_in_a_step():
+    def activations(budget, grpo=None, **sections):
+        grpo = {"max_tokens_per_microbatch": budget, **(grpo or {})}
+        return memory_per_rank(config(grpo=grpo, **sections))["activations of a micro-batch"]
+
+    def is_filled_by(num_episodes, **sections):
+        tokens = num_episodes * 256
+        full = activations(tokens, **sections)
+        return activations(tokens - 1, **sections) < full == activations(10**12, **sections)
+
+    assert is_filled_by(24 * 8)
+    two = {"run": {"num_gpus": 2}}
+    assert is_filled_by(12 * 8, **two)
+    dynamic = {"dynamic_sampling": True}
+    assert is_filled_by(13 * 8, grpo=dynamic, **two)
+    assert is_filled_by(24 * 8, grpo={**dynamic, "balance_ranks": False}, **two)
+    small = {"rollout": {"tasks_per_step": 1, "num_generations": 2}}
+    assert is_filled_by(32, **small)  # demonstrations of a step
+    assert is_filled_by(2, warm_start={"steps": 0}, **small)
+
+
+def test_adapters_alone_need_gradients_moments_and_a_reference():
+    # Rank 16 on seven layers of each block: 16 x (in + out) weights each, in 36 blocks.
+    count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
+    recipe = load_recipe(QWEN)
+    assert recipe.model.use_peft and (recipe.model.lora_r, recipe.warm_start.steps) == (16, 0)
+    need = memory_per_rank(with_settings(recipe, grpo={"beta": 0.1}))
+    assert need["LoRA adapters (fp32)"] == need["gradients (fp32)"] == 4 * count
+    assert need["reference policy (fp32)"] == 4 * count
+    assert need["AdamW (fp32, two moments)"] == 8 * count
+    assert need["weights (fp32)"] == 4 * 4_022_468_096
+    half = memory_per_rank(with_settings(recipe, model={"lora_r": 8}))
+    assert half["gradients (fp32)"] == 2 * count
+    some = memory_per_rank(with_settings(recipe, model={"lora_target_modules": ["q_proj"]}))
+    assert some["gradients (fp32)"] == 4 * 36 * 16 * (2560 + 4096)
+
+
+def test_a_sharded_optimizer_leaves_each_rank_its_share_of_the_moments():
+    recipe = with_settings(load_recipe(QWEN), model={"use_peft": False})
+    whole = memory_per_rank(recipe)
+    shared = memory_per_rank(with_settings(recipe, grpo={"shard_optimizer": True}))
+    moments = "AdamW (fp32, two moments)"
+    assert whole[moments] == 8 * 4_022_468_096
+    assert shared == {**whole, moments: 4_022_468_096}  # on 8 ranks
+
+
+def test_a_warm_start_trains_every_weight_also_before_adapters():
+    recipe, warm_start = load_recipe(QWEN), {"steps": 1}
+    need = memory_per_rank(with_settings(recipe, warm_start=warm_start))
+    assert need["gradients of the warm start"] == 4 * 4_022_468_096
+    assert need["AdamW of the warm start"] == 8 * 4_022_468_096
+    assert not {"LoRA adapters (fp32)", "gradients (fp32)"} & need.keys()
+    sharded = {"model": {"use_peft": False}, "grpo": {"shard_optimizer": True}}
+    need = memory_per_rank(with_settings(recipe, warm_start=warm_start, **sharded))
+    assert need["AdamW of the warm start"] == 8 * 4_022_468_096
+    # The larger of the two phases counts: with a reference policy that is GRPO.
+    plain = {"model": {"use_peft": False}, "grpo": {"beta": 0.1}, "warm_start": warm_start}
+    assert "reference policy (fp32)" in memory_per_rank(with_settings(recipe, **plain))
+
+
+def with_settings(settings: Config, **sections) -> Config:
+    changed = {
+        name: getattr(settings, name).model_copy(update=values) for name, values in sections.items()
+    }
+    return settings.model_copy(update=changed)
+
+
+def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
+    base = tiny_model(tokenizer(), 0)
+    save(tmp_path, "base", base, tokenizer(), TrainState())
+    name = str(tmp_path / "base")
+    adapters = lora.attach(base, ModelSettings(lora_r=2), name, 0)
+    path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState()))
+    plain, own = (config(model={"model": model}) for model in (name, path))
+    assert memory_per_rank(own) == memory_per_rank(plain) == memory_per_rank(config())
+    assert validate(own).tokenizer.chat_template == tokenizer().chat_template
+    further = {"model": path, "use_peft": True}
+    assert "LoRA adapters (fp32)" in memory_per_rank(config(model=further, warm_start={"steps": 0}))
+
+
+def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
+    model = {"use_peft": True, "lora_target_modules": ["q_proj", "w_proj"]}
+    assert refusal(validate, config(model=model)).startswith(
+        "lora_target_modules: got 'w_proj'; give linear layers below the output layer, here "
+    )
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_sum():
+    message = refusal(validate, config(rollout={"max_tokens": 10**9}))
+    assert re.match(r"memory: each rank needs \d+\.\d GiB \(weights \(fp32\) 0\.0 \+ ", message)
+    assert re.search(r" \+ key-value cache \d+\.\d \+ ", message)
+    assert re.search(r"\) and has \d+\.\d; lower max_live_episodes", message)
+
+
+def test_ranks_share_the_machines_memory(monkeypatch):
+    whole = memory_of_a_rank(config())
+    assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 2
+
+
+# Preparation
+
+
+def test_preparation_holds_the_tasks_of_every_split_and_the_stages():
+    parts = prepare(config(evaluation={"eval_steps_tasks": 4}))
+    for domain in ("airline", "retail", "telecom"):
+        splits = (parts.train, parts.validation, parts.held_out)
+        assert [len(split[domain]) for split in splits] == [30, 4, 6]
+        assert parts.train[domain][0].id.startswith("train-")
+        assert parts.validation[domain][0].id.startswith("validation-")
+        assert parts.held_out[domain][0].id.startswith("test-")
+    assert [stage.name for stage in parts.stages] == ["airline", "retail", "telecom"]
+    assert sum(stage.num_steps for stage in parts.stages) == 120
+
+
+def test_the_longest_prompts_are_those_of_all_tasks():
+    parts = prepare(config())
+    for domain, tasks in parts.train.items():
+        tools = tool_schemas(parts.environments[domain])
+        lengths = [len(parts.chat.prompt_ids(task.prompt, tools)) for task in tasks]
+        assert parts.longest_prompts()[domain] == max(lengths)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():
+    longest = prepare(config()).longest_prompts()["airline"]
+    fits = {"max_tokens": longest + 40, "max_tokens_per_turn": 40}
+    prepare(config(rollout=fits, data={"domains": ["airline"]}))
+    message = refusal(prepare, config(rollout={**fits, "max_tokens": longest + 39}))
+    assert message == (
+        f"max_tokens: got {longest + 39}, but a prompt of airline has {longest} tokens and a turn "
+        "may take 40; raise max_tokens"
+    )
+
+
+def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
+    tasks, path = generate_tasks(9, 8, "train", "easy"), tmp_path / "own.jsonl"
+    save_tasks(tasks, path)
+    parts = prepare(config(data={"airline_tasks": str(path), "tasks_per_domain": 5}))
+    assert list(parts.train["airline"]) == tasks[:5]
+    assert len(parts.train["retail"]) == 5
+
+
+def test_a_file_for_a_domain_that_is_not_served_is_refused(tmp_path):
+    data = {"domains": ["airline"], "retail_tasks": str(tmp_path / "own.jsonl")}
+    assert refusal(prepare, config(data=data)) == (
+        "retail_tasks: given, but retail is not among the domains; add it or drop the file"
+    )
+
+
+def test_demonstrations_are_read_before_anything_runs(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"messages": []')
+    message = refusal(prepare, config(warm_start={"data": str(path)}))
+    assert message.startswith(f"{path}, line 1: not JSON")
+    prepare(config(warm_start={"data": str(path)}, grpo={"use_grpo": False}))
+
+
+BANK = '''
+from pipeline.data.tasks import Task
+
+
+class Bank:
+    def reset(self, **row):
+        pass
+
+    def balance(self, account: str) -> str:
+        """Tell the balance.
+
+        Args:
+            account: Number.
+        """
+        return "12"
+
+    def get_reward(self):
+        return 1.0
+'''
+GENERATE = """
+
+def generate_tasks(seed, n, split, difficulty):
+    if n > 50:
+        raise ValueError("no more than 50 tasks exist")
+    prompt = ({"role": "user", "content": "how much is on A1?"},)
+    return [Task(domain="bank", id=f"{split}-{i}", prompt=prompt, payload="{}") for i in range(n)]
+"""
+
+
+def bank(tmp_path, monkeypatch, name, code, **data):
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"domains": ["bank"], "environments": {"bank": f"{name}:Bank"}}
+    return config(data={**own, **data}, warm_start={"steps": 0})
+
+
+def test_a_domain_of_ones_own_is_prepared_and_checked(tmp_path, monkeypatch, capsys):
+    settings = bank(tmp_path, monkeypatch, "bank_to_check", BANK + GENERATE)
+    assert [task.id for task in prepare(settings).held_out["bank"]][:2] == ["test-0", "test-1"]
+    check.main(settings)
+    assert "--- a prompt of bank (train-0) ---" in capsys.readouterr().out
+
+
+def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
+    """Task ids, families and requests that hold control characters."""
+    hostile = 'f"{split}-{i}\\x1b]0;title\\x07", family="\\x9b2J", '
+    code = BANK + GENERATE.replace('f"{split}-{i}", ', hostile).replace("A1?", "A1\\x1b[2J?")
+    settings = bank(tmp_path, monkeypatch, "hostile_bank", code)
+    assert prepare(settings).train["bank"][0].id == "train-0\x1b]0;title\x07"
+    check.main(settings)
+    said = capsys.readouterr().out
+    assert "--- a prompt of bank (train-0\\x1b]0;title\\x07) ---" in said
+    assert "how much is on A1\\x1b[2J?" in said
+    assert "(\\x9b2J 30)" in said
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
+
+
+def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
+    message = refusal(prepare, bank(tmp_path, monkeypatch, "bare_bank", BANK))
+    assert message == (
+        "environments: bare_bank has no generate_tasks(seed, n, split, difficulty); add it"
+    )
+
+
+def test_what_a_generator_refuses_is_told(tmp_path, monkeypatch):
+    settings = bank(tmp_path, monkeypatch, "small_bank", BANK + GENERATE, tasks_per_domain=51)
+    assert refusal(prepare, settings) == "tasks of bank: no more than 50 tasks exist"
+
+
+# The run's folder
+
+
+def test_an_opened_folder_holds_the_resolved_settings(tmp_path):
+    settings = config(run={"output_dir": str(tmp_path / "a" / "b"), "seed": 7})
+    opened = open_folder(settings)
+    assert (opened.folder, opened.checkpoint) == (tmp_path / "a" / "b", None)
+    assert [path.name for path in opened.folder.iterdir()] == [".lock"]
+    begin(opened, settings, 0, set())
+    assert load_recipe(opened.folder / "config.yaml") == settings
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
+    settings = config(run={"output_dir": str(tmp_path)})
+    begin(open_folder(settings), settings, 0, set())
+    for refuse in (check_folder, open_folder, check.main):
+        assert refusal(refuse, settings) == (
+            f"output_dir: {tmp_path} holds a run; resume it with --resume-from-checkpoint latest, "
+            "remove it, or name another folder"
+        )
+    resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
+    assert "holds no checkpoint" in refusal(check_folder, config(run=resumed))
+
+
+def test_a_folder_with_other_files_is_fine(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert open_folder(config(run={"output_dir": str(tmp_path)})).folder == tmp_path
+
+
+def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
+    folder = folder_of(load_recipe("mixed"))
+    assert re.fullmatch(r"runs/mixed-\d{8}-\d{6}", folder.as_posix())
+
+
+def test_resuming_needs_the_folder():
+    message = refusal(check_folder, config(run={"resume_from_checkpoint": "latest"}))
+    assert message == "resume_from_checkpoint: needs the run's folder; give --output-dir as well"
+
+
+def test_a_task_file_that_its_environment_cannot_use_is_refused_by_name(tmp_path):
+    path = tmp_path / "airline.jsonl"
+    row = {"id": "a1", "prompt": [{"role": "user", "content": "hello"}], "payload": {}}
+    path.write_text(json.dumps(row) + "\n")
+    settings = config(data={"airline_tasks": str(path)})
+    assert refusal(prepare, settings) == (
+        f"{path}: task 'a1': its payload cannot be used (KeyError: 'database'); mend it"
+    )
+
+
+def test_a_task_file_that_holds_a_held_out_task_is_refused(tmp_path):
+    path = tmp_path / "airline.jsonl"
+    save_tasks(generate_tasks(0, 3, "test", "medium"), path)
+    settings = config(data={"airline_tasks": str(path)})
+    assert "is also a held-out task" in refusal(prepare, settings)

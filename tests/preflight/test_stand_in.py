@@ -1,0 +1,188 @@
+"""Before a run, a small model of the same architecture shows that what is sampled is trained."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.config.cli import parse
+from pipeline.config.settings import UserError
+from pipeline.models.loading import refuse_changed_logits
+from pipeline.preflight import check, stand_in
+from pipeline.preflight.stand_in import gap_of, try_architecture
+from pipeline.rollout import kv_cache as row_cache
+from pipeline.tracking.flops import work_of
+from tests.support.helpers import tokenizer
+
+SHAPE = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3},
+    **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+}
+LATENT = {
+    **{"q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 12},
+    **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+}
+EXPERTS = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_experts": 4},
+}
+
+
+def model_of(kind, **settings):
+    config = AutoConfig.for_model(kind, **{**SHAPE, **settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def trial(model, *flags):
+    return try_architecture(parse(["--max-tokens", "64", *flags]), model)
+
+
+def saved(folder, model) -> str:
+    model.resize_token_embeddings(len(tokenizer()))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3", {"head_dim": 8}),
+        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5}),
+        ("deepseek_v3", LATENT | EXPERTS),
+        ("glm4_moe_lite", LATENT | EXPERTS),
+        ("youtu", LATENT),
+        ("qwen3_moe", EXPERTS),
+    ],
+)
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--no-share-prefixes", "--gradient-checkpointing", "--use-peft"]],
+    ids=["plain", "adapters"],
+)
+def test_what_these_sample_is_what_they_train(kind, settings, flags):
+    before = torch.random.get_rng_state()
+    assert trial(model_of(kind, **settings), *flags) == []
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_adapters_of_a_small_rank_do_not_enlarge_rounding():
+    model = model_of("qwen3_moe", **EXPERTS, num_hidden_layers=4, head_dim=8)
+    assert trial(model, "--use-peft", "--lora-r", "1") == []  # lora_alpha is divided by it
+
+
+def test_a_model_that_does_not_compute_is_refused():
+    model = model_of("deepseek_v3", **LATENT | EXPERTS | {"num_key_value_heads": 2})
+    with pytest.raises(UserError, match=r"got DeepseekV3ForCausalLM, which does not compute \(The"):
+        refuse_changed_logits(model)
+
+
+def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
+    def ahead(self, rows, positions, *rest):
+        return place(self, rows, positions + 1, *rest)
+
+    place = row_cache.RowCache.place
+    monkeypatch.setattr(row_cache.RowCache, "place", ahead)
+    with pytest.raises(UserError, match=r"log-probabilities of sampled tokens and of training di"):
+        trial(model_of("qwen3", head_dim=8))
+
+
+def test_prefixes_that_a_model_cannot_share_are_refused_with_the_remedy():
+    with pytest.raises(UserError, match=r"got DogeForCausalLM, which fails .*; set share_prefixes"):
+        trial(model_of("doge"))
+    assert trial(model_of("doge"), "--no-share-prefixes") == []
+
+
+def test_a_model_whose_attention_looks_back_by_its_own_count_is_refused():
+    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 4, "num_layers": 2}
+    with pytest.raises(UserError, match="got GPTNeoForCausalLM, for which log-prob"):
+        trial(model_of("gpt_neo", **layers))
+
+
+def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(tmp_path):
+    folder = saved(tmp_path, model_of("gpt2", n_positions=48))
+    config = parse(["--model", folder, "--max-tokens", "256", "--warm-start-steps", "0"])
+    for refuse in (check.main, check.validate):
+        with pytest.raises(UserError) as error:
+            refuse(config)
+        assert str(error.value) == (
+            "max_tokens: got 256, but the model has positions for 48 tokens; lower max_tokens, or "
+            "use another model"
+        )
+
+
+def test_learned_positions_are_looked_at_whatever_is_raised_beyond_them():
+    model = model_of("gptj", n_positions=48, rotary_dim=4)  # RuntimeError, not IndexError
+    with pytest.raises(UserError, match="got 64, but the model has positions for 48 tokens"):
+        trial(model)
+
+
+def test_logits_that_training_would_not_compute_are_refused_by_the_trial():
+    with pytest.raises(UserError, match="got BertLMHeadModel, whose logits are not those of its"):
+        trial(model_of("bert", is_decoder=True))
+
+
+def test_a_model_without_the_attention_implementation_is_refused_with_the_remedy(tmp_path):
+    folder = saved(tmp_path, model_of("gptj", rotary_dim=4))
+    with pytest.raises(UserError, match=r"cannot be loaded .*; set attn_implementation eager, or"):
+        check.main(parse(["--model", folder]))
+
+
+LAYERS_OF_OWN = {  # whose global heads are wider
+    **{"num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8},
+    **{"layer_types": ["sliding_attention", "full_attention"]},
+    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64},
+}
+
+
+def test_layers_that_differ_in_their_heads_are_tried_and_counted():
+    model = model_of("gemma4_text", **LAYERS_OF_OWN)
+    assert trial(model) == []
+    assert check._size_of_cache(model.config) == 2 * 16
+    assert work_of(model).attention == 2 * 4 * 16
+
+
+def test_rotary_positions_that_were_not_trained_are_told():
+    (said,) = trial(model_of("qwen3", head_dim=8, max_position_embeddings=32))
+    assert said.startswith("max_tokens is 64, and the model was made for 32 tokens (max_position_")
+
+
+def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    folder = saved(tmp_path, model_of("qwen3", head_dim=8, max_position_embeddings=32))
+    config = parse(["--model", folder, "--tasks-per-domain", "8", "--eval-tasks-per-domain", "2"])
+    assert check.main(config) == 0
+    assert "\nmodel: max_tokens is 256, and the model was made for 32" in capsys.readouterr().out
+    check.validate(config)
+    assert capsys.readouterr().out.startswith("warning: max_tokens is 256, and the model was")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gemma3_text", "llama", "gpt2"])
+def test_the_stand_in_of_a_large_model_is_small_and_has_every_kind_of_layer(kind):
+    config = AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(config)
+    small = stand_in.stand_in(large)
+    assert type(small) is type(large)
+    assert small.num_parameters() < 60e6 < large.num_parameters()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    assert set(getattr(small.config, "layer_types", None) or []) == kinds
+    assert gap_of(parse([]), small) < 5e-4
+
+
+def test_recurrent_layers_are_made_small_with_their_proportions():
+    shape = AutoConfig.for_model("qwen3_next")
+    assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (16, 32)
+    stand_in._shrink(shape)
+    assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (2, 4)
+    shape = AutoConfig.for_model("bamba")
+    stand_in._shrink(shape)
+    assert (shape.mamba_chunk_size, shape.mamba_d_state) == (16, 16)
+
+
+def test_an_architecture_that_cannot_be_made_small_is_told(monkeypatch):
+    monkeypatch.setattr(stand_in, "MOST_PARAMETERS", 10)
+    (said,) = trial(model_of("qwen3", head_dim=8))
+    assert said.startswith("not tried: a small model of this architecture (it would")

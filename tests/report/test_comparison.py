@@ -1,0 +1,162 @@
+"""Runs beside each other: seeds of equal settings are one row, mixed training the reference."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import differences, summary
+from pipeline.report import comparison
+from pipeline.report.run_files import load_run
+from pipeline.report.transfer_sections import shown
+from pipeline.report.write import main
+from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Two values of replay with two seeds each, and mixed training."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for seed in (1, 2):
+        for replay, last in ((0.05, 0.625), (0.5, 0.75)):
+            settings = {"curriculum": {"replay": replay}, "run": {"seed": seed}}
+            run = folder / f"replay={replay}-seed-{seed}"
+            make_run(run, THREE, settings=settings, last=last)
+        mixed = make_run(
+            folder / f"mixed-seed-{seed}", ("mixed",), settings={"run": {"seed": seed}}
+        )
+        results = json.loads((mixed / "results.json").read_text())
+        results["training"]["mixed"]["episodes"] = 360  # as many as in three stages
+        (mixed / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def rows_of(sweep):
+    runs, _ = comparison.finished(comparison.runs_in([sweep]))
+    return comparison.rows_of(runs)
+
+
+def test_seeds_of_equal_settings_are_one_row_and_mixed_training_is_the_first(sweep):
+    rows = rows_of(sweep)
+    assert [(row.label, len(row.runs)) for row in rows] == [
+        ("mixed", 2),
+        ("replay 0.05", 2),
+        ("replay 0.5", 2),
+    ]
+    assert [[run.config["run"]["seed"] for run in row.runs] for row in rows] == 3 * [[1, 2]]
+
+
+def test_numbers_are_those_of_all_seeds_and_their_difference_to_mixed(sweep):
+    _, first, _ = rows_of(sweep)
+    results = [run.results for run in first.runs]
+    mixed = [load_run(sweep / f"mixed-seed-{seed}").results for seed in (1, 2)]
+    assert first.transfer == summary(results)
+    assert first.against_mixed == differences(results, mixed)
+    assert first.against_mixed["average_accuracy"][0] == pytest.approx(0.0)
+
+
+def test_the_command_compares_the_runs_of_a_folder(sweep, tmp_path, capsys):
+    folder = tmp_path / "all"
+    shutil.copytree(sweep, folder)
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'comparison.md'}\n"
+    text = (folder / "comparison.md").read_text()
+    _, first, _ = rows_of(sweep)
+    for name in ("stage_gain", "forgetting"):
+        assert f" {shown(first.transfer['metrics'][name], '+')} |" in text
+    assert "| mixed (reference) | 2 | 360 | 0.62 [" in text
+    assert "- replay 0.05: `replay=0.05-seed-1`, `replay=0.05-seed-2`" in text
+    page = (folder / "comparison.html").read_text()
+    assert shown(first.transfer["metrics"]["forgetting"], "+") in page
+    assert "<svg" in page
+    assert (folder / "pareto.png").stat().st_size > 10_000
+
+
+def test_a_row_is_named_by_the_settings_in_which_it_differs_from_most(tmp_path):
+    grid = ({}, {"grpo": {"beta": 0.05}}, {"curriculum": {"replay": 0.5}})
+    for number, settings in enumerate(grid):
+        make_run(tmp_path / str(number), THREE, settings=settings)
+    assert [row.label for row in rows_of(tmp_path)] == ["beta 0.05", "replay 0.5", "sequential"]
+
+
+def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path, capsys):
+    runs = [str(sweep / f"{name}-seed-1") for name in ("replay=0.05", "replay=0.5")]
+    assert main(runs) == 2
+    assert "say where the comparison goes: --output FOLDER" in capsys.readouterr().err
+    assert main([*runs, "--output", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "comparison.md").read_text()
+    assert "There is no mixed training among these runs" in text
+    assert "Difference to mixed" not in text
+
+
+def test_mixed_training_with_other_episodes_is_no_reference(sweep, tmp_path):
+    shutil.copytree(sweep, tmp_path / "all")
+    for seed in (1, 2):
+        path = tmp_path / "all" / f"mixed-seed-{seed}" / "results.json"
+        results = json.loads(path.read_text())
+        results["training"]["mixed"]["episodes"] = 400
+        path.write_text(json.dumps(results))
+    rows = rows_of(tmp_path / "all")
+    assert [row.against_mixed for row in rows] == [None, None, None]
+    [section, *_] = comparison.sections_of(rows)
+    assert "**Without a reference**: replay 0.05; replay 0.5." in section.blocks[-1]
+
+
+def test_mixed_training_that_was_evaluated_on_other_tasks_is_no_reference(tmp_path):
+    make_run(tmp_path / "sequence", THREE)
+    mixed = make_run(tmp_path / "mixed", ("mixed",))
+    results = json.loads((mixed / "results.json").read_text())
+    results["training"]["mixed"]["episodes"] = 360
+    for entry in results["evaluations"]:
+        success = entry["success"]["airline"]
+        success["tasks"] = {f"other-{task}": of for task, of in success["tasks"].items()}
+    (mixed / "results.json").write_text(json.dumps(results))
+    rows = rows_of(tmp_path)
+    assert [row.against_mixed for row in rows] == [None, None]
+    section, *_ = comparison.sections_of(rows)
+    assert "**Without a reference**: sequential." in section.blocks[-1]
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "left on another machine"])
+def test_seeds_that_share_a_warm_start_each_are_still_one_row(tmp_path, is_there):
+    for seed in (1, 2):
+        warm = make_run(tmp_path / "warm" / f"seed-{seed}", (), settings={"run": {"seed": seed}})
+        model = {"model": str(warm / "checkpoints" / "warm-start")}
+        settings = {"model": model, "warm_start": {"steps": 0}, "run": {"seed": seed}}
+        make_run(tmp_path / "runs" / f"seed-{seed}", THREE, settings=settings)
+    if not is_there:
+        shutil.rmtree(tmp_path / "warm")
+    [row] = rows_of(tmp_path / "runs")
+    assert (row.label, len(row.runs)) == ("sequential", 2)
+
+
+def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path, capsys):
+    make_run(tmp_path / "all" / "a", THREE)
+    interrupted = make_run(tmp_path / "all" / "b", THREE)
+    results = json.loads((interrupted / "results.json").read_text())
+    results["evaluations"].pop()
+    (interrupted / "results.json").write_text(json.dumps(results))
+    assert main([str(tmp_path / "all")]) == 0
+    assert f"warning: {interrupted} is not finished" in capsys.readouterr().err
+    text = (tmp_path / "all" / "comparison.md").read_text()
+    assert "**Left out**, for they are not finished: `b`." in text
+
+
+def test_without_any_finished_run_there_is_nothing_to_compare(tmp_path):
+    make_run(tmp_path / "all" / "a", ())
+    with pytest.raises(UserError, match=r"got no finished run with stages to compare \(a\)"):
+        rows_of(tmp_path / "all")
+
+
+def test_settings_of_stages_do_not_tell_mixed_runs_apart(tmp_path):
+    runs = [
+        make_run(tmp_path / str(replay), ("mixed",), settings={"curriculum": {"replay": replay}})
+        for replay in (0.0, 0.3)
+    ]
+    configs = [yaml.safe_load((run / "config.yaml").read_text()) for run in runs]
+    first, second = map(comparison.settings_of, configs)
+    assert first == second
+    assert "curriculum.replay" not in first
+    assert first["curriculum.curriculum"] == "mixed"

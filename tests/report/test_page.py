@@ -1,0 +1,365 @@
+"""The page of a report in a real browser: choosing shows the right episode, and nothing leaks."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from pipeline.report.page import data, rich
+from pipeline.report.reader_data import choose, read_episodes
+from pipeline.report.run_files import load_run
+from pipeline.report.token_texts import TokenTexts
+from pipeline.report.transfer_sections import shown
+from pipeline.report.write import write_report
+from tests.support.report_runs import (  # noqa: F401
+    THREE,
+    episode,
+    make_run,
+    matplotlib_home,
+    write_step,
+)
+
+EVIL = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>\u2028"
+
+
+def write_tokenizer(folder):
+    """Five tokens, of which two are the bytes of one character."""
+    vocabulary = {"call": 0, "Ġlook": 1, "Ġup": 2, "Ã": 3, "¤": 4, "a": 5}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def groups_of(stage_step, domains, tasks, num=2):
+    """Groups in which trial 1 alone is solved, except that task 0 is solved by none."""
+    return [
+        episode(domain, f"{domain}-{stage_step}-{task}", trial, float(task > 0 and trial == 1))
+        for domain in domains
+        for task in range(tasks)
+        for trial in range(num)
+    ]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("page") / "a <b>run", THREE)
+    write_tokenizer(folder / "checkpoints" / "final")
+    start = [{**e, "advantage": None} for e in groups_of(0, THREE, 2)]
+    write_step(folder, "evaluation-warm_start", 0, start)
+    for step in range(1, 11):
+        write_step(folder, "airline", step, groups_of(step, ["airline"], 2))
+    for step in range(11, 14):
+        both = groups_of(step, ["airline", "retail"], 3)
+        write_step(folder, "retail", step, both[::2], rank=0)
+        write_step(folder, "retail", step, both[1::2], rank=1)
+    evil = [episode("retail", EVIL, trial, 0.0, error=EVIL) for trial in range(2)]
+    for row in evil:
+        row["messages"][3]["content"] = EVIL
+        row["reward_breakdown"] = {EVIL: 0.0}
+        row["difference"] = {EVIL: [EVIL, EVIL]}
+    write_step(folder, "telecom", 21, evil)
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium without a window; it logs what scripts complain of."""
+    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
+    if None in programs:
+        pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(programs[1]))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """A report that is open, as a reader sees it."""
+
+    def __init__(self, browser, path, fragment=""):
+        self.browser = browser
+        browser.get("about:blank")  # a new fragment alone would not load the page again
+        browser.get(path.as_uri() + fragment)
+        self.wait(lambda: self.script("return !!document.getElementById('group').dataset.shown"))
+
+    def script(self, text, *arguments):
+        return self.browser.execute_script(text, *arguments)
+
+    def wait(self, condition):
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.browser, 30, poll_frequency=0.05).until(lambda _: condition())
+
+    def choose(self, **chosen):
+        from selenium.webdriver.support.ui import Select
+
+        for name, value in chosen.items():
+            Select(self.browser.find_element("id", name)).select_by_value(value)
+
+    def offered(self, name):
+        options = f"return [...document.getElementById('{name}').options].map((o) => o.value)"
+        return self.script(options)
+
+    def colour_by(self, mode):
+        self.browser.find_element("css selector", f"input[value={mode}]").click()
+
+    def shows(self, stage, step, domain, task):
+        wanted = f"{stage} {step} {domain} {task}"
+        self.wait(
+            lambda: self.script("return document.getElementById('group').dataset.shown") == wanted
+        )
+        return True
+
+    def texts(self, selector):
+        found = self.browser.find_elements("css selector", selector)
+        return [element.get_attribute("textContent") for element in found]
+
+    def complaints(self):
+        return self.browser.get_log("browser")
+
+
+def test_choosing_stage_step_domain_and_outcome_shows_that_episode(run_folder, browser):
+    page = Page(browser, run_folder / "report.html")
+    page.choose(stage="retail", step="12", domain="airline", outcome="some solved")
+    assert page.shows("retail", 12, "airline", "airline-12-1")
+    assert page.texts("#place") == ["Group 1 of 2"]
+    first, second = page.texts("article")
+    assert "reward 0" in first
+    assert "reward 1" in second
+    assert "order airline-12-1 of trial 0" in first
+    assert "order airline-12-1 of trial 1" in second
+    assert "max_turns · 2 turns · 5 sampled tokens · advantage -0.50" in first
+    assert "orders.airline-12-1.statusopenpaid" in first.replace(" ", "")
+    assert "orders" not in second
+    assert "please pay airline-12-1" in page.texts(".shared")[0]
+    browser.find_element("id", "next").click()
+    assert page.shows("retail", 12, "airline", "airline-12-2")
+    assert page.texts("#place") == ["Group 2 of 2"]
+    assert page.complaints() == []
+
+
+def test_a_list_offers_what_the_choices_before_it_leave(run_folder, browser):
+    page = Page(browser, run_folder / "report.html")
+    page.choose(stage="retail")
+    assert page.offered("step") == ["", "11", "12", "13"]
+    assert page.offered("domain") == ["", "airline", "retail"]
+    page.choose(outcome="none solved", domain="retail", step="13")
+    assert page.shows("retail", 13, "retail", "retail-13-0")
+    page.choose(domain="airline")
+    assert page.shows("retail", 13, "airline", "airline-13-0")
+
+
+def test_a_choice_that_goes_with_no_other_makes_these_give_way(run_folder, browser):
+    page = Page(browser, run_folder / "report.html")
+    page.choose(stage="retail", step="13", domain="retail", outcome="none solved")
+    page.choose(stage="evaluation-warm_start")
+    assert page.shows("evaluation-warm_start", 0, "retail", "retail-0-0")
+    chosen = "return ['step', 'domain', 'outcome'].map((n) => document.getElementById(n).value)"
+    assert page.script(chosen) == ["", "retail", "none solved"]
+
+
+def test_an_outcome_of_an_episode_marks_the_episodes_that_have_it(run_folder, browser):
+    page = Page(browser, run_folder / "report.html")
+    page.choose(stage="airline", episode="solved")
+    assert page.shows("airline", 1, "airline", "airline-1-1")
+    marked = page.script(
+        "return [...document.querySelectorAll('article.match h4')].map((h) => h.textContent)"
+    )
+    assert marked == ["Trial 1 reward 1"]
+    assert "max_turns" in page.offered("episode")
+
+
+def test_tokens_are_coloured_by_advantage_or_log_probability_with_a_legend(run_folder, browser):
+    page = Page(browser, run_folder / "report.html")
+    page.choose(stage="airline", step="3", outcome="some solved")
+    assert page.shows("airline", 3, "airline", "airline-3-1")
+    spans_of = "[...card.querySelectorAll('.sampled .text span')]"
+    colour_of = "(span) => getComputedStyle(span).backgroundColor"
+    cards = "[...document.querySelectorAll('article')]"
+    colours = f"return {cards}.map((card) => new Set({spans_of}.map({colour_of})).size)"
+    first = f"return {cards}.map((card) => ({colour_of})({spans_of}[0]))"
+    assert page.texts("article:first-of-type .sampled:first-of-type .text span")[:1] == ["call"]
+    assert page.script(colours) == [1, 1], "an episode has one advantage"
+    lost, won = page.script(first)
+    assert lost != won
+    assert "-1.00 made rarer" in page.texts("#legend")[0]
+    page.colour_by("logprob")
+    page.wait(lambda: "likely, 1" in page.texts("#legend")[0])
+    assert page.script(colours) == [5, 5], "each token has a log-probability of its own"
+    spans = page.texts("article:first-of-type .sampled .text span")
+    assert spans == ["call", " look", " up", "", "ä"]
+    browser.find_element("css selector", "article .sampled .text span").click()
+    assert page.texts("#token") == ['token "call", probability 0.90 (log -0.10), advantage -0.50']
+    page.colour_by("plain")
+    page.wait(lambda: not page.texts("article .text span"))
+    assert page.texts("article:first-of-type .call") == ['look_up({"id": "airline-3-1"})']
+
+
+def test_an_evaluation_has_no_advantage_and_says_so(run_folder, browser):
+    page = Page(browser, run_folder / "report.html")
+    page.choose(stage="evaluation-warm_start", domain="telecom")
+    assert page.shows("evaluation-warm_start", 0, "telecom", "telecom-0-0")
+    assert page.texts("#legend")[0].startswith("An evaluation has no advantages")
+
+
+def test_the_address_names_the_group(run_folder, browser):
+    fragment = "#episodes?stage=retail&step=11&domain=retail&task=retail-11-2&tokens=logprob"
+    page = Page(browser, run_folder / "report.html", fragment)
+    assert page.shows("retail", 11, "retail", "retail-11-2")
+    assert page.script("return document.querySelector('#modes input:checked').value") == "logprob"
+    page.choose(task="retail-13-1")
+    assert page.shows("retail", 13, "retail", "retail-13-1")
+    address = browser.current_url.split("#")[1]
+    assert address == "episodes?stage=retail&step=13&domain=retail&task=retail-13-1&tokens=logprob"
+
+
+def test_what_a_model_wrote_is_text_and_never_runs(run_folder, browser):
+    page = Page(browser, run_folder / "report.html")
+    page.choose(stage="telecom")
+    page.wait(lambda: any("stolen" in text for text in page.texts("article .text")))
+    assert page.script("return document.querySelectorAll('#group img, #group script').length") == 0
+    assert page.script("return window.stolen") is None
+    for mode in ("logprob", "plain"):
+        page.colour_by(mode)
+    assert page.script("return window.stolen") is None
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_not_scroll_sideways(run_folder, browser, scheme):
+    screen = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    page = Page(browser, run_folder / "report.html")
+    width = page.script("return document.documentElement.scrollWidth")
+    paper = page.script("return getComputedStyle(document.body).backgroundColor")
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert width == 390
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 26)"}[scheme]
+
+
+def test_the_page_points_at_nothing_outside_of_it(run_folder):
+    text = (run_folder / "report.html").read_text()
+    assert (
+        re.findall(
+            r"""(?:src|href|action)\s*=\s*["']?(?!#|data:)[^"'>\s]+""", text.split("<script")[0]
+        )
+        == []
+    )
+    assert re.findall(r"url\(\s*[\"']?(?!#)[^)]*", text) == []
+    assert re.findall(r"@import|<link rel=.?stylesheet|<iframe", text) == []
+    assert not re.search(r"https?://", text.split('id="index"')[0])
+    assert "default-src 'none'" in text
+
+
+def test_names_are_escaped(run_folder):
+    text = (run_folder / "report.html").read_text()
+    assert "<h1>a &lt;b&gt;run</h1>" in text
+    assert "<b>" not in text
+
+
+def test_the_page_says_the_same_numbers_as_the_summary(run_folder):
+    text = (run_folder / "report.html").read_text()
+    transfer = load_run(run_folder).transfer
+    for name in ("stage_gain", "backward_transfer", "forward_transfer", "forgetting"):
+        assert f"<td>{shown(transfer['metrics'][name], '+')}</td>" in text
+    for name in ("learning_curves", "accuracy_matrix", "transfer", "stop_reasons"):
+        assert f'id="{name}-' in text, "clip paths of the picture"
+
+
+def test_a_picture_shows_every_number_of_the_matrix(run_folder):
+    text = (run_folder / "report.html").read_text()
+    [picture] = re.findall(r'aria-label="Accuracy matrix[^"]*">(.*?)</figure>', text, re.DOTALL)
+    for row in load_run(run_folder).transfer["domains"]["matrix"]:
+        for value, low, high in row:
+            assert f">{100 * value:.0f}<" in picture
+            assert f"[{100 * low:.0f}, {100 * high:.0f}]" in picture
+
+
+def test_ten_thousand_episodes_load_and_a_choice_shows_at_once(tmp_path, browser):
+    folder = make_run(tmp_path / "run", ("airline",), ("airline",))
+    write_tokenizer(folder / "checkpoints" / "final")
+    for step in range(1, 127):
+        write_step(folder, "airline", step, groups_of(step, ["airline"], 10, num=8))
+    write_report(folder)
+    assert (folder / "report.html").stat().st_size < 15_000_000
+    page = Page(browser, folder / "report.html")
+    assert "10,000 of 10,080 episodes" in page.texts("#episodes p")[0]
+    page.choose(step="100", task="airline-100-3")
+    assert page.shows("airline", 100, "airline", "airline-100-3")
+    assert len(page.texts("article")) == 8
+    assert page.complaints() == []
+
+
+def test_whole_groups_are_taken_evenly_over_stages_and_steps():
+    sizes = Counter(
+        {(("long", step), ("airline", str(i))): 8 for step in range(100) for i in range(10)}
+    )
+    sizes |= {(("short", 100), ("airline", str(i))): 8 for i in range(10)}
+    chosen = choose(sizes, 880)
+    assert sum(sizes[group] for group in chosen) == 880
+    steps = Counter(step for step, _ in chosen)
+    assert steps["short", 100] == 10, "a stage that needs little is taken whole"
+    assert {steps["long", step] for step in range(100)} == {1}
+    assert choose(sizes, 3) == [(("long", 0), ("airline", "0"))], "never nothing"
+
+
+def test_episodes_of_all_ranks_make_one_group_in_order_of_trials(run_folder):
+    reader = read_episodes(run_folder)
+    assert reader.index["total"] == reader.index["shown"] == 12 + 40 + 36 + 2
+    [row] = [group for group in reader.index["groups"] if group[6] == "retail-12-1"]
+    assert row[7:] == [[0.0, 1.0], ["max_turns", "completed"]]
+    chunk = json.loads(gzip.decompress(base64.b64decode(reader.chunks[row[2]])))
+    trials = [[found["trial"] for found in group] for group in chunk["groups"]]
+    assert trials == 6 * [[0, 1]]
+
+
+def test_a_page_that_would_be_too_large_holds_fewer_episodes(run_folder):
+    whole = read_episodes(run_folder)
+    part = read_episodes(run_folder, max_characters=whole.num_characters // 2)
+    assert part.num_characters <= whole.num_characters // 2
+    assert 0 < part.index["shown"] < whole.index["shown"]
+    assert part.index["total"] == whole.index["total"]
+
+
+def test_a_transcript_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
+    write_step(tmp_path, "airline", 1, groups_of(1, ["airline"], 40))
+    [path] = tmp_path.rglob("*.gz")
+    path.write_bytes(path.read_bytes()[:-200])
+    index = read_episodes(tmp_path).index
+    assert 40 < index["total"] < 80
+    assert index["shown"] == index["total"]
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them(tmp_path):
+    texts = TokenTexts(write_tokenizer(tmp_path))
+    assert texts([0, 1, 3, 4, 2]) == ["call", " look", "", "ä", " up"]
+    assert texts([3, 0, 4]) == ["\ufffd", "call", "\ufffd"]
+
+
+def test_text_is_escaped_before_its_marks_become_elements():
+    assert rich("`<b>` and *so*") == "<p><code>&lt;b&gt;</code> and <em>so</em></p>"
+    assert rich("- one\n- **two**") == "<ul><li>one</li><li><strong>two</strong></li></ul>"
+
+
+def test_json_in_the_page_cannot_end_its_element():
+    text = str(data({"task": EVIL}))
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"task": EVIL}

@@ -1,0 +1,324 @@
+"""A report says what the files of a run folder say, in words, tables and pictures."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from pipeline.config.settings import UserError
+from pipeline.evaluation.transfer import summary
+from pipeline.evaluation.transfer_metrics import wilson
+from pipeline.report.plots import smooth
+from pipeline.report.plots_training import dead_groups
+from pipeline.report.report_sections import sections_of
+from pipeline.report.run_files import load_run
+from pipeline.report.sections import markdown
+from pipeline.report.transfer_sections import shown
+from pipeline.report.write import final_table, main, write_report
+from tests.support.report_runs import THREE, evaluation, make_run, matplotlib_home  # noqa: F401
+
+
+def assert_nothing_is_cut_off(path: Path) -> numpy.ndarray:
+    """A picture of some size with a white edge; returns its pixels."""
+    pixels = numpy.asarray(Image.open(path).convert("RGB"))
+    height, width, _ = pixels.shape
+    assert width >= 900
+    assert height >= 200
+    for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
+        assert (edge == 255).all(), f"{path.name} is cut off"
+    assert (pixels != 255).any(), f"{path.name} is empty"
+    return pixels
+
+
+def assert_is_a_whole_picture(path: Path, num_colours: int) -> None:
+    """Drawn in the colours of its domains."""
+    pixels = assert_nothing_is_cut_off(path)
+    palette = ["0072B2", "D55E00", "009E73", "CC79A7", "E69F00"]
+    found = [(pixels == list(bytes.fromhex(colour))).all(axis=2).sum() for colour in palette]
+    assert all(count > 50 for count in found[:num_colours]), found
+    assert not any(found[num_colours:]), found
+
+
+def test_the_report_of_a_sequential_run(tmp_path):
+    folder = make_run(tmp_path / "my-run", THREE)
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert text.startswith(
+        """# my-run
+
+- Recipe `three_domain_tiny`, seed 1, 2 rank(s).
+- Model `tiny`; domains airline, retail, telecom; 800 training tasks of each (medium).
+- Warm start: 440 supervised steps.
+- GRPO: 30 of 30 steps, each 24 groups of 8 episodes, learning rate 0.0003, beta 0.
+- Wall time 1 min 23 s. A training step took 2.00 s (median).
+
+## Before and after GRPO
+
+| success | sampled before | sampled after | change [95 %] | greedy before | greedy after |
+| :-- | --: | --: | --: | --: | --: |
+| airline | 0.375 | 0.875 | +0.50 [+0.41, +0.60] | 0.500 | 1.000 |
+| retail | 0.375 | 0.875 | +0.50 [+0.40, +0.59] | 0.500 | 1.000 |
+| telecom | 0.375 | 0.875 | +0.50 [+0.41, +0.60] | 0.500 | 1.000 |
+| mean | 0.375 | 0.875 | +0.50 [+0.45, +0.56] | 0.500 | 1.000 |
+
+On 100 tasks of each domain (test split); before: after the warm start, after: after telecom. """
+    )
+    for part in (
+        "| after retail | 20 |" + 3 * " 0.750 [0.66, 0.82] |" + " 0.750 |",
+        "| airline | refund | all | 100 | 0.375 | 0.875 | 0.500 | 1.000 |\n"
+        "|  |  | paid | 50 | 0.375 | 0.875 | 0.500 | 1.000 |\n"
+        "|  |  | refused | 50 | 0.000 | 0.000 | 0.500 | 1.000 |",
+        "| retail | 0.000 | 0.110 | 0.020 |",
+        "| retail | 11 to 20 | 8 airline, 8 retail |",
+        "Replay: after the first stage 30% of a step's groups, in whole groups, come from the "
+        "domains of earlier stages.",
+        "| reason | airline | retail | telecom |\n"
+        "| :-- | --: | --: | --: |\n"
+        "| completed | 75.0% | 75.0% | 75.0% |\n"
+        "| max_turns | 25.0% | 25.0% | 25.0% |\n\n",
+        "- `results.json`: ",
+        "![Training reward and held-out success over the steps](learning_curves.png)",
+        "(stage_performance.png)",
+    ):
+        assert part in text
+    assert "trajectories" not in text, "a file that is not there"
+    assert_is_a_whole_picture(folder / "learning_curves.png", 3)
+    assert_is_a_whole_picture(folder / "stage_performance.png", 3)
+    assert_is_a_whole_picture(folder / "transfer.png", 3)
+    for name in ("accuracy_matrix", "tools", "stop_reasons", "dead_groups", "time_and_memory"):
+        assert f"({name}.png)" in text
+        assert_nothing_is_cut_off(folder / f"{name}.png")
+
+
+@pytest.mark.parametrize(
+    ("stages", "domains", "validation"),
+    [
+        (("mixed",), THREE, True),
+        (("airline",), ("airline",), False),
+        (
+            (*THREE, "bank", "hospital-appointments"),
+            (*THREE, "bank", "hospital-appointments"),
+            True,
+        ),
+    ],
+    ids=["mixed", "one domain, no validation", "five domains"],
+)
+def test_pictures_are_whole_for_other_runs(tmp_path, stages, domains, validation):
+    folder = make_run(tmp_path / "run", stages, domains, validation)
+    write_report(folder)
+    assert_is_a_whole_picture(folder / "learning_curves.png", len(domains))
+    assert_is_a_whole_picture(folder / "stage_performance.png", len(domains))
+    for path in folder.glob("*.png"):
+        assert_nothing_is_cut_off(path)
+    no_replay = "No replay: a stage draws from its own domains only."
+    assert (no_replay in (folder / "report.md").read_text()) == (len(stages) == 1)
+
+
+def test_an_evaluation_only_is_reported_without_before_and_after(tmp_path):
+    folder = make_run(tmp_path / "run", ())
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "GRPO: not used; this run evaluates only." in text
+    assert (
+        "## Success\n\n| success | sampled | greedy |\n| :-- | --: | --: |\n| airline | 0.000"
+        in text
+    )
+    assert "| domain | family | branch | tasks | sampled | greedy |" in text
+    for absent in ("Before and after", "Curriculum", "episodes ended"):
+        assert absent not in text
+    assert_is_a_whole_picture(folder / "learning_curves.png", 3)
+    assert (folder / "stage_performance.png").stat().st_size > 5_000
+
+
+def test_an_interrupted_run_is_reported_as_far_as_it_came(tmp_path):
+    folder = make_run(tmp_path / "run", THREE)
+    (folder / "results.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()[:14]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "tr')
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "GRPO: 13 of 30 steps, each" in text
+    assert "There is no evaluation in this folder: the run was interrupted." in text
+    assert "| telecom | 21 to 30 |" not in text
+    assert (folder / "learning_curves.png").stat().st_size > 5_000
+
+
+def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[:2]:
+        line |= {"rollout/left_out": 3.0, "rollout/left_out/reset/retail": 1.0}
+        line |= {"rollout/left_out/outage/airline": 2.0, "rollout/too_few_left": 0.25}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = load_run(folder)
+    text = markdown(sections_of(run))
+    assert "| airline | outage | 4 |\n| retail | reset | 2 |" in text
+    assert "| fewer than two left | 5.0% |\n| in all | 50.0% |" in text
+    (legend,) = dead_groups(run).legends
+    assert [line.get_text() for line in legend.get_texts()][-1] == "fewer than two left"
+
+
+def test_rewards_of_any_size_have_an_axis_an_interval_and_a_table(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    pays = {"airline": (-3.5, 7.2), "retail": (-1e30, 1e30), "telecom": (5.0, 5.0)}
+    results = json.loads((folder / "results.json").read_text())
+    for entry in results["evaluations"]:
+        for domain, of in entry["success"].items():
+            of["tasks"] = {t: [pays[domain][int(r)] for r in rs] for t, rs in of["tasks"].items()}
+    (folder / "results.json").write_text(json.dumps(results))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for n, line in enumerate(lines):
+        line |= {f"reward/{d}": of[n % 2] for d, of in pays.items() if f"reward/{d}" in line}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(folder)
+    for name in ("learning_curves", "stage_performance", "accuracy_matrix"):
+        assert_nothing_is_cut_off(folder / f"{name}.png")
+    text = (folder / "report.md").read_text()
+    (table,) = re.findall(r"## Mean reward\n\n.*\n.*\n((?:\|.*\n)+)", text)
+    airline, retail, telecom = table.splitlines()
+    assert re.fullmatch(r"\| airline \| 0\.51 \[-0\.\d+, 1\.\d+\] \| 3\.19 \[.*\] \|", airline)
+    assert retail.startswith("| retail | -2.5e+29 [")
+    assert telecom == "| telecom | 5.00 [5.00, 5.00] | 5.00 [5.00, 5.00] |"
+    assert "| sampled success | airline | retail | telecom |" in text
+    assert "| after the warm start | 0.38 [" in text  # shares of 1, as ever
+
+
+def test_the_control_with_permuted_rewards_says_so(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    settings = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(
+        settings.replace("permute_rewards: false", "permute_rewards: true")
+    )
+    write_report(folder)
+    assert "**A control: rewards were permuted" in (folder / "report.md").read_text()
+
+
+def test_every_transfer_number_is_that_of_the_summary_with_its_interval(tmp_path):
+    folder = make_run(tmp_path / "run", THREE)
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    results = json.loads((folder / "results.json").read_text())
+    found = summary([results])
+    assert found["metrics"]["backward_transfer"][0] == pytest.approx(0.1875)
+    for name, words in (
+        ("stage_gain", "new-domain gain"),
+        ("backward_transfer", "backward transfer"),
+        ("forward_transfer", "forward transfer"),
+        ("forgetting", "forgetting"),
+    ):
+        value, low, high = found["metrics"][name]
+        assert low < value < high
+        assert f"| {words} | {value:+.2f} [{low:+.2f}, {high:+.2f}] |" in text
+    matrix = found["domains"]["matrix"]
+    for row, point in zip(matrix, ("the warm start", *THREE), strict=True):
+        assert f"| after {point} | " + " | ".join(map(shown, row)) + " |" in text
+    assert (
+        f"| airline/refund | {shown(found['families']['backward_transfer']['airline/refund'], '+')}"
+        in text
+    )
+    first, last = (shown(found["tools"]["matrix"][p][0]) for p in (0, -1))
+    assert f"| airline/look_up | {first} | {last} | " in text
+    assert "| 120 | 75.0% |" in text, "calls in training"
+    assert f"| airline | pass^2 | {shown(found['passes']['airline']['pass^2'][0])} |" in text
+
+
+def test_a_number_without_an_interval_is_a_dash():
+    assert shown([0.5, None, None]) == "-"
+    assert shown(None) == "-"
+    assert shown([-0.001, -0.25, 0.125], "+") == "+0.00 [-0.25, +0.12]"
+
+
+def test_a_run_of_one_stage_has_a_matrix_and_no_transfer(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "| after mixed | 0.62 [" in text
+    assert "| total gain | +0.25 [" in text
+    assert "backward transfer |" not in text.split("## Tools")[0]
+    assert "transfer" not in final_table(json.loads((folder / "results.json").read_text()))
+
+
+def test_results_from_before_transfer_was_measured_are_still_reported(tmp_path):
+    folder = make_run(tmp_path / "run", THREE)
+    results = json.loads((folder / "results.json").read_text())
+    for of in [of for e in results["evaluations"] for of in e["success"].values()]:
+        of["tasks"] = {task: sum(rewards) / 2 for task, rewards in of["tasks"].items()}
+    (folder / "results.json").write_text(json.dumps(results))
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "## Every evaluation" in text
+    assert "Transfer" not in text
+    assert not (folder / "accuracy_matrix.png").exists()
+
+
+def test_the_table_for_the_terminal():
+    evaluations = [
+        evaluation("start", 0, {"airline": 0.0, "retail": 0.0}),
+        evaluation("warm_start", 0, {"airline": 0.25, "retail": 0.25}),
+        evaluation("airline", 10, {"airline": 0.5, "retail": 0.5}),
+        evaluation("retail", 20, {"airline": 0.125, "retail": 0.75}),
+    ]
+    gains = {"airline": [-0.125, -0.2, -0.05], "retail": [0.5, 0.375, 0.625]}
+    transfer = {"domains": {"gain": gains}, "metrics": {"total_gain": [0.1875, 0.1, 0.275]}}
+    table = final_table({"evaluations": evaluations, "transfer": transfer})
+    assert table.splitlines() == [
+        "success  sampled before  sampled after         change [95 %]  greedy before  greedy after",
+        "airline           0.250          0.125  -0.12 [-0.20, -0.05]          0.375         0.250",
+        "retail            0.250          0.750  +0.50 [+0.38, +0.62]          0.375         0.875",
+        "mean              0.250          0.438  +0.19 [+0.10, +0.28]          0.375         0.562",
+    ]
+    assert final_table({"evaluations": evaluations[:1]}) == (
+        "success  sampled  greedy\n"
+        "airline    0.000   0.125\n"
+        "retail     0.000   0.125\n"
+        "mean       0.000   0.125"
+    )
+
+
+def test_the_terminal_shows_transfer_after_more_than_one_stage(tmp_path):
+    run = load_run(make_run(tmp_path / "run", THREE))
+    value, low, high = run.transfer["metrics"]["backward_transfer"]
+    lines = final_table({**run.results, "transfer": run.transfer}).splitlines()
+    assert lines[-4].startswith("new-domain gain    +0.17 [")
+    assert lines[-3] == f"backward transfer  {value:+.2f} [{low:+.2f}, {high:+.2f}]"
+    assert lines[-1].startswith("forgetting         -0.12 [")
+
+
+def test_before_is_the_start_where_there_was_no_warm_start():
+    evaluations = [
+        evaluation("start", 0, {"retail": 0.25}),
+        evaluation("mixed", 10, {"retail": 0.5}),
+    ]
+    gains = {"domains": {"gain": {"retail": [0.25, 0.125, 0.375]}}}
+    table = final_table({"evaluations": evaluations, "transfer": gains})
+    assert "retail            0.250          0.500  +0.25 [+0.12, +0.38]" in table
+
+
+def test_the_interval_is_wilsons():
+    assert wilson(0.5, 100) == pytest.approx((0.40383, 0.59617), abs=1e-5)
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
+    assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+
+
+def test_smoothing_keeps_a_line_straight_and_its_ends_in_place():
+    assert smooth([0.5] * 20) == [0.5] * 20
+    assert smooth([0.0, 1.0]) == [0.5, 0.5]
+    assert smooth(list(range(20)))[4:16] == [float(i) for i in range(4, 16)]
+
+
+def test_the_command_makes_a_report_again_or_says_why_not(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.md'}\n"
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: report: {tmp_path / 'empty'} holds no run (no config.yaml); give a run folder\n"
+    )
+    with pytest.raises(SystemExit):
+        main([])
+    with pytest.raises(UserError, match="holds no run"):
+        write_report(tmp_path / "nowhere")

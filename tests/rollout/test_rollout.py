@@ -1,0 +1,442 @@
+"""Playing episodes: what the policy says reaches the environment, and what comes back reaches
+the policy.
+"""
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+
+from pipeline import session
+from pipeline.chat.template import Chat
+from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings, UserError
+from pipeline.data.rng import stream_key
+from pipeline.embedded.experts import play_expert
+from pipeline.environments import environment_classes
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.loading import load_folder, load_model, load_tokenizer
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.trajectory import StopReason
+from scripts.proofs.runs import ForcedSampler
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say, tokenizer
+
+LIMITS = RolloutSettings(
+    max_turns=6, max_tokens_per_turn=100, max_tokens=800, max_tool_result_tokens=120
+)
+MALFORMED = say('<tool_call>\n{"name": "look"\n</tool_call>')
+
+
+def play_all(scripts, limits=LIMITS, environment=Desk, tasks=None):
+    """Trajectories of episodes whose policies say the given messages, and the sampler that
+    said them.
+    """
+    tasks = tasks or [make_task(f"t{number}") for number in range(len(scripts))]
+    sampler = ScriptedSampler(dict(enumerate(scripts)))
+    rollout = Rollout(sampler, chat(), {"desk": environment}, limits)
+    starts = [Start(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
+    return rollout(starts), sampler
+
+
+def play(*messages, limits=LIMITS, environment=Desk, **payload):
+    task = make_task(payload=json.dumps(payload))
+    trajectories, _ = play_all([messages], limits, environment, [task])
+    return trajectories[0]
+
+
+def results(trajectory):
+    """What the policy was answered, in order."""
+    return [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+
+
+def error(text):
+    return json.dumps({"error": text})
+
+
+# Tokens
+
+
+def test_the_loss_mask_covers_exactly_what_was_sampled():
+    script = [call("look", item="lamp"), call("wait", minutes=5), say("all done")]
+    trajectories, sampler = play_all([script])
+    trajectory = trajectories[0]
+    replies = [
+        [{"role": "tool", "name": "look", "content": '{"lamp": "seen "}'}],
+        [{"role": "tool", "name": "wait", "content": "5 minutes later"}],
+    ]
+    ids, mask = [], []
+    for message, reply in zip(script, [*replies, None], strict=True):
+        said, answer = chat().message_ids(message), chat().reply_ids(reply) if reply else []
+        ids += said + answer
+        mask += [True] * len(said) + [False] * len(answer)
+    assert trajectory.completion_ids == ids
+    assert trajectory.loss_mask == mask
+    for sampled, logprob in zip(mask, trajectory.logprobs, strict=True):
+        assert (logprob < -0.4) if sampled else (logprob == 0.0)
+    assert trajectory.num_sampled_tokens == sum(mask)
+    assert sampler.contexts[0] == trajectory.prompt_ids + trajectory.completion_ids
+
+
+def test_the_prompt_is_the_tasks_own_with_the_tools():
+    trajectory = play(say("done"))
+    task = make_task()
+    assert trajectory.prompt_ids == chat().prompt_ids(task.prompt, tool_schemas(Desk))
+    assert tokenizer().decode(trajectory.prompt_ids) == (
+        "<|im_start|>system\ndesk\ntools: jam look wait<|im_end|>"
+        "<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n"
+    )
+
+
+def test_what_reset_returns_is_appended_to_the_request():
+    trajectory = play(say("done"), addition=" from the night shift")
+    assert trajectory.messages[1] == {"role": "user", "content": "hello from the night shift"}
+    assert "hello from the night shift<|im_end|>" in tokenizer().decode(trajectory.prompt_ids)
+
+
+# The ends of messages
+
+END, OTHER_END = (tokenizer().convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>"))
+
+
+def model_folder(folder, eos_token_id):
+    """A folder whose generation config lists these ends; returns its settings."""
+    tiny_model(tokenizer(), seed=1).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    path = folder / "generation_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**values, "eos_token_id": eos_token_id}), encoding="utf-8")
+    return ModelSettings(model=str(folder))
+
+
+def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, monkeypatch, capsys):
+    settings = model_folder(tmp_path, [OTHER_END, END, 1_000_000])
+    own = Chat(load_tokenizer(settings))
+    model = load_model(settings, own.tokenizer, seed=1)
+    monkeypatch.setattr(session, "Sampler", ForcedSampler)
+    sampler = session.make_sampler(model, own, LIMITS, torch.float32, is_main=True)
+    told = "messages end at <|im_end|>, and by the model's files at '<|endoftext|>'\n"
+    assert capsys.readouterr().out == told
+    script = [call("look", item="lamp"), say("all done")]
+    said = [[own.message_ids(message) for message in script] for _ in range(2)]
+    said[0][0][-1] = said[0][1][-1] = OTHER_END
+    sampler.forced = {key: [token for ids in said[key] for token in ids] for key in range(2)}
+    tasks = [make_task(f"t{number}") for number in range(2)]
+    starts = [Start(task=task, trial=0, key=key) for key, task in enumerate(tasks)]
+    stopped, plain = Rollout(sampler, own, {"desk": Desk}, LIMITS)(starts)
+
+    result = {"role": "tool", "name": "look", "content": '{"lamp": "seen "}'}
+    reply = own.reply_ids([result])  # follows the end that was sampled, whichever it is
+    for trajectory, (first, last) in ((stopped, said[0]), (plain, said[1])):
+        assert trajectory.completion_ids == first + reply + last
+        sizes = (len(first), len(reply), len(last))
+        assert trajectory.loss_mask == [n != 1 for n in range(3) for _ in range(sizes[n])]
+        assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 0.5)
+    assert plain.messages[2:] == [script[0], result, script[1]]
+    by = {"stopped_by": "<|endoftext|>"}
+    assert stopped.messages[2:] == [{**script[0], **by}, result, {**script[1], **by}]
+
+
+def test_the_ends_of_messages_outlive_a_checkpoint(tmp_path):
+    settings = model_folder(tmp_path, [END, OTHER_END])
+    model = load_folder(tmp_path, settings)
+    model.save_pretrained(tmp_path / "checkpoint")
+    again = load_folder(tmp_path / "checkpoint", settings)
+    assert session.other_stops(model, chat()) == session.other_stops(again, chat()) == [OTHER_END]
+
+
+def test_the_tokenizers_end_of_sequence_ends_messages_too():
+    made = tiny_tokenizer()
+    made.eos_token = "<|endoftext|>"
+    assert session.other_stops(tiny_model(tokenizer(), seed=1), Chat(made)) == [OTHER_END]
+    assert session.other_stops(tiny_model(tokenizer(), seed=1), chat()) == []
+
+
+@pytest.mark.parametrize("listed", ["</s>", [2, "</s>"], True, {"a": 1}])
+def test_ends_that_are_no_ids_are_refused_in_one_line(tmp_path, listed):
+    model = load_folder(tmp_path, model_folder(tmp_path, listed))
+    with pytest.raises(UserError, match="generation config") as caught:
+        session.make_sampler(model, chat(), LIMITS, torch.float32, is_main=False)
+    assert "\n" not in str(caught.value)
+
+
+# Stop reasons
+
+
+def test_a_message_without_a_call_completes_the_episode():
+    trajectory = play(call("look", item="lamp"), say("done"))
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
+
+
+def test_max_turns_ends_an_episode_after_so_many_messages():
+    limits = LIMITS.model_copy(update={"max_turns": 3})
+    trajectory = play(*[call("look", item="lamp")] * 3, limits=limits)
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert trajectory.num_turns == 3
+    assert trajectory.loss_mask[-1]  # no reply after the last message
+    assert len(results(trajectory)) == 3
+
+
+def test_a_message_cut_at_its_limit_ends_the_episode():
+    limits = LIMITS.model_copy(update={"max_tokens_per_turn": 4})
+    trajectory = play(say("done done done"), limits=limits)
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert trajectory.num_sampled_tokens == 4
+    assert trajectory.reward == 0.0
+
+
+def test_an_episode_ends_where_no_reply_fits_any_more():
+    size = len(play(call("look", item="lamp"), say("done")).prompt_ids)
+    said = len(chat().message_ids(call("look", item="lamp")))
+    limits = LIMITS.model_copy(update={"max_tokens": size + said + 3, "max_tokens_per_turn": 50})
+    trajectory = play(call("look", item="lamp"), limits=limits)
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert trajectory.num_tokens == size + said
+
+
+def test_a_prompt_that_fills_the_episode_is_never_sampled_from():
+    limits = LIMITS.model_copy(update={"max_tokens": 20, "max_tokens_per_turn": 10})
+    trajectory = play(limits=limits)
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert (trajectory.completion_ids, trajectory.num_turns) == ([], 0)
+
+
+def test_the_token_limits_are_never_passed():
+    stops = set()
+    for max_tokens in range(90, 330, 7):
+        limits = RolloutSettings(max_turns=5, max_tokens_per_turn=50, max_tokens=max_tokens)
+        script = [call("look", item="lamp"), call("wait", minutes=3)] * 2 + [say("done and done")]
+        trajectories, sampler = play_all([script, [say("x" * 60)], script[1:]], limits)
+        assert all(1 <= room <= 50 for room in sampler.limits)
+        for trajectory in trajectories:
+            assert trajectory.num_tokens <= max_tokens
+            stops.add(trajectory.stop_reason)
+    assert stops == {StopReason.COMPLETED, StopReason.MAX_TOKENS}
+
+
+def test_a_malformed_call_is_answered_and_one_too_many_ends_the_episode():
+    trajectory = play(MALFORMED, call("look", item="lamp"), MALFORMED)
+    assert trajectory.stop_reason is StopReason.MALFORMED_CALL
+    assert (trajectory.num_turns, trajectory.num_malformed_calls) == (3, 2)
+    answers = results(trajectory)
+    assert answers[0].startswith('{"error": "malformed call: ')
+    assert answers[1] == '{"lamp": "seen "}'
+    assert trajectory.reward == 0.0
+
+
+def test_no_malformed_call_may_be_allowed():
+    limits = LIMITS.model_copy(update={"max_malformed_calls": 0})
+    assert play(MALFORMED, limits=limits).stop_reason is StopReason.MALFORMED_CALL
+
+
+def test_after_an_answered_malformed_call_the_episode_can_still_succeed():
+    trajectory = play(MALFORMED, say("done"))
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
+    assert trajectory.num_malformed_calls == 1
+
+
+# What the model does wrong is shown to it
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (call("dance"), error("unknown tool dance")),
+        (call("get_reward"), error("unknown tool get_reward")),
+        (call("reset"), error("unknown tool reset")),
+        (call("look", thing="lamp"), error("wrong arguments: look takes item, times")),
+        (call("wait", minutes="soon"), None),
+        (call("jam"), error("paper jam")),
+        (call("look", item="lamp", times=500), error("result too long")),
+    ],
+    ids=["unknown", "get_reward", "reset", "wrong name", "wrong type", "raises", "too long"],
+)
+def test_a_call_that_fails_is_answered_with_an_error_and_the_episode_goes_on(message, answer):
+    trajectory = play(message, say("done"))
+    (given,) = results(trajectory)
+    assert given == answer if answer else given.startswith('{"error": "wrong arguments: minutes:')
+    assert given in tokenizer().decode(trajectory.completion_ids)
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
+
+
+def test_calls_of_one_message_are_answered_in_order():
+    message = call("look", item="lamp")
+    message["tool_calls"] += call("jam")["tool_calls"]
+    trajectory = play(message, say("done"))
+    assert results(trajectory) == ['{"lamp": "seen "}', error("paper jam")]
+    assert trajectory.num_turns == 2
+
+
+# What the environment does wrong is a status
+
+
+class NervousUser:
+    def reply(self, message):
+        raise OSError("line dead")
+
+
+class NervousDesk(Desk):
+    user = NervousUser()
+
+
+class CountingUser:
+    def reply(self, message):
+        return 7
+
+
+class CountingDesk(Desk):
+    user = CountingUser()
+
+
+@pytest.mark.parametrize(
+    ("environment", "fails", "text"),
+    [
+        (Desk, "reset", "RuntimeError: no desk"),
+        (Desk, "get_reward", "KeyError: 'ledger'"),
+        (NervousDesk, "user", "OSError: line dead"),
+        (CountingDesk, "user", "TypeError: the user replied int, not text or None"),
+    ],
+)
+def test_an_environment_that_raises_gives_reward_0_and_is_kept(environment, fails, text):
+    broken = make_task("broken", payload=json.dumps({"fails": fails}))
+    tasks = [make_task("first"), broken, make_task("last")]
+    trajectories, _ = play_all([[say("done")]] * 3, environment=environment, tasks=tasks)
+    assert [trajectory.task_id for trajectory in trajectories] == ["first", "broken", "last"]
+    failed = trajectories[1]
+    assert failed.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert (failed.reward, failed.error) == (0.0, text)
+    if environment is Desk:
+        assert [trajectories[0].reward, trajectories[2].reward] == [1.0, 1.0]
+
+
+# Users, tools that end, and TRL's style
+
+
+class Customer:
+    def __init__(self):
+        self.heard = []
+
+    async def reply(self, message):
+        self.heard.append(message)
+        return "the red one" if message.endswith("?") else None
+
+
+class DeskWithCustomer(Desk):
+    def __init__(self):
+        self.user = Customer()
+
+
+def test_a_user_answers_until_there_is_nothing_to_say():
+    trajectory = play(say("which one?"), say("all done"), environment=DeskWithCustomer)
+    assert trajectory.messages[2:] == [
+        say("which one?"),
+        {"role": "user", "content": "the red one"},
+        say("all done"),
+    ]
+    assert "<|im_start|>user\nthe red one" in tokenizer().decode(trajectory.completion_ids)
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 0.5)
+
+
+class ClosingDesk(Desk):
+    def close(self) -> str:
+        """Close the desk, which ends the conversation."""
+        self.done = True
+        return "closed"
+
+    def get_reward(self) -> float:
+        return 1.0 if getattr(self, "done", False) else 0.0
+
+
+def test_a_tool_can_end_the_episode():
+    message = call("close")
+    message["tool_calls"] += call("jam")["tool_calls"]
+    trajectory = play(call("look", item="lamp"), message, environment=ClosingDesk)
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
+    assert results(trajectory) == ['{"lamp": "seen "}', "closed"]  # the jam was not reached
+    assert trajectory.loss_mask[-1]
+
+
+def test_an_environment_written_for_trl_runs_unchanged():
+    assert not hasattr(Desk, "user") and not hasattr(Desk, "done")
+    kept = []
+
+    class Watched(Desk):
+        def __init__(self):
+            kept.append(self)
+
+    trajectory = play(call("wait", minutes=2), say("done"), environment=Watched)
+    assert results(trajectory) == ["2 minutes later"]
+    (environment,) = kept
+    assert set(environment.row) == {"domain", "id", "prompt", "payload"}
+    assert environment.row["prompt"][-1] == {"role": "user", "content": "hello"}
+    assert environment.final_message == "done"
+
+
+def test_every_episode_has_an_environment_of_its_own_and_cannot_alter_the_task():
+    class Vandal(Desk):
+        def reset(self, **row):
+            row["prompt"][-1]["content"] = "changed"
+            assert not hasattr(self, "row")
+            return super().reset(**row)
+
+    task = make_task()
+    trajectories, _ = play_all([[say("done")]] * 2, environment=Vandal, tasks=[task, task])
+    assert task == make_task()
+    assert trajectories[0].prompt_ids == trajectories[1].prompt_ids
+
+
+# Many episodes
+
+
+def test_no_more_than_max_live_episodes_are_open_at_once_and_order_is_kept():
+    limits = LIMITS.model_copy(update={"max_live_episodes": 3})
+    scripts = [[call("look", item="lamp")] * (n % 3) + [say("done")] for n in range(8)]
+    trajectories, sampler = play_all(scripts, limits)
+    assert sampler.most_open == 3
+    assert sampler.num_open == 0
+    assert [trajectory.task_id for trajectory in trajectories] == [f"t{n}" for n in range(8)]
+    assert [trajectory.num_turns for trajectory in trajectories] == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_no_episodes_are_no_trajectories():
+    assert play_all([])[0] == []
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
+    module = import_module(f"pipeline.embedded.{domain}")
+    environments = environment_classes([domain], {})
+    tasks = module.generate_tasks(5, 40, "train", "medium")
+    scripts = {}
+    for number, task in enumerate(tasks):
+        messages, reward = play_expert(environments[domain](), module.expert, task)
+        assert reward == 1.0
+        scripts[number] = [m for m in messages if m["role"] == "assistant"]
+    rollout = Rollout(ScriptedSampler(scripts), chat(), environments, RolloutSettings())
+    trajectories = rollout([Start(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 40
+    assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.COMPLETED}
+    records = [trajectory.record() for trajectory in trajectories]
+    assert [(r.domain, r.task_id, r.branch) for r in records] == [
+        (task.domain, task.id, task.branch) for task in tasks
+    ]
+
+
+def test_the_real_sampler_plays_the_same_episodes_again():
+    module = import_module("pipeline.embedded.retail")
+    tasks = module.generate_tasks(5, 4, "train", "medium")
+    model = tiny_model(tokenizer(), seed=1)
+    sampler = Sampler(model, chat().end_of_turn_id, 1.0, torch.float32)
+    limits = RolloutSettings(max_tokens=120, max_tokens_per_turn=12)
+    rollout = Rollout(sampler, chat(), environment_classes(["retail"], {}), limits)
+    starts = [
+        Start(task=task, trial=trial, key=stream_key(1, *task.key, trial))
+        for task in tasks
+        for trial in range(3)
+    ]
+    first, again = rollout(starts), rollout(starts)
+    assert [t.completion_ids for t in first] == [t.completion_ids for t in again]
+    assert len({tuple(t.completion_ids) for t in first}) == 12
+    assert all(t.num_tokens <= 120 for t in first)

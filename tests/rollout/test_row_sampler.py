@@ -1,0 +1,204 @@
+"""The sampler's batch: rows that come and go, stems that prompts share, weights, looks."""
+
+from random import Random
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from pipeline.rollout.kv_cache import attend
+from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.sequences import common_stems, passes
+from scripts.proofs.grid import small_model
+
+END = 0
+
+
+def sampler_of(model=None, dtype=torch.float32):
+    return Sampler(model or small_model(), END, 1.0, dtype)
+
+
+def prompt_of(number):
+    random = Random(number)
+    return [random.randrange(1, 16) for _ in range(random.randint(1, 9))]
+
+
+def replies_of(number):
+    random = Random(f"reply {number}")
+    return [[random.randrange(16) for _ in range(random.randint(1, 30))] for _ in range(3)]
+
+
+def alone(number):
+    """What a conversation says, turn by turn, when it has the sampler to itself."""
+    sampler = sampler_of()
+    (episode,) = sampler.open([prompt_of(number)], [number])
+    said = []
+    for reply in replies_of(number):
+        said += sampler.sample([episode], [12])
+        sampler.extend(episode, reply)
+    return said
+
+
+def all_close(one, other):
+    return [m.ids for m in one] == [m.ids for m in other] and all(
+        a.logprobs == pytest.approx(b.logprobs, abs=1e-5) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("until", [1, 3, 100])
+def test_rows_come_and_go_without_a_trace_in_what_others_say(until):
+    sampler, waiting, live = sampler_of(), list(range(40)), {}
+    said = {number: [] for number in waiting}
+    while waiting or live:
+        joining = [waiting.pop() for _ in range(min(len(waiting), 10 - len(live)))]
+        if joining:
+            live |= dict(
+                zip(joining, sampler.open([prompt_of(n) for n in joining], joining), strict=True)
+            )
+        messages = sampler.sample(list(live.values()), [12] * len(live), until=until)
+        assert sum(message is not None for message in messages) >= min(until, len(live))
+        for (number, episode), message in zip(list(live.items()), messages, strict=True):
+            if message is not None:
+                said[number].append(message)
+                sampler.extend(episode, replies_of(number)[len(said[number]) - 1])
+            if len(said[number]) == 3:
+                sampler.close(live.pop(number))
+    assert all(all_close(messages, alone(number)) for number, messages in said.items())
+
+
+def test_looking_at_tokens_rarely_as_on_a_gpu_changes_none_of_them():
+    found = []
+    for steps in (1, 8, 5):
+        sampler = sampler_of()
+        sampler.steps_per_look, sampler.shares_rows = steps, steps == 1
+        episodes = sampler.open([prompt_of(n) for n in range(32)], range(32))
+        turns = [sampler.sample(episodes, [3 + n % 20 for n in range(32)])]
+        for number, episode in enumerate(episodes):
+            sampler.extend(episode, replies_of(number)[0])
+        found.append([*turns[0], *sampler.sample(episodes, [11] * 32)])
+    assert all_close(found[0], found[1])
+    assert all_close(found[0], found[2])
+
+
+STEM = [1 + i % 15 for i in range(80)]
+
+
+def test_what_prompts_begin_with_is_computed_once_until_the_weights_change():
+    sampler, fed = sampler_of(), []
+    sampler.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    prompts = [[*STEM, 1, 2, 3], [*STEM, 4, 5], [6, 7]]
+    episodes = sampler.open(prompts, [1, 2, 3])
+    assert fed == [(1, 80), (3, 2)]
+    fed.clear()
+    episodes += sampler.open([[*STEM, 9, 9]], [4])
+    assert fed == [(1, 1)]
+    said = sampler.sample(episodes, [9] * 4)
+    for key, (prompt, message) in enumerate(
+        zip([*prompts, [*STEM, 9, 9]], said, strict=True), start=1
+    ):
+        by_itself = sampler_of()
+        (episode,) = by_itself.open([prompt], [key])
+        assert all_close(by_itself.sample([episode], [9]), [message])
+    for episode in episodes:
+        sampler.close(episode)
+    fed.clear()
+    sampler.load_weights(small_model())
+    sampler.open([[*STEM, 9, 9]], [4])
+    assert fed == [(1, 81)]
+
+
+def test_stems_are_shared_openings_and_not_what_two_domains_happen_to_begin_with():
+    one, two = tuple(range(100)), tuple(range(10)) + tuple(range(200, 290))
+    prompts = [(*one, 1), (*one, 2, 3), (*two, 1), (*two, 1, 5), (7, 8)]
+    assert common_stems(prompts, 64) == [one, (*two, 1)]
+    assert common_stems(prompts, 101) == [(*two, 1)]
+    assert common_stems([(*one, 1)], 64) == []
+
+
+def test_lengths_are_fed_apart_where_that_saves_more_than_a_pass_costs():
+    assert passes([50, 10, 10]) == [(0, 3)]  # 80 tokens of padding
+    assert passes([50, 10, 10, 10, 10]) == [(0, 1), (1, 5)]
+    assert passes([600, 590, 300, 290, 3]) == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_weights_of_equal_type_are_shared_and_others_are_copied_when_told():
+    model = small_model(seed=0)
+    shared, copied = sampler_of(model), sampler_of(model, torch.bfloat16)
+    own = [sampler.model.model.layers[0].mlp.up_proj.weight for sampler in (shared, copied)]
+    trained = model.model.layers[0].mlp.up_proj.weight
+    assert trained.requires_grad and not own[0].requires_grad
+    with torch.no_grad():
+        trained.fill_(0.5)
+    assert own[0].data_ptr() == trained.data_ptr()
+    assert not (own[1] == 0.5).all()
+    other = small_model(seed=1)
+    for sampler in (shared, copied):
+        sampler.load_weights(other)
+    assert own[0].data_ptr() == other.model.layers[0].mlp.up_proj.weight.data_ptr()
+    assert torch.equal(own[1], other.model.layers[0].mlp.up_proj.weight.bfloat16())
+    episode = shared.open([[1, 2, 3]], [1])[0]
+    expected = sampler_of(small_model(seed=1))
+    assert all_close(
+        shared.sample([episode], [9]), expected.sample(expected.open([[1, 2, 3]], [1]), [9])
+    )
+
+
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_heads_that_share_keys_attend_as_if_these_were_repeated(num_queries):
+    query = torch.randn(3, 6, num_queries, 8)
+    key, value = torch.randn(2, 3, 2, 7, 8)
+    mask = torch.zeros(3, 1, num_queries, 7)
+    mask[1, :, :, 4:] = mask[2, :, 0, 1:] = float("-inf")
+    output, _ = attend(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    repeated = (x.repeat_interleave(3, dim=1) for x in (key, value))
+    expected = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
+    assert torch.allclose(output, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_rows_that_wait_and_padding_stay_within_learned_positions():
+    shape = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 40}
+    sampler = sampler_of(GPT2LMHeadModel(GPT2Config(**shape)))
+    episodes = sampler.open([[1] * 34, [2, 3]], range(2))
+    assert [len(m.ids) for m in sampler.sample(episodes, [2, 9], greedy=True)] == [2, 9]
+    for episode, reply in zip(episodes, ([4], [5] * 20), strict=True):
+        sampler.extend(episode, reply)
+    assert [len(m.ids) for m in sampler.sample(episodes, [3, 8], greedy=True)] == [3, 8]
+
+
+def test_the_tokens_that_the_model_is_fed_are_counted():
+    sampler = sampler_of()
+    episodes = sampler.open([[1, 2, 3, 4]] * 3 + [[5, 6]], range(4))
+    assert (sampler.num_tokens, sampler.num_padded_tokens) == (4, 6)
+    sampler.sample(episodes, [1] * 4)
+    assert (sampler.num_tokens, sampler.num_padded_tokens) == (6, 8)  # three share a row
+
+
+def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_replies_part_them():
+    sampler, fed = sampler_of(), []
+    episodes = sampler.open([[1, 2, 3]] * 6, [7, 7, 7, 7, 8, 9])
+    sampler.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    greedy = sampler.sample(episodes, [5] * 6, greedy=True)
+    assert {tuple(message.ids) for message in greedy} == {tuple(greedy[0].ids)}
+    assert len({episode.row for episode in episodes}) == 1
+    assert set(fed) <= {1, 4}  # one row, beside those that fill the batch up
+    for number, episode in enumerate(episodes):
+        sampler.extend(episode, [1, 2 + number // 3])
+    said = sampler.sample(episodes, [5] * 6)
+    assert said[0].ids == said[1].ids == said[2].ids
+    assert episodes[0].row is episodes[1].row is episodes[2].row
+    assert episodes[3].row not in (episodes[0].row, episodes[4].row)  # another reply, another key
+    for episode in episodes[1:]:
+        sampler.close(episode)
+    apart = sampler_of()
+    apart.shares_rows = False
+    others = apart.open([[1, 2, 3]] * 6, [7, 7, 7, 7, 8, 9])
+    assert all_close(apart.sample(others, [5] * 6, greedy=True), greedy)
+    for number, episode in enumerate(others):
+        apart.extend(episode, [1, 2 + number // 3])
+    assert len({episode.row for episode in others}) == 6
+    assert all_close(apart.sample(others, [5] * 6), said)

@@ -1,0 +1,30 @@
+"""The benchmark of the sampler, small: every method plays the cell, and the figures are written."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+pytestmark = pytest.mark.whole_run
+
+
+def test_a_small_cell_is_played_by_every_method(tmp_path):
+    flags = ["--turns", "2", "--group-sizes", "2", "--prompt-tokens", "16", "--repeats", "1"]
+    flags += ["--message-tokens", "3", "--reply-tokens", "2"]
+    flags += ["--json", str(tmp_path / "found.json")]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "sampler.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    cell = "turns-2/G-2/prompt-16"
+    assert set(found["figures"]) == {
+        f"{cell}/tokens_per_s",
+        *(f"{cell}/vs_{name}" for name in ("generate", "batching")),
+        *("sampling_vs_generate", "sampling_vs_batching"),
+    }
+    assert all(figure > 0 for figure in found["figures"].values())
+    assert found["settings"]["repeats"] == 1
+    assert found["machine"]["cores"] >= 1

@@ -1,0 +1,150 @@
+"""A real run fills every tracker with the same rows, and the dashboard shows names that exist."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy import float32
+
+from pipeline.rollout.trajectory import StopReason
+from pipeline.tracking.log import read_records
+from pipeline.tracking.wandb_extras import final_numbers
+from pipeline.tracking.wandb_feed import numbers
+from pipeline.tracking.wandb_parts import parts_of, records
+from tests.support import ROOT
+
+RUN = [
+    *("--num-gpus", "1", "--domains", "airline,retail", "--tasks-per-domain", "8"),
+    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--eval-steps", "1"),
+    *("--warm-start-steps", "1", "--warm-start-batch-size", "2", "--no-drop-dead-groups"),
+    *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"),
+    *("--report-to", "wandb,tensorboard,trackio"),
+]
+
+
+def python(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    mine = {
+        name: os.environ[name] for name in os.environ if not name.startswith(("WANDB", "TRACK"))
+    }
+    environment = {**mine, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two stages with a step each, that reports to all trackers."""
+    place = tmp_path_factory.mktemp("tracked")
+    output = place / "run"
+    done = python(
+        *("pipeline/run.py", *RUN, "--output-dir", output), WANDB_MODE="offline", HOME=str(place)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output
+
+
+def lines_of(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """The step and the numbers of all lines that have any."""
+    lines = [*read_records(folder / "metrics.jsonl"), *read_records(folder / "timings.jsonl")]
+    return [(line["step"], numbers(line)) for line in lines if numbers(line)]
+
+
+def points_of(rows: list[tuple[int, dict[str, float]]]) -> list[tuple[str, int, float]]:
+    """Single numbers in float32, which is what TensorBoard keeps."""
+    return sorted((name, step, float(float32(v))) for step, row in rows for name, v in row.items())
+
+
+def test_wandb_has_the_lines_and_the_results(folder: Path) -> None:
+    (part,) = parts_of(folder / "wandb")
+    rows, summary = [], {}
+    for _, record in records(part.file.read_bytes()):
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            rows.append((record.history.step.num, {name: json.loads(item.value_json)}))
+        for update in record.summary.update:
+            summary[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
+    steps = {number: row["step"] for number, row in rows if "step" in row}
+    found = [(steps[number], row) for number, row in rows if "/" in next(iter(row))]
+    assert points_of(found) == points_of(lines_of(folder))
+    final = final_numbers(json.loads((folder / "results.json").read_text()))
+    assert len(final) > 20
+    assert {name: summary.get(name) for name in final} == final
+    assert summary["trajectories"]["nrows"] > 10
+
+
+def test_tensorboard_has_the_lines(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    found = [(event.step, {name: event.value}) for name in names for event in events.Scalars(name)]
+    assert points_of(found) == points_of(lines_of(folder))
+
+
+def test_trackio_has_the_lines(folder: Path) -> None:
+    (database,) = (folder / "trackio").glob("*.db")
+    rows = sqlite3.connect(database).execute("select step, metrics from metrics").fetchall()
+    assert points_of([(step, json.loads(metrics)) for step, metrics in rows]) == points_of(
+        lines_of(folder)
+    )
+
+
+def view(*domains: str) -> dict[str, Any]:
+    """What the script prints, without a key and without a network."""
+    forbid = "import socket, runpy, sys; socket.getaddrinfo = None; sys.argv = sys.argv[1:]; "
+    code = forbid + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = python("-c", code, "scripts/wandb_dashboard.py", "--print", "--domains", *domains)
+    assert done.returncode == 0, done.stderr
+    section: dict[str, Any] = json.loads(done.stdout)["section"]
+    return section
+
+
+def test_the_dashboard_shows_names_that_a_run_writes(folder: Path) -> None:
+    logged = {name for _, row in lines_of(folder) for name in row}
+    final = final_numbers(json.loads((folder / "results.json").read_text()))
+    shown = view("airline", "retail")
+    panels = [p for s in shown["panelBankConfig"]["sections"] for p in s["panels"]]
+    lines = [p["config"] for p in panels if p["viewType"] == "Run History Line Plot"]
+    bars = [p["config"] for p in panels if p["viewType"] == "Bar Chart"]
+    assert {config["xAxis"] for config in lines} == {"step"}
+    # The last stage's domain has nothing to forget, and the first one's nothing to profit from.
+    never = {
+        *("transfer/domains/backward_transfer/retail", "transfer/domains/forgetting/retail"),
+        *("transfer/domains/forward_transfer/airline", "validation/retail/kl"),
+    }
+    assert {name for config in lines for name in config["metrics"]} - logged - never == set()
+    assert {name for config in bars for name in config["metrics"]} - set(final) - never == set()
+    (stops,) = [c for c in lines if c["metrics"][0].startswith("rollout/stop/")]
+    assert stops["metrics"] == [f"rollout/stop/{reason}" for reason in StopReason]
+
+
+def test_the_dashboard_groups_runs_by_curriculum() -> None:
+    shown = view("airline", "bank")
+    assert [section["name"] for section in shown["panelBankConfig"]["sections"]] == [
+        *("Transfer", "Learning: airline", "Learning: bank", "Rollouts", "Updates"),
+        *("Speed and memory", "Episodes"),
+    ]
+    (runs,) = shown["runSets"]
+    assert runs["grouping"] == [{"section": "run", "name": "group"}]
+    assert runs["runFeed"]["columnOrder"] == [
+        *("run:displayName", "summary:final/airline/success", "summary:final/bank/success")
+    ]
+    assert shown["settings"]["xAxis"] == "step"
+
+
+def test_the_dashboard_needs_a_key_and_an_entity(tmp_path: Path) -> None:
+    script = "scripts/wandb_dashboard.py"
+    done = python(script, "--entity", "somebody", HOME=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (
+        *(2, "", "error: W&B: no API key; run `wandb login`, or set WANDB_API_KEY\n"),
+    )
+    done = python(script)
+    assert (done.returncode, done.stderr) == (
+        *(2, "error: --entity: got none; give the W&B user or team whose project it is\n"),
+    )

@@ -1,0 +1,239 @@
+"""Searches over settings: what is suggested is a setting, and hopeless trials end early."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+from pipeline.config.cli import parse
+from pipeline.config.settings import UserError
+from tests.support import ROOT
+
+SCRIPT = ROOT / "scripts" / "optuna_study.py"
+SWEEP = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text(encoding="utf-8"))
+TINY = [
+    *("--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
+    *("--eval-trials", "1", "--eval-steps", "1", "--eval-steps-tasks", "2", "--max-steps", "2"),
+    *("--warm-start-steps", "1", "--warm-start-batch-size", "2", "--tasks-per-step", "2"),
+    *("--num-generations", "2"),
+]
+BETA = ["--search", "beta=0..1", "--"]
+# A run that writes a validation a step, whose success is its learning rate, until it is told to
+# end, or interrupted from outside where a file says so.
+RUN = """
+import json, os, signal, sys, time
+from pathlib import Path
+def value(name):
+    return sys.argv[sys.argv.index(name) + 1]
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(75)))
+rate, folder = float(value("--learning-rate")), Path(value("--output-dir"))
+assert value("--resume-from-checkpoint") == "auto"
+folder.mkdir(exist_ok=True)
+with (folder / "metrics.jsonl").open("a") as file:
+    for step in (1, 2):
+        found = {"validation/airline/success": rate, "validation/retail/success": rate / 2}
+        print(json.dumps({"kind": "validation", "step": step, **found}), file=file, flush=True)
+if rate < 0.5 and "--patient" in sys.argv:
+    time.sleep(60)
+sys.exit(1 if "--broken" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def optuna_study(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return import_module("scripts.optuna_study")
+
+
+# W&B
+
+
+def parameters() -> dict[str, list[Any]]:
+    """The values of each parameter, or the ends of its range."""
+    return {
+        name: given.get("values") or [given["min"], given["max"]]
+        for name, given in SWEEP["parameters"].items()
+    }
+
+
+def command(values: dict[str, Any]) -> list[str]:
+    """The arguments of the program as W&B's agent makes them of a sweep's command."""
+    expanded = create_sweep_command_args({"args": {k: {"value": v} for k, v in values.items()}})
+    words = create_sweep_command(list(SWEEP["command"]))
+    assert words[:3] == ["${env}", "${interpreter}", "${program}"]
+    return [w for word in words[3:] for w in (expanded["args"] if word == "${args}" else [word])]
+
+
+def test_every_value_of_the_wandb_sweep_is_taken_by_the_command_line() -> None:
+    assert SWEEP["program"] == "pipeline/run.py"
+    assert len(parameters()) == 5
+    first = {name: values[0] for name, values in parameters().items()}
+    for name, values in parameters().items():
+        for value in values:
+            assert not isinstance(value, bool)  # a switch takes no value
+            config = parse(command({**first, name: value}))
+            assert getattr(config.grpo, name.replace("-", "_"), None) == value or (
+                getattr(config.rollout, name.replace("-", "_")) == value
+            )
+    assert config.curriculum.curriculum == "mixed"
+    assert config.data.eval_split == "validation"
+
+
+# Ranges
+
+
+def test_ranges_and_choices_are_read(optuna_study: Any) -> None:
+    words = ["learning_rate=1e-4..1e-3:log", "tasks_per_step=8..32", "loss_type=dapo,grpo"]
+    rate, tasks, loss = optuna_study.parse_search(words)
+    assert (rate.low, rate.high, rate.is_log, rate.is_whole) == (1e-4, 1e-3, True, False)
+    assert (tasks.low, tasks.high, tasks.is_log, tasks.is_whole) == (8.0, 32.0, False, True)
+    assert tasks.ends() == ("8", "32")
+    assert loss.choices == ("dapo", "grpo")
+    assert not optuna_study.parse_search(["replay=0..1"])[0].is_whole
+
+
+@pytest.mark.parametrize(
+    ("word", "refusal"),
+    [
+        ("learning_rat=0..1", "--search: got 'learning_rat'; did you mean learning_rate?"),
+        ("xyz=0..1", "--search: got 'xyz'; name settings of the recipe"),
+        ("beta", "--search: got 'beta'; write beta=LOW..HIGH[:log] or A,B"),
+        ("beta=0..x", "--search: got 'beta=0..x'; write beta=LOW..HIGH[:log] or A,B"),
+        ("beta=1..0", "--search: got 'beta=1..0'; give LOW below HIGH, and above 0 with :log"),
+        ("beta=0..1:log", "--search: got 'beta=0..1:log'; give LOW below HIGH, and above 0 with"),
+    ],
+)
+def test_what_is_no_setting_or_no_range_is_refused(
+    optuna_study: Any, word: str, refusal: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        optuna_study.parse_search([word])
+    assert str(refused.value).startswith(refusal)
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--search", "replay=0..1.5"], "error: --replay: got 1.5; give a number"),
+        ([*BETA, "--max-steps", "9", "--eval-steps", "0"], "error: eval_steps: got 0 of 9 steps"),
+        ([*BETA, "--max-steps", "9", "--eval-steps", "10"], "error: eval_steps: got 10 of 9"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_any(
+    optuna_study: Any, words: list[str], refusal: str, capsys: Any
+) -> None:
+    assert optuna_study.main(words) == 2
+    assert capsys.readouterr().err.startswith(refusal)
+
+
+# Trials
+
+
+def study(optuna_study: Any, folder: Path, *flags: str, startup: int = 1) -> Any:
+    """A study of the learning rate with runs that only pretend, kept in the folder."""
+    words = ["--search", "learning_rate=0..1", "--output-dir", str(folder)]
+    options = optuna_study.parser().parse_args([*words, "--startup-trials", str(startup)])
+    searches = optuna_study.parse_search(options.search)
+    made = optuna_study.Study(optuna_study._open(options), folder, searches, flags)
+    made.command = (sys.executable, "-c", RUN)
+    return made
+
+
+def states(made: Any) -> list[str]:
+    return [trial.state.name for trial in made.study.get_trials()]
+
+
+def test_a_trial_that_does_worse_than_the_median_is_told_to_end_and_saves(
+    optuna_study: Any, tmp_path: Path
+) -> None:
+    made = study(optuna_study, tmp_path, "--patient")
+    for rate in (0.8, 0.1, 0.9):
+        made.study.enqueue_trial({"learning_rate": rate})
+    made.run(3)
+    assert states(made) == ["COMPLETE", "PRUNED", "COMPLETE"]
+    assert (tmp_path / "trial-0001.log").read_text() == "saved\n"
+    assert made.study.best_trial.value == pytest.approx(0.9 * 0.75)
+    assert made.study.get_trials()[1].intermediate_values == {1: pytest.approx(0.1 * 0.75)}
+
+
+def test_a_study_goes_on_in_its_storage_up_to_its_number_of_trials(
+    optuna_study: Any, tmp_path: Path
+) -> None:
+    study(optuna_study, tmp_path).run(2)
+    made = study(optuna_study, tmp_path)
+    made.run(3)
+    made.run(3)
+    assert states(made) == ["COMPLETE"] * 3
+    assert len({trial.params["learning_rate"] for trial in made.study.get_trials()}) == 3
+
+
+def test_a_run_that_fails_is_told_and_does_not_end_the_study(
+    optuna_study: Any, tmp_path: Path, capsys: Any
+) -> None:
+    made = study(optuna_study, tmp_path, "--broken")
+    made.run(2)
+    assert states(made) == ["FAIL", "FAIL"]
+    told = capsys.readouterr().out
+    assert told.startswith(f"trial-0000: failed with exit code 1, see {tmp_path}/trial-0000.log")
+    assert optuna_study._tell_best(made.study, made.searches) == 1
+
+
+def test_an_interrupted_trial_is_run_again_in_its_folder(optuna_study: Any, tmp_path: Path) -> None:
+    made = study(optuna_study, tmp_path, "--patient", startup=9)
+    made.study.enqueue_trial({"learning_rate": 0.1})
+    with pytest.MonkeyPatch().context() as patched:
+        patched.setattr("optuna.trial.Trial.report", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            made.run(1)
+    assert states(made) == ["FAIL", "WAITING"]
+    assert (tmp_path / "trial-0000.log").read_text() == "saved\n"
+
+    again = study(optuna_study, tmp_path)
+    again.run(1)
+    assert states(again) == ["FAIL", "COMPLETE"]
+    trial = again.study.get_trials()[1]
+    assert (trial.params, trial.user_attrs["folder"]) == ({"learning_rate": 0.1}, "trial-0000")
+    assert not (tmp_path / "trial-0001").exists()
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_trial_of_a_killed_process_is_run_again(optuna_study: Any, tmp_path: Path) -> None:
+    """On this machine; one of another machine may be alive."""
+    made = study(optuna_study, tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name, host in (("mine", optuna_study.socket.gethostname()), ("other", "elsewhere")):
+        trial = made.study.ask()
+        trial.suggest_float("learning_rate", 0, 1)
+        trial.set_user_attr("folder", name)
+        trial.set_user_attr("process", f"{host}:{ended.pid}")
+    made.run(1)
+    assert states(made) == ["FAIL", "RUNNING", "COMPLETE"]
+    assert (tmp_path / "mine" / "metrics.jsonl").is_file()
+
+
+def test_a_study_of_real_runs_finds_the_best(tmp_path: Path) -> None:
+    words = ["--search", "learning_rate=1e-4..1e-3:log", "num_generations=2,3", "--trials", "1"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words, "--output-dir", str(tmp_path), "--", *TINY],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, best = done.stdout.splitlines()
+    assert first.startswith("trial-0000: success 0.")
+    assert best.startswith("best: trial-0000, success 0.")
+    assert "--learning-rate 0.000" in best and "--num-generations " in best
+    lines = (tmp_path / "trial-0000" / "metrics.jsonl").read_text().splitlines()
+    found = [record["step"] for record in map(json.loads, lines) if record["kind"] == "validation"]
+    assert found[-2:] == [1, 2]

@@ -1,0 +1,61 @@
+"""Small runs of the benchmarks that kill runs and put faults into them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.proofs import faults
+from tests.support import ROOT
+
+PROOFS = ROOT / "scripts" / "proofs"
+pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
+
+
+def run(script: str, *flags: str, folder: Path) -> tuple[str, dict[str, float]]:
+    figures = folder / "figures.json"
+    done = subprocess.run(
+        [sys.executable, str(PROOFS / script), *flags, "--json", str(figures)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, float] = json.loads(figures.read_text())["figures"]
+    return done.stdout, found
+
+
+def test_a_run_that_is_killed_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    _, figures = run("chaos.py", "--kills", "1", "--warm-start-steps", "20", folder=tmp_path)
+    assert figures["kills survived"] == 1
+    assert figures["runs brought to their end"] >= 1
+
+
+def test_a_rank_that_is_killed_is_named_and_nan_in_what_it_sampled_skips_one_step(
+    tmp_path: Path,
+) -> None:
+    flags = ["--phases", "sample", "--kinds", "kill", "NaN", "--ranks", "1", "--slack", "90"]
+    said, figures = run("faults.py", *flags, folder=tmp_path)
+    assert (figures["faults"], figures["not told rightly"]) == (2, 0)
+    assert said.count("in sample airline step 1") == 1
+    assert said.count("one step skipped, its batch kept") == 1
+    assert said.endswith("2 of 2 right\n")
+
+
+def test_what_is_told_late_is_played_again_and_what_is_told_wrongly_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late, wrong = faults.Found(wrong="too late", is_late=True), faults.Found(wrong="nobody named")
+    answers = iter([late, late, faults.Found(took_s=1.0), wrong, late, late, late])
+    monkeypatch.setattr(faults, "prepare", lambda *_: [])
+    monkeypatch.setattr(faults, "play", lambda *_: next(answers))
+    flags = ["--phases", "sample", "--kinds", "kill", "exit", "hang", "--ranks", "1"]
+    assert faults.main(flags) == 1
+    assert list(answers) == []
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert said[0] == "wrong: 2/3 exit sample rank 1"
+    assert said[1:] == ["wrong: 3/3 hang sample rank 1", "1 of 3 right"]

@@ -1,0 +1,142 @@
+"""Sweeps: a grid becomes runs, runs share a warm start, and what is finished is not run again."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.config.settings import UserError
+from scripts import sweep
+from tests.end_to_end.test_train import SHORT, results
+from tests.support import ROOT
+
+pytestmark = pytest.mark.whole_run
+
+
+def test_a_grid_is_every_combination_and_mixed_training():
+    grid = sweep.parse_grid(["beta=0,0.05", "replay=0,0.1"])
+    assert sweep.expand(grid) == [
+        {"beta": "0", "replay": "0"},
+        {"beta": "0", "replay": "0.1"},
+        {"beta": "0.05", "replay": "0"},
+        {"beta": "0.05", "replay": "0.1"},
+        sweep.MIXED,
+    ]
+    own = sweep.parse_grid(["curriculum=sequential,mixed"])
+    assert len(sweep.expand(own)) == 2
+
+
+def test_lists_and_mappings_are_single_values():
+    assert sweep.split_values("0,0.1") == ["0", "0.1"]
+    assert sweep.split_values("[airline,retail],[retail,airline]") == [
+        *("airline,retail", "retail,airline"),
+    ]
+    assert sweep.split_values("{a: 1, b: 2},{}") == ["{a: 1, b: 2}", "{}"]
+
+
+def test_flags_are_those_of_the_command_line():
+    assert sweep.flags_of({"learning_rate": "1e-4", "warm_start_steps": "3"}) == [
+        *("--learning-rate", "1e-4", "--warm-start-steps", "3"),
+    ]
+    assert sweep.flags_of({"sync_ref_model": "true", "use_peft": "false"}) == [
+        *("--sync-ref-model", "--no-peft"),
+    ]
+    assert sweep.label({"replay": "0.1", "order": "retail,airline"}) == (
+        "replay=0.1-order=retail_airline"
+    )
+    assert sweep.label(sweep.MIXED) == "mixed"
+    assert sweep.label({"curriculum": "mixed", "beta": "0.05"}) == "mixed-beta=0.05"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("beat=0", "--grid: got 'beat'; did you mean beta?"),
+        ("beta", "--grid: got 'beta'; write beta=A,B"),
+        ("seed=1,2", "--grid: got 'seed', which the sweep sets; see its own flags"),
+    ],
+)
+def test_what_is_no_setting_is_refused_by_name(word, message):
+    with pytest.raises(UserError) as refusal:
+        sweep.parse_grid([word])
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--grid", "sync_ref_model=ture"], "sync_ref_model: got 'ture'; give true or false"),
+        (["--grid", "replay=0,0"], "--grid: got replay=0 twice; name each configuration and seed"),
+        (["--seeds", "1", "1"], "--seeds: got 1 twice; name each configuration and seed once"),
+        (["--grid", "beta=0", "beta=1"], "--grid: got beta twice; give all its values at once"),
+        (["--", "--seed", "3"], "--seed: the sweep gives it to its runs; see its own flags"),
+        (["--", "--replay", "9"], "--replay: got 9; give a number at least 0 and below 1"),
+    ],
+)
+def test_what_would_run_something_else_is_refused(words, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
+    assert sweep.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_sweep(*arguments, cwd, code=0):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "sweep.py"), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_value_that_no_run_would_take_is_refused_before_any_run(tmp_path):
+    done = run_sweep("--grid", "replay=0,2", cwd=tmp_path, code=2)
+    assert done.stderr.startswith("error: --replay: got 2; give a number")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path):
+    words = ["--grid", "replay=0,0.5", "--side-by-side", "2", "--output-dir", "sweep", "--"]
+    words += [*SHORT, "--max-steps", "3"]
+    done = run_sweep(*words, cwd=tmp_path)
+    names = ["replay=0-seed-1", "replay=0.5-seed-1", "mixed-seed-1"]
+    said = [f"{name}: done" for name in ["warm-starts/seed-1", *names]]
+    assert sorted(done.stdout.splitlines()[:4]) == sorted(said)
+    starts = []
+    for name in names:
+        found = results(tmp_path / "sweep" / name)
+        assert found["evaluations"][0]["after"] == "start"  # each begins with the shared policy
+        starts.append(json.dumps(found["evaluations"][0]["success"], sort_keys=True))
+    warm = results(tmp_path / "sweep" / "warm-starts" / "seed-1")["evaluations"][1]
+    assert set(starts) == {json.dumps(warm["success"], sort_keys=True)}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("sweep/*/metrics.jsonl")}
+    again = run_sweep(*words, cwd=tmp_path)
+    assert len(before) == 3
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert ": done" not in again.stdout
+    other = run_sweep(*words, "--replay", "0.2", cwd=tmp_path, code=1)
+    assert "seed-1: done before, with other flags; give another --output-dir" in other.stdout
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path):
+    # so many tasks are not generated, which a run finds out when it makes them
+    words = ["--grid", "eval_steps_tasks=2,100001", "--output-dir", "sweep", "--", *SHORT]
+    done = run_sweep(*words, "--max-steps", "2", cwd=tmp_path, code=1)
+    assert "eval_steps_tasks=100001-seed-1: failed with exit code 2, see " in done.stdout
+    assert "eval_steps_tasks=2-seed-1: done" in done.stdout
+
+
+def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "num_gpus", lambda: 8)
+    places = [sweep.Sweep(tmp_path, 2, 4)._place(slot) for slot in range(4)]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0,1", "2,3", "4,5", "6,7"]
+    monkeypatch.setattr(sweep, "num_gpus", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")  # the others are somebody else's
+    places = [sweep.Sweep(tmp_path, 1, 2)._place(slot) for slot in range(2)]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4", "5"]

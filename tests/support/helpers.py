@@ -1,0 +1,144 @@
+"""What several test modules share: small real models, an environment, a scripted policy, real
+ranks.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pipeline.chat.template import Chat
+from pipeline.data.tasks import Message, Task
+from pipeline.models.tiny import tiny_tokenizer
+from pipeline.rollout.sequences import Sampled
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@cache
+def chat() -> Chat:
+    return Chat(tokenizer())
+
+
+def make_task(name: str = "t1", request: str = "hello", **fields: Any) -> Task:
+    prompt = ({"role": "system", "content": "desk"}, {"role": "user", "content": request})
+    return Task(**{"domain": "desk", "id": name, "prompt": prompt, "payload": "{}", **fields})
+
+
+def call(name: str, **arguments: Any) -> Message:
+    """An assistant message that calls a tool."""
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+
+
+def say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+class Desk:
+    """An environment in TRL's style: tools, `reset`, `get_reward`, and nothing else.
+
+    Its payload may name what fails. The reward is the share of the final message's words that are
+    "done".
+    """
+
+    def reset(self, **row: Any) -> str | None:
+        self.row = row
+        self._payload = json.loads(row["payload"])
+        self.final_message = ""
+        if self._payload.get("fails") == "reset":
+            raise RuntimeError("no desk")
+        addition: str | None = self._payload.get("addition")
+        return addition
+
+    def look(self, item: str, times: int = 1) -> dict[str, str]:
+        """Look an item up.
+
+        Args:
+            item: Name of the item.
+            times: How often.
+        """
+        return {item: "seen " * times}
+
+    async def wait(self, minutes: int) -> str:
+        """Wait for a while.
+
+        Args:
+            minutes: How long.
+        """
+        await asyncio.sleep(0)
+        return f"{minutes} minutes later"
+
+    def jam(self) -> str:
+        """Jam the printer."""
+        raise RuntimeError("paper jam")
+
+    def get_reward(self) -> float:
+        if self._payload.get("fails") == "get_reward":
+            raise KeyError("ledger")
+        words = self.final_message.lower().rstrip(".").split()
+        return words.count("done") / max(1, len(words))
+
+
+class ScriptedSampler:
+    """A policy that says given messages: the Sampler's five calls without a model.
+
+    `scripts` holds, for each key, the messages of its turns. `contexts` keeps, for each key, every
+    token that the conversation held, and `most_open` how many conversations were open at once.
+    """
+
+    def __init__(self, scripts: Mapping[int, Sequence[Message]]) -> None:
+        self.scripts = {key: list(messages) for key, messages in scripts.items()}
+        self.contexts: dict[int, list[int]] = {}
+        self.limits: list[int] = []
+        self.num_open = self.most_open = 0
+
+    def load_weights(self, model: Any) -> None:
+        pass
+
+    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
+        self.num_open += len(keys)
+        self.most_open = max(self.most_open, self.num_open)
+        self.contexts |= {key: list(ids) for key, ids in zip(keys, prompts, strict=True)}
+        return list(keys)
+
+    def extend(self, episode: int, ids: list[int]) -> None:
+        self.contexts[episode] += ids
+
+    def close(self, episode: int) -> None:
+        self.num_open -= 1
+
+    def sample(
+        self,
+        episodes: Sequence[int],
+        max_tokens: Sequence[int],
+        greedy: bool = False,
+        until: int | None = None,
+    ) -> list[Sampled | None]:
+        """The first `until` conversations, in their order, complete their messages."""
+        self.limits += max_tokens
+        said = [self._say(*pair) for pair in list(zip(episodes, max_tokens, strict=True))[:until]]
+        return said + [None] * (len(episodes) - len(said))
+
+    def _say(self, key: int, room: int) -> Sampled:
+        ids = chat().message_ids(self.scripts[key].pop(0))
+        self.contexts[key] += ids[:room]
+        logprobs = [-0.5 - position / 100 for position in range(len(ids))]
+        return Sampled(ids=ids[:room], logprobs=logprobs[:room], finished=len(ids) <= room)
+
+
+def start_unwatched(config: Any) -> Any:
+    """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
+    from pipeline import session
+    from pipeline.distributed.watchdog import Watchdog
+
+    accelerator, ranks = session.connect(config)
+    return session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))

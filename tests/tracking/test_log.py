@@ -1,0 +1,382 @@
+"""The files hold what was measured, and the trackers the same numbers under the same names."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.settings import Config, UserError
+from pipeline.tracking.log import RunLog, StageProgress, read_records
+from tests.support import ROOT
+
+TRAIN = {
+    "kind": "train",
+    "stage": "airline",
+    "step": 1,
+    "train/loss": 0.125,
+    "train/grad_norm": 0.75,
+    "rollout/episodes": 192,
+    "rollout/stop/completed": 0.96875,
+    "reward/airline": 0.5,
+    "reward/mean": 0.5,
+}
+START = {"kind": "eval", "stage": "start", "after": "start", "step": 0, "eval/retail/success": 0.0}
+WARM = {
+    "kind": "eval",
+    "stage": "warm_start",
+    "after": "warm_start",
+    "step": 0,
+    "eval/retail/success": 0.375,
+}
+VALIDATION = {
+    "kind": "validation",
+    "stage": "airline",
+    "step": 1,
+    "validation/airline/success": 0.625,
+}
+AFTER = {
+    "kind": "eval",
+    "stage": "airline",
+    "after": "airline",
+    "step": 1,
+    "eval/retail/success": 0.4375,
+}
+TIMES = {"kind": "train", "stage": "airline", "step": 1, "perf/step_s": 1.5, "cores": 2}
+ALL = [START, WARM, TRAIN, VALIDATION, AFTER]
+
+
+def config(*report_to: str, **tracking: object) -> Config:
+    return Config.model_validate({"tracking": {"report_to": list(report_to), **tracking}})
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in read_records(path)]
+
+
+def without_time(path: Path) -> list[dict]:
+    return [
+        {name: record[name] for name in record if name != "time"} for record in read_records(path)
+    ]
+
+
+def test_each_record_is_one_line_of_valid_json(tmp_path):
+    with RunLog(tmp_path / "run", config(), is_main=True) as log:
+        log.metrics(TRAIN)
+        log.timings(TIMES)
+        assert read_records(tmp_path / "run/metrics.jsonl") == [TRAIN], "flushed at once"
+        log.metrics({**TRAIN, "step": 2})
+    assert read_records(tmp_path / "run/metrics.jsonl") == [TRAIN, {**TRAIN, "step": 2}]
+    assert without_time(tmp_path / "run/timings.jsonl") == [TIMES]
+
+
+def test_lines_of_timings_that_say_the_same_can_be_told_apart(tmp_path):
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        log.timings(TIMES)
+        log.timings(TIMES)
+    first, second = read_records(tmp_path / "timings.jsonl")
+    assert 0 < first["time"] < second["time"]
+
+
+def test_what_json_does_not_know_becomes_null(tmp_path):
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        log.metrics({"step": 1, "a": math.nan, "b": [math.inf, 1.0], "c": {"d": -math.inf}})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "a": null, "b": [null, 1.0], "c": {"d": null}}\n'
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    with RunLog(tmp_path / "run", config("wandb", "tensorboard"), is_main=False) as log:
+        log.metrics(TRAIN)
+        log.timings(TIMES)
+        log.sync()
+        assert log.sizes() == {}
+        assert log.tracker_run_id is None
+    with StageProgress("airline", 10, is_main=False) as progress:
+        for _ in range(10):
+            progress.step(TRAIN)
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_missing_tracker_is_the_users_mistake_on_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for is_main in (True, False):
+        with pytest.raises(UserError, match="report_to: got tensorboard, which is not installed"):
+            RunLog(tmp_path / "run", config("tensorboard"), is_main=is_main)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_drops_what_it_will_write_again(tmp_path, capsys):
+    metrics, timings = tmp_path / "metrics.jsonl", tmp_path / "timings.jsonl"
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        log.metrics(START)
+        log.metrics(TRAIN)
+        log.timings(TIMES)
+        sizes = log.sizes()
+        assert sizes == {name.name: len(name.read_bytes()) for name in (metrics, timings)}
+        log.metrics({**TRAIN, "step": 2})
+        log.timings({**TIMES, "step": 2})
+    undisturbed = metrics.read_bytes()
+    with metrics.open("a") as file:
+        file.write('{"kind": "train", "st')
+    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+        assert read_records(metrics) == [START, TRAIN], "cut at once"
+        assert steps(timings) == [1]
+        log.metrics({**TRAIN, "step": 2})
+        log.timings({**TIMES, "step": 2})
+    assert metrics.read_bytes() == undisturbed
+    assert steps(timings) == [1, 2]
+    assert capsys.readouterr().err == ""
+
+
+def test_sizes_are_those_of_lines_that_reach_the_disk(tmp_path, monkeypatch):
+    synced = []
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        log.metrics(TRAIN)
+        monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+        assert log.sizes()["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+    assert synced == [
+        (tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "timings.jsonl")
+    ]
+
+
+def test_a_fresh_run_starts_with_empty_files(tmp_path):
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        (tmp_path / name).write_text('{"step": 1}\n{"st')
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        assert log.sizes() == {"metrics.jsonl": 0, "timings.jsonl": 0}
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert (tmp_path / "timings.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "kept"),
+    [
+        ('{"step": 1}\n{"st', 40, '{"step": 1}\n'),  # the disk lost its end
+        ('{"step": 1}\n{"step": 2}\n', 15, '{"step": 1}\n'),  # not what the checkpoint saw
+        ("", 12, ""),
+    ],
+)
+def test_a_file_that_lost_lines_is_named_and_its_whole_lines_are_kept(
+    tmp_path, capsys, text, size, kept
+):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    sizes = {"metrics.jsonl": size, "timings.jsonl": 0}
+    with RunLog(tmp_path, config(), is_main=True, sizes=sizes):
+        pass
+    assert (tmp_path / "metrics.jsonl").read_text() == kept
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path / 'metrics.jsonl'}: the checkpoint was written when it had {size} "
+        f"bytes, and only {len(kept)} of these are there in whole lines; what is missing stays "
+        "missing\n"
+    )
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from pipeline.config.settings import Config
+from pipeline.tracking.log import RunLog
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+nothing = Config.model_validate({"tracking": {"report_to": []}})
+with RunLog(Path(sys.argv[1]), nothing, is_main=True) as log:
+    log.metrics({"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+    try:
+        log.metrics({"step": 2})
+    except OSError as error:
+        print(error.filename)
+    print(log.sizes()["metrics.jsonl"])
+"""
+
+
+def test_a_disk_without_room_for_a_line_raises_and_leaves_no_part_of_it(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path / 'metrics.jsonl'}\n12\n"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.fixture
+def points():
+    """The points that TensorBoard shows of a run folder, by name."""
+    from accelerate import PartialState
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    PartialState(cpu=True)
+
+    def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        events = EventAccumulator(str(folder / "tensorboard"))
+        events.Reload()
+        return {
+            name: [(event.step, event.value) for event in events.Scalars(name)]
+            for name in events.Tags()["scalars"]
+        }
+
+    return points
+
+
+def test_tensorboard_gets_the_numbers_of_the_files(tmp_path, points):
+    with RunLog(tmp_path / "run", config("tensorboard"), is_main=True) as log:
+        for record in [*ALL, {**TRAIN, "step": 2}]:
+            log.metrics(record)
+        log.timings(TIMES)
+    found = points(tmp_path / "run")
+    assert found["reward/airline"] == [(1, 0.5), (2, 0.5)]
+    assert found["eval/retail/success"] == [(0, 0.0), (0, 0.375), (1, 0.4375)]
+    assert found["perf/step_s"] == [(1, 1.5)]
+    assert set(found) == {name for record in [*ALL, TIMES] for name in record if "/" in name}
+
+
+def test_tensorboard_shows_each_line_once_after_a_resume(tmp_path, points):
+    with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
+        log.metrics(START)
+        log.metrics(TRAIN)
+        log.timings(TIMES)
+        sizes = log.sizes()
+        log.metrics(AFTER)  # of the step that the checkpoint is of
+        log.metrics({**TRAIN, "step": 2, "train/loss": 9.0})
+    with RunLog(tmp_path, config("tensorboard"), is_main=True, sizes=sizes) as log:
+        log.metrics(AFTER)
+        log.metrics({**TRAIN, "step": 2})
+    found = points(tmp_path)
+    assert found["train/loss"] == [(1, 0.125), (2, 0.125)]
+    assert found["eval/retail/success"] == [(0, 0.0), (1, 0.4375)]
+    assert found["perf/step_s"] == [(1, 1.5)]
+
+
+def test_tensorboard_forgets_an_attempt_that_left_no_checkpoint(tmp_path, points):
+    for loss in (9.0, 0.125):
+        with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
+            log.metrics({**TRAIN, "train/loss": loss})
+    assert points(tmp_path)["train/loss"] == [(1, 0.125)]
+
+
+TRACKIO = """
+import json, socket, sqlite3, sys
+from pathlib import Path
+
+asked = []
+socket.getaddrinfo = lambda *name, **how: asked.append(name) or []
+from accelerate import PartialState
+from pipeline.config.settings import Config
+from pipeline.tracking.log import RunLog
+
+PartialState(cpu=True)
+folder, lines = Path(sys.argv[1]), json.loads(sys.argv[2])
+settings = Config.model_validate({"tracking": {"report_to": ["trackio"], "project": "a shop"}})
+with RunLog(folder, settings, is_main=True) as log:
+    log.metrics(lines[0])
+    log.timings(lines[1])
+    sizes = log.sizes()
+    log.metrics({**lines[2], "train/loss": 9.0})
+with RunLog(folder, settings, is_main=True, sizes=sizes) as log:
+    log.metrics(lines[2])
+database = sqlite3.connect(folder / "trackio" / "ashop.db")
+rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+((config,),) = database.execute("select config from configs").fetchall()
+rows = [(name, step, json.loads(metrics)) for name, step, metrics in rows]
+print(json.dumps([rows, json.loads(config), asked]))
+"""
+
+
+def trackio(folder: Path, *lines: dict, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A run, and the same resumed, in a process of its own: trackio has one folder for each."""
+    mine = {name: value for name, value in os.environ.items() if "TRACKIO" not in name}
+    command = [sys.executable, "-c", TRACKIO, str(folder), json.dumps(lines)]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**mine, **variables}
+    )
+
+
+def test_trackio_gets_each_line_once_after_a_resume_and_stays_in_the_run_folder(tmp_path):
+    token = "hf_" + "a" * 34  # whose user it would ask the Hub for
+    second = {**TRAIN, "step": 2}
+    done = trackio(tmp_path / "a run", TRAIN, TIMES, second, HF_TOKEN=token, HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows, settings, asked = json.loads(done.stdout)  # trackio itself prints nothing
+    assert rows == [
+        ["a run", 1, {name: TRAIN[name] for name in TRAIN if "/" in name}],
+        ["a run", 1, {"perf/step_s": 1.5}],
+        ["a run", 2, {name: TRAIN[name] for name in TRAIN if "/" in name}],
+    ]
+    assert settings["grpo"]["learning_rate"] == 3e-4
+    assert settings["_Group"] == "sequential airline-retail-telecom"
+    assert asked == [], "no network"
+    shown = f"TRACKIO_DIR='{tmp_path}/a run/trackio' trackio show --project 'a shop'"
+    assert done.stderr.splitlines() == [f"trackio: {shown}"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a run"]
+
+
+def test_trackio_that_is_told_to_send_elsewhere_is_the_users_mistake(tmp_path):
+    done = trackio(tmp_path / "run", TRAIN, TIMES, TRAIN, TRACKIO_SPACE_ID="somebody/space")
+    assert "UserError: report_to: trackio stays in the run folder, but TRACKIO_SPACE_ID is set" in (
+        done.stderr
+    )
+
+
+def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, points, capsys, monkeypatch):
+    from accelerate.tracking import TensorBoardTracker
+
+    def full(*values: object, **settings: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
+        log.metrics(TRAIN)
+        monkeypatch.setattr(TensorBoardTracker, "log", full)
+        for step in (2, 3):
+            log.metrics({**TRAIN, "step": step})
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert capsys.readouterr().err == (
+        "warning: TensorBoard: OSError: [Errno 28] No space left on device; the run goes on, the "
+        "files are whole\n"
+    )
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
+    with StageProgress("airline", 25, is_main=True, done=5) as progress:
+        for step in range(6, 26):
+            progress.step({**TRAIN, "step": step, "reward/retail": 0.25})
+    lines = [line.rsplit("  ", 1) for line in capsys.readouterr().err.splitlines()]
+    assert [text for text, *_ in lines] == [
+        "airline 10/25  reward airline 0.50 retail 0.25",
+        "airline 20/25  reward airline 0.50 retail 0.25",
+        "airline 25/25  reward airline 0.50 retail 0.25",
+    ]
+    assert lines[0][1].endswith(" s")
+
+
+def test_progress_of_many_steps_without_rewards_stays_short(capsys):
+    with StageProgress("warm start", 440, is_main=True) as progress:
+        for _ in range(440):
+            progress.step({})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("warm start 44/440  ")
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with StageProgress("airline", 3, is_main=True) as progress:
+        for _ in range(3):
+            progress.step(TRAIN)
+    text = capsys.readouterr().err
+    assert "3/3" in text
+    assert "reward airline 0.50" in text
+
+
+def test_importing_it_needs_no_torch_and_no_tracker():
+    code = (
+        "import sys, pipeline.tracking.log, pipeline.report.write, pipeline.tracking.wandb_sync; "
+        "print([m for m in ('torch', 'wandb', 'accelerate', 'matplotlib', 'trackio') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
