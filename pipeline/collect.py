@@ -13,16 +13,18 @@ from pathlib import Path
 from statistics import fmean
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.manifest import prune, sync, write_text
+from pipeline.checkpoints.manifest import prune
 from pipeline.checkpoints.run_folder import check_still_there
-from pipeline.config.settings import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
 from pipeline.data.curriculum import Stage, describe
-from pipeline.distributed.ranks import whole_state
+from pipeline.distributed.gradients import whole_state
+from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, UserError
 from pipeline.evaluation import error_rates as error_shares
+from pipeline.evaluation.baselines import floors
 from pipeline.evaluation.error_rates import ErrorShares
-from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, floors, success
+from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, success
 from pipeline.evaluation.transfer import summary
 from pipeline.files.afterwards import may_fail
+from pipeline.files.durable import sync, write_text
 from pipeline.files.untrusted import reason_of
 from pipeline.report import write as report
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory

@@ -12,17 +12,13 @@ import torch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.manifest import problem
-from pipeline.config.settings import UserError
 from pipeline.data.curriculum import Stage
+from pipeline.errors import UserError
+from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import (
-    TokenLogprobs,
-    load_folder,
-    load_model,
-    refuse_mixed_up_sequences,
-)
+from pipeline.models.loading import load_folder, load_model
 from pipeline.session import Run
 
 

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from pipeline.config.settings import STARTED_BY_US, Config, CtrlC, MachineError, UserError
+from pipeline.config.settings import Config
+from pipeline.errors import STARTED_BY_US, CtrlC, MachineError, UserError
 from pipeline.files.untrusted import printable
 
 # A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if

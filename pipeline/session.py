@@ -20,26 +20,22 @@ from transformers.utils import logging as transformers_logging
 from pipeline.chat.template import Chat
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
-from pipeline.checkpoints.manifest import write_text
 from pipeline.checkpoints.run_folder import Opened, begin, open_folder
 from pipeline.config import variables
-from pipeline.config.settings import Config, RolloutSettings, UserError
+from pipeline.config.settings import Config, RolloutSettings
 from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.distributed.ranks import Ranks, meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
+from pipeline.errors import UserError
 from pipeline.evaluation.error_rates import ErrorShares
+from pipeline.files.durable import write_text
 from pipeline.files.untrusted import shown
 from pipeline.grpo.updater import Updater
 from pipeline.models import lora
-from pipeline.models.loading import (
-    load_folder,
-    load_model,
-    on_gpu,
-    refuse_changed_logits,
-    uses_bf16,
-)
+from pipeline.models.capabilities import refuse_changed_logits, why_generate
+from pipeline.models.loading import load_folder, load_model, on_gpu, uses_bf16
 from pipeline.models.rotary import fix_rotary
-from pipeline.preflight.check import validate, why_generate
+from pipeline.preflight.check import validate
 from pipeline.preflight.prepare import Prepared
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.rollout import Rollout

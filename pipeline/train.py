@@ -29,7 +29,7 @@ from pipeline.data.rng import permutation
 from pipeline.distributed.ranks import Interrupted
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.evaluation.validation import ends_early, keep_anchors, load_anchors, validate_when_due
-from pipeline.grpo.advantages import dead_groups, group_advantages, in_baseline
+from pipeline.grpo.algorithm import dead_groups, group_advantages, in_baseline
 from pipeline.grpo.dynamic_sampling import PlayedStep, left_out, play_step
 from pipeline.grpo.updater import learning_rate_at
 from pipeline.learner import make_updater, start_stage
@@ -38,8 +38,8 @@ from pipeline.models.rotary import fix_rotary
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.session import Run, connect, start
 from pipeline.sft import warm_start
-from pipeline.tracking.log import StageProgress
 from pipeline.tracking.profiling import Timer, profiled
+from pipeline.tracking.progress import StageProgress
 from pipeline.tracking.step_metrics import over_iterations, rollout_metrics, warn_of_gap
 
 

@@ -34,7 +34,7 @@ from sweep import flags_of, name_of, split_values
 
 from pipeline.config.cli import parse
 from pipeline.config.recipe import SETTINGS
-from pipeline.config.settings import INTERRUPTED, UserError, nearest
+from pipeline.errors import INTERRUPTED, UserError, nearest
 
 RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "run.py"))
 NUMBER = r"[+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?"

@@ -31,7 +31,7 @@ from typing import Any
 
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS
-from pipeline.config.settings import UserError, nearest
+from pipeline.errors import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[1]
 

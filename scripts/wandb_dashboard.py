@@ -18,9 +18,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
+from pipeline.files.console import say
 from pipeline.files.untrusted import reason_of
-from pipeline.tracking.wandb_feed import has_wandb_key, say
+from pipeline.tracking.wandb_feed import has_wandb_key
 
 TRANSFER = (
     *("average_accuracy", "total_gain", "stage_gain", "backward_transfer", "forward_transfer"),

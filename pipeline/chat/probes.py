@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.chat.escaping import STUB
-from pipeline.chat.tool_calls import Parsed
+from pipeline.chat.parsing import Parsed
 from pipeline.data.tasks import Message
 
 ASKED: Message = {"role": "user", "content": "-"}

@@ -20,6 +20,15 @@ from functools import lru_cache
 from typing import Any
 
 from pipeline.chat.escaping import GUARD, STUB, Guards, Special
+from pipeline.chat.parsing import (
+    Parsed,
+    ResponseTemplate,
+    is_call,
+    parse_hermes,
+    steady,
+    take_from_trl,
+    values_are_text,
+)
 from pipeline.chat.probes import (
     ANSWER,
     ASKED,
@@ -34,10 +43,8 @@ from pipeline.chat.probes import (
     lost_arguments,
     unread_call,
 )
-from pipeline.chat.response_reader import ResponseTemplate, steady, take_from_trl, values_are_text
-from pipeline.chat.tool_calls import Parsed, is_call, parse_hermes
-from pipeline.config.settings import STARTED_BY_US, UserError
 from pipeline.data.tasks import Message
+from pipeline.errors import STARTED_BY_US, UserError
 from pipeline.files.untrusted import reason_of
 
 _CACHE_SIZE = 65536  # renderings and parses kept: what a small model says, it says many times

@@ -21,17 +21,10 @@ from peft import PeftModel
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic takes that of Python from 3.12 on
 
-from pipeline.checkpoints.manifest import (
-    PREVIOUS,
-    WRITING,
-    newest_first,
-    number_of,
-    sync,
-    write_manifest,
-    write_text,
-)
+from pipeline.checkpoints.manifest import PREVIOUS, WRITING, newest_first, number_of, write_manifest
 from pipeline.checkpoints.run_folder import FORMAT, read_state
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
+from pipeline.files.durable import sync, write_text
 from pipeline.files.untrusted import reason_of, shown
 from pipeline.models import lora
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pipeline.files.durable import sync
 
 MANIFEST = "manifest.json"
 ASIDE, WRITING = ".aside-", ".writing-"  # hidden: what a resume left behind, and unfinished saves
@@ -132,21 +133,3 @@ def prune(folder: Path, limit: int | None, latest: Path) -> None:
     for path in [*useless, *surplus]:
         if path.name != latest.name:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step; it is on disk when this returns."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Bring a file or the entries of a folder to the disk itself."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.checkpoints.manifest import newest_first, problem, put_aside, write_text
+from pipeline.checkpoints.manifest import newest_first, problem, put_aside
 from pipeline.config.recipe import SETTINGS, Key, dump
-from pipeline.config.settings import Config, MachineError, UserError
+from pipeline.config.settings import Config
+from pipeline.errors import MachineError, UserError
+from pipeline.files.durable import write_text
+from pipeline.files.layout import run_of_checkpoint
 
 # Settings that decide nothing that is computed: a resume may change them.
 HARMLESS = {
@@ -43,8 +46,6 @@ HARMLESS |= {
     ("grpo", "shard_optimizer"),
     ("grpo", "logprob_gap_limit"),
 }
-
-
 # Of checkpoints, as their state.json names it; raised only where older code would misread newer
 # ones. A field that is added needs no new format: where it is missing, it has its default.
 FORMAT = 1
@@ -79,13 +80,6 @@ def _begun() -> time.struct_time:
     import psutil
 
     return time.localtime(psutil.Process(os.getppid()).create_time())
-
-
-def run_of_checkpoint(name: str | None) -> Path | None:
-    """The run folder that a path of a checkpoint leads to: <run folder>/checkpoints/<name>."""
-    path = Path(name or "")
-    named = path.parent.name == "checkpoints" and path.is_dir()
-    return path.parent.parent if named else None
 
 
 def restarted(config: Config) -> Config:

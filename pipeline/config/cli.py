@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
-from pipeline.checkpoints.run_folder import run_of_checkpoint
 from pipeline.config.recipe import (
     SECTIONS,
     SETTINGS,
@@ -24,7 +23,9 @@ from pipeline.config.recipe import (
     read_recipe,
     resolve,
 )
-from pipeline.config.settings import Config, UserError, nearest
+from pipeline.config.settings import Config
+from pipeline.errors import UserError, nearest
+from pipeline.files.layout import run_of_checkpoint
 from pipeline.files.untrusted import one_line, shown
 
 DEFAULT_RECIPE = "three_domain_tiny"

@@ -19,7 +19,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from pipeline.config.settings import Config, Section, UserError, nearest
+from pipeline.config.settings import Config, Section
+from pipeline.errors import UserError, nearest
 from pipeline.files.untrusted import is_plain, masked, one_line, open_file, shown, texts_in
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"

@@ -8,8 +8,6 @@ TRL has one. Nothing is read from environment variables. This module imports no 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,36 +25,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-# An environment variable of ranks whose parent, a process of ours, has checked and warned already.
-STARTED_BY_US = "PIPELINE_STARTED_BY_US"
-# Of torchrun: seconds from SIGTERM to SIGKILL; 30 where it is not set.
-SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-INTERRUPTED = 75  # exit code: stopped, with a checkpoint to resume from (EX_TEMPFAIL of sysexits.h)
+from pipeline.errors import UserError
+
 DEFAULT_DOMAINS = ("airline", "retail", "telecom")
 EMBEDDED_DOMAINS = (*DEFAULT_DOMAINS, "telecom_chat")
 RESERVED_STAGES = ("mixed", "interleaved")
 # Of evaluations, and of the metric `reward/mean` of all domains.
 RESERVED_NAMES = (*RESERVED_STAGES, "start", "warm_start", "mean")
 MAX_NAME = 64  # characters of a domain's name, which is part of file names
-
-
-class UserError(ValueError):
-    """The user's mistake, in one line: what, got, do this."""
-
-    is_first = False  # of several ranks that found it, this one tells it
-
-
-class MachineError(RuntimeError):
-    """What the machine did to a run, in one line: exit code 1."""
-
-
-class CtrlC(KeyboardInterrupt):
-    """Raised where a person at the keyboard interrupts; code can raise KeyboardInterrupt too."""
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The one of `names` that was probably meant, or the empty string where none is near."""
-    return next(iter(get_close_matches(word, list(names), n=1)), "")
 
 
 class Section(BaseModel):

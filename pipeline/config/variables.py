@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 
 # Of Accelerate 1.15, torch 2.13 and their libraries. Each with the values that change nothing.
 _OFF = ("", "0", "false", "no", "off")

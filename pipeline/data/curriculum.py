@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
 from pipeline.data.rng import generator
 from pipeline.data.tasks import Source, Task, tasks_for_step
+from pipeline.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_json, read_file
 
 Row = dict[str, Any]

@@ -18,9 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from pipeline.config.settings import UserError
 from pipeline.data.rng import permutation
 from pipeline.data.rows import Row, Rows, rows_of_file
+from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
 
 Message = dict[str, Any]

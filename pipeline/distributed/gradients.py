@@ -1,11 +1,14 @@
-"""The exchange of gradients: what DDP wraps, and a backward pass that does nothing else."""
+"""Gradients over ranks: summed, not averaged; and the optimizer state that ranks may share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Exchange(nn.Module):
@@ -37,3 +40,66 @@ class _Nothing(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         like: torch.Tensor = context.like
         return like.new_zeros(()).expand(like.shape)
+
+
+def summed_over_ranks(module: Any) -> Any:
+    """Make DDP add the ranks' gradients up, where it would average them; returns the module.
+
+    A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
+    the number of ranks.
+    """
+    if isinstance(module, DistributedDataParallel):
+        # DDP does not take a function whose annotations are text, as they are here.
+        module.register_comm_hook(None, lambda _, bucket: _add_up(bucket))
+    return module
+
+
+def kept_apart(module: Any) -> None:
+    """Make DDP leave each rank its own gradients."""
+    if isinstance(module, DistributedDataParallel):
+        module.register_comm_hook(None, lambda _, bucket: _as_it_is(bucket))
+
+
+def _as_it_is(bucket: dist.GradBucket) -> Any:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _add_up(bucket: dist.GradBucket) -> Any:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW whose moments are spread over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1).
+
+    Needs a process group; with one rank it is plain AdamW.
+    """
+    if not dist.is_initialized():
+        return torch.optim.AdamW(parameters, **settings)
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles for a second
+
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
+
+
+def whole_state(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
+    """The optimizer's state as one process would have it, on rank 0; every rank must call it."""
+    if hasattr(optimizer, "consolidate_state_dict"):
+        optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if rank == 0 else None
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum in place, over the device's own links: NCCL on GPU, gloo on CPU."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Fill `whole` with every rank's `part`, in order of ranks, over the device's own links."""
+    # The first name is torch 2.13's, which warns of the second.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part)
+    return whole

@@ -7,7 +7,6 @@ are real and it takes no GPU memory. With one rank every call is local.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import time
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 Item = TypeVar("Item")
@@ -306,109 +304,3 @@ def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def summed_over_ranks(module: Any) -> Any:
-    """Make DDP add the ranks' gradients up, where it would average them; returns the module.
-
-    A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
-    the number of ranks.
-    """
-    if isinstance(module, DistributedDataParallel):
-        # DDP does not take a function whose annotations are text, as they are here.
-        module.register_comm_hook(None, lambda _, bucket: _add_up(bucket))
-    return module
-
-
-def kept_apart(module: Any) -> None:
-    """Make DDP leave each rank its own gradients."""
-    if isinstance(module, DistributedDataParallel):
-        module.register_comm_hook(None, lambda _, bucket: _as_it_is(bucket))
-
-
-def _as_it_is(bucket: dist.GradBucket) -> Any:
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
-def _add_up(bucket: dist.GradBucket) -> Any:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.optim.Optimizer:
-    """AdamW whose moments are spread over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1).
-
-    Needs a process group; with one rank it is plain AdamW.
-    """
-    if not dist.is_initialized():
-        return torch.optim.AdamW(parameters, **settings)
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles for a second
-
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
-
-
-def whole_state(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
-    """The optimizer's state as one process would have it, on rank 0; every rank must call it."""
-    if hasattr(optimizer, "consolidate_state_dict"):
-        optimizer.consolidate_state_dict(to=0)
-    return optimizer.state_dict() if rank == 0 else None
-
-
-class Board:
-    """Notes that ranks leave for each other at the store where they met.
-
-    They arrive also where collectives fail or hang. Each board has a connection of its own: one
-    that waits does not hold up another. With one rank the notes stay in this process.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        store: Any = (  # torch's type stubs lack `clone`
-            dist.distributed_c10d._get_default_store() if num_ranks > 1 else dist.HashStore()
-        )
-        self._store = store.clone()
-
-    def post(self, name: str, item: Any) -> None:
-        self._store.set(f"note {name}", pickle.dumps(item))
-
-    def post_first(self, name: str, item: Any) -> Any:
-        """Post an item (of JSON's types) unless there is one; returns what is there then."""
-        return json.loads(self._store.compare_set(f"first {name}", "", json.dumps(item)))
-
-    def has_first(self, name: str) -> bool:
-        return bool(self._store.check([f"first {name}"]))
-
-    def has(self, name: str) -> bool:
-        return bool(self._store.check([f"note {name}"]))
-
-    def wake(self, agreement: str) -> None:
-        """End the wait of this process's ranks for an agreement that will not come about."""
-        self._store.compare_set(agreement, "", "fault")
-
-    def read_all(self, names: Sequence[str]) -> list[Any]:
-        """The items of these names, None where there is none."""
-        keys = [f"note {name}" for name in names]
-        here = [key for key in keys if self._store.check([key])]
-        found = dict(zip(here, self._store.multi_get(here), strict=True)) if here else {}
-        return [pickle.loads(found[key]) if key in found else None for key in keys]
-
-    def read(self, name: str, wait_s: float) -> Any:
-        """The item, once it is posted; RuntimeError where it is not within `wait_s`."""
-        self._store.wait([f"note {name}"], timedelta(seconds=wait_s))
-        return pickle.loads(self._store.get(f"note {name}"))
-
-
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum in place, over the device's own links: NCCL on GPU, gloo on CPU."""
-    dist.all_reduce(tensor)
-    return tensor
-
-
-def gather_into(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Fill `whole` with every rank's `part`, in order of ranks, over the device's own links."""
-    # The first name is torch 2.13's, which warns of the second.
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part)
-    return whole

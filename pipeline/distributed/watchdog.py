@@ -26,9 +26,10 @@ from typing import Any, Self
 
 import psutil
 
-from pipeline.config.settings import INTERRUPTED, UserError
 from pipeline.distributed import sentinel
-from pipeline.distributed.ranks import Board, CollectiveError, Interrupted, Ranks
+from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
+from pipeline.distributed.store import Board
+from pipeline.errors import INTERRUPTED, UserError
 from pipeline.files.untrusted import printable
 
 TICK_S = 0.5

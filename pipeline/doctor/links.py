@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.distributed.ranks import gather_into, sum_over_ranks, summed_over_ranks
+from pipeline.distributed.gradients import gather_into, sum_over_ranks, summed_over_ranks
 from pipeline.doctor.table import FIXED_SPACE, Facts, Finding, Place, named
 
 EXCHANGED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes, for the bandwidth

@@ -16,10 +16,10 @@ from tempfile import NamedTemporaryFile, TemporaryFile
 import psutil
 import torch
 
-from pipeline.config.settings import UserError
 from pipeline.doctor.table import Facts, Finding, Place, named, who_has
+from pipeline.errors import UserError
 from pipeline.models.loading import uses_bf16
-from pipeline.preflight.check import GIB, memory_of_a_rank, memory_per_rank
+from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank
 
 SMALLER = "a smaller model, max_live_episodes or max_tokens_per_microbatch"
 WRITTEN = 64 << 20  # bytes

@@ -22,7 +22,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin
 
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Board, Ranks
+from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.store import Board
 from pipeline.doctor import links, machine
 from pipeline.doctor.table import COLUMNS, Check, Finding, Place, named, shown
 from pipeline.models.loading import on_gpu

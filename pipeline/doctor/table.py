@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Board, Ranks
+from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.store import Board
 
 Facts = dict[str, Any]
 

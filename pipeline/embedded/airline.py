@@ -8,9 +8,8 @@ from typing import Literal
 from pydantic import BaseModel
 
 from pipeline.data.tasks import Task
-from pipeline.embedded.experts import Agent, named_record
 from pipeline.embedded.generation import IDS, Draft, Family, generate
-from pipeline.embedded.scripted import CaseEnvironment, Database
+from pipeline.embedded.scripted import Agent, CaseEnvironment, Database, named_record
 from pipeline.environments.tools import ToolError
 
 POLICY = """

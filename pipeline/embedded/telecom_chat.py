@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.data.tasks import Task
 from pipeline.embedded import telecom
-from pipeline.embedded.experts import Agent
+from pipeline.embedded.scripted import Agent
 from pipeline.embedded.telecom import (
     TelecomDatabase,
     TelecomEnvironment,

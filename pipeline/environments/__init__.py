@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from pipeline.config.settings import EMBEDDED_DOMAINS, UserError
+from pipeline.config.settings import EMBEDDED_DOMAINS
+from pipeline.errors import UserError
 
 
 def environment_classes(domains: list[str], own: dict[str, str]) -> dict[str, type[Any]]:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.settings import CtrlC
+from pipeline.errors import CtrlC
 
 REPEAT_S = 1.0  # between the alarms of a call that is late: code may swallow one
 GRACE_S = 5.0  # after which an event loop that should have cancelled a call is held up by one

@@ -5,29 +5,14 @@ Runs in training and stand-alone.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import islice, product
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task, shard_tasks
 from pipeline.distributed.ranks import Ranks
-from pipeline.embedded.blind import Trace, blind_baselines, blind_trace
-from pipeline.embedded.scripted import CaseEnvironment
-from pipeline.environments.calls import Calls, Guard
-from pipeline.environments.deadline import alarms
-from pipeline.environments.tools import (
-    EnvironmentFault,
-    answer_call,
-    reward_of,
-    started,
-    tool_schemas,
-)
 from pipeline.evaluation.transfer_metrics import is_graded, succeeded
 from pipeline.rollout.rollout import Rollout, Start
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
@@ -35,10 +20,6 @@ from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 Success = dict[str, Any]
 ATTEMPTS = 3  # to play a trial whose environment fails
 FAILED = (StopReason.ENVIRONMENT_ERROR,)
-LOOKUPS = ("find", "get")  # beginnings of tools that change nothing
-ID = r"\w*\d\w*"  # a word with a digit
-# Of each environment, the tasks of the last call and what their floors are.
-_FLOORS: dict[type[Any], tuple[list[Task], dict[str, float]]] = {}
 
 
 def evaluate(
@@ -176,104 +157,3 @@ def _by(
         )
         for key in names
     }
-
-
-def floors(
-    environments: Mapping[str, type[Any]],
-    tasks: Mapping[str, Sequence[Task]],
-    call_timeout: float = RolloutSettings().call_timeout,
-) -> dict[str, dict[str, float]]:
-    """What policies earn that never read the record of a request.
-
-    They do nothing, always transfer (best single reason; in the embedded domains after the
-    lookups), or call every tool in turn. For the embedded domains, also the best of all such
-    policies (`environments.blind`). Where an environment fails, or a call of it takes more than so
-    many seconds, they earn nothing. Where nothing failed, the same tasks are not played again.
-    """
-    calls = Calls(call_timeout, lambda _: None)
-    with alarms():
-        return {domain: _floor(calls, environments[domain], tasks[domain]) for domain in tasks}
-
-
-def _floor(calls: Calls, environment_class: type[Any], tasks: Sequence[Task]) -> dict[str, float]:
-    known = _FLOORS.get(environment_class)
-    if known and known[0] == list(tasks):
-        return dict(known[1])
-    failed: list[Task] = []
-
-    def played(play: Callable[[Task, list[Any], Guard], None]) -> list[Any]:
-        """What came of every task; None where it failed."""
-        found: list[Any] = []
-        for task in tasks:
-            outcome: list[Any] = []
-            try:
-                calls.here(task.key, partial(play, task, outcome))
-            except EnvironmentFault:  # as in a rollout
-                failed.append(task)
-            found.append(outcome[0] if outcome else None)
-        return found
-
-    def earned(schemas: Sequence[dict[str, Any]]) -> float:
-        return fmean(
-            reward or 0.0 for reward in played(partial(_play_blind, environment_class, schemas))
-        )
-
-    is_embedded = issubclass(environment_class, CaseEnvironment)
-    schemas = [schema["function"] for schema in tool_schemas(environment_class)]
-    lookups = [s for s in schemas if is_embedded and s["name"].startswith(LOOKUPS)]
-    transfers = [schema for schema in schemas if schema["name"].startswith("transfer")][:1]
-    fixed = [{**s, "fixed": reason} for s in transfers for reason in _first_enum(s)]
-    found = {
-        "nothing": earned([]),
-        "transfer": max((earned([*lookups, transfer]) for transfer in fixed), default=0.0),
-        "every_tool": earned(schemas),
-    }
-    if is_embedded:
-        found |= blind_baselines(played(partial(_trace, environment_class)), tasks)
-    if not failed:
-        _FLOORS[environment_class] = (list(tasks), dict(found))
-    return found
-
-
-def _trace(
-    environment_class: type[Any], task: Task, outcome: list[Trace | None], guard: Guard
-) -> None:
-    outcome.append(guard("expert", partial(blind_trace, environment_class, task)))
-
-
-def _first_enum(schema: dict[str, Any]) -> list[str]:
-    for parameter in schema["parameters"]["properties"].values():
-        if parameter.get("enum"):
-            return list(parameter["enum"])
-    return []
-
-
-def _play_blind(
-    environment_class: type[Any],
-    schemas: Sequence[dict[str, Any]],
-    task: Task,
-    rewards: list[float],
-    guard: Guard,
-) -> None:
-    """Call tools in turn, lookups first, then say a closing word.
-
-    Text arguments are ids seen in the request or in results, the newest that the tool accepts; a
-    choice is its first option.
-    """
-    environment, *_ = guard("reset", partial(started, environment_class, task.row()))
-    ids = re.findall(ID, task.prompt[-1]["content"]) or ["x"]
-    for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
-        properties = schema["parameters"]["properties"]
-        for known in islice(product(reversed(ids), repeat=len(properties)), 100):
-            choices = zip(properties.items(), known, strict=True)
-            arguments = {name: p.get("enum", [an_id])[0] for (name, p), an_id in choices}
-            fixed = dict.fromkeys(arguments, schema.get("fixed"))
-            given, name = fixed if "fixed" in schema else arguments, schema["name"]
-            answer = guard(name, partial(answer_call, environment, name, given))
-            if "error" not in answer.content:
-                ids += [found for found in re.findall(ID, answer.content) if found not in ids]
-                break
-        if answer.is_last:
-            break
-    guard("final message", partial(setattr, environment, "final_message", "Done."))
-    rewards.append(guard("get_reward", partial(reward_of, environment)))

@@ -1,7 +1,7 @@
 """The transfer numbers of a run, or of several seeds of one curriculum, from its `results.json`.
 
-`continual.py` defines the numbers; here evaluations become its arrays. Every number is a list
-[value, low, high]: low and high are its 95 % interval, null where there is none.
+`transfer_metrics.py` defines the numbers; here evaluations become its arrays. Every number is a
+list [value, low, high]: low and high are its 95 % interval, null where there is none.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.settings import UserError
-from pipeline.evaluation import transfer_metrics as continual
+from pipeline.errors import UserError
+from pipeline.evaluation import transfer_metrics
 from pipeline.evaluation.transfer_metrics import (
     Floats,
     Stages,
@@ -49,17 +49,17 @@ class Matrix:
     def metrics(self) -> dict[str, Floats | None]:
         """Samples of every number of the whole matrix, [B]; None where it is not defined."""
         found: dict[str, Floats | None] = {
-            "average_accuracy": continual.average_accuracy(self.samples, self.stages)
+            "average_accuracy": transfer_metrics.average_accuracy(self.samples, self.stages)
         }
         if self.stages.last:
             args = (self.samples, self.stages)
-            found["total_gain"] = continual.total_gain(*args)
-            found["stage_gain"] = continual.stage_gain(*args)
-            found["backward_transfer"] = continual.backward_transfer(*args)
-            found["forward_transfer"] = continual.forward_transfer(*args)
-            found["forgetting"] = continual.forgetting(*args)
+            found["total_gain"] = transfer_metrics.total_gain(*args)
+            found["stage_gain"] = transfer_metrics.stage_gain(*args)
+            found["backward_transfer"] = transfer_metrics.backward_transfer(*args)
+            found["forward_transfer"] = transfer_metrics.forward_transfer(*args)
+            found["forgetting"] = transfer_metrics.forgetting(*args)
             if self.num_episodes:
-                found["learning_efficiency"] = continual.learning_efficiency(
+                found["learning_efficiency"] = transfer_metrics.learning_efficiency(
                     *args, self.num_episodes
                 )
         return found
@@ -98,9 +98,9 @@ def _of_columns(matrix: Matrix) -> dict[str, Any]:
     samples, stages, columns = matrix.samples, matrix.stages, range(len(matrix.names))
     by_column: dict[str, Any] = {}
     for name, metric in (
-        ("backward_transfer", continual.backward_transfer),
-        ("forward_transfer", continual.forward_transfer),
-        ("forgetting", continual.forgetting),
+        ("backward_transfer", transfer_metrics.backward_transfer),
+        ("forward_transfer", transfer_metrics.forward_transfer),
+        ("forgetting", transfer_metrics.forgetting),
     ):
         found = {matrix.names[c]: number(metric(samples, stages, c)) for c in columns}
         by_column[name] = {c: value for c, value in found.items() if value is not None}
@@ -127,7 +127,7 @@ def _cell(samples: Floats, num_tasks: int) -> Number | None:
     found = number(samples)
     if found is None or found[0] not in (0, 1) or found[1] is None or found[1] != found[2]:
         return found
-    return [found[0], *(round(bound, 6) for bound in continual.wilson(found[0], num_tasks))]
+    return [found[0], *(round(bound, 6) for bound in transfer_metrics.wilson(found[0], num_tasks))]
 
 
 def _of_stages(runs: Sequence[Results], matrix: Matrix) -> list[dict[str, Any]]:
@@ -185,7 +185,7 @@ def matrix_of(runs: Sequence[Results], kind: str = "domains", over_seeds: bool =
         own=[frozenset(c for c, d in enumerate(domain_of) if d in domains) for domains in own],
     )
     episodes = fmean(sum(_episodes(run, point) for point in points[1:]) for run in runs)
-    empty = np.zeros((continual.RESAMPLES + 1, len(points), 0))
+    empty = np.zeros((transfer_metrics.RESAMPLES + 1, len(points), 0))
     samples = np.stack(columns, axis=-1) if columns else empty
     return Matrix(
         names=names,
@@ -307,7 +307,7 @@ def _areas(runs: Sequence[Results]) -> dict[str, Floats]:
             ]
         )
         curve = resampled(totals, np.ones_like(totals), f"validation {domain}")
-        found[domain] = continual.area_under_curve(curve, steps)
+        found[domain] = transfer_metrics.area_under_curve(curve, steps)
     return found
 
 
@@ -324,7 +324,8 @@ def _passes(runs: Sequence[Results], matrix: Matrix) -> dict[str, dict[str, list
             [[e["success"][domain]["tasks"][t] for t in tasks] for e in p] for p in evaluations
         ]
         found[domain] = {}
-        for sign, estimator in (("@", continual.pass_at_k), ("^", continual.pass_hat_k)):
+        estimators = {"@": transfer_metrics.pass_at_k, "^": transfer_metrics.pass_hat_k}
+        for sign, estimator in estimators.items():
             for k in range(1, num_trials + 1):
                 totals = np.array(
                     [

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.manifest import write_text
 from pipeline.collect import stop_on_errors
 from pipeline.data.curriculum import Stage, on_plateau
 from pipeline.data.tasks import Task, shard_tasks
 from pipeline.evaluation.error_rates import ErrorShares
 from pipeline.evaluation.evaluate import evaluate, failed_trials
 from pipeline.evaluation.transfer_metrics import is_graded, succeeded
+from pipeline.files.durable import write_text
 from pipeline.grpo.micro_batches import cuts, micro_batch
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 from pipeline.session import Run

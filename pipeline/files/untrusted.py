@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 
 MAX_LINE_BYTES = 8 << 20  # of a line of a file, which holds one task or demonstration
 MAX_DEPTH = 64  # of objects and arrays inside each other

@@ -17,7 +17,7 @@ import torch
 from pipeline.data.curriculum import Stage, replacement_tasks, tasks_of_step
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task, shard_tasks
-from pipeline.grpo.advantages import dead_groups, in_baseline
+from pipeline.grpo.algorithm import dead_groups, in_baseline
 from pipeline.rollout.rollout import Start
 from pipeline.rollout.trajectory import StopReason, Trajectory
 from pipeline.session import Run

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from pipeline.distributed.ranks import Ranks
-from pipeline.rollout.trajectory import MicroBatch, Trajectory
+from pipeline.grpo.micro_batches import MicroBatch
+from pipeline.rollout.trajectory import Trajectory
 
 NO_MEMORY = (  # in the text of an error that has no type of its own
     "can't allocate memory",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,33 +24,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from pipeline.config.settings import UserError
-from pipeline.rollout.trajectory import PrefixTree
+from pipeline.errors import UserError
+from pipeline.models.capabilities import unserved
+from pipeline.rollout.sequences import num_common
 
-Ids = TypeVar("Ids", list[int], tuple[int, ...])
 NAME = "sdpa_prefixes"  # among transformers' attention implementations
 NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # transformers shall make none
 # Paths whose lengths differ by less than this factor share an attention call.
 SIMILAR = 1.5
-
-
-def num_common(a: Ids, b: Ids) -> int:
-    """How many tokens two sequences begin with in common."""
-    known, most = 0, min(len(a), len(b))
-    while known < most:  # halving, because lists compare much faster than a loop
-        middle = (known + most + 1) // 2
-        if a[known:middle] == b[known:middle]:
-            known = middle
-        else:
-            most = middle - 1
-    return known
-
-
-def num_distinct_tokens(sequences: Sequence[list[int]]) -> int:
-    """Tokens of a row of these sequences."""
-    ordered = sorted(sequences)
-    pairs = zip([[], *ordered], ordered, strict=False)
-    return sum(len(ids) - num_common(previous, ids) for previous, ids in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +94,6 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
         blocks=tuple(blocks),
         outputs=torch.tensor(outputs),
     )
-
-
-def unserved(config: Any) -> str | None:
-    """Why keys and values of a model's tokens cannot be kept and shared; None where they can."""
-    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
 
 
 def follow_prefixes(model: Any) -> bool:
@@ -192,3 +166,25 @@ def attend(
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixTree:
+    """The paths of sequences through a row in which their common beginnings stand once.
+
+    Attention computes block after block of paths, padded on the right to one length. A sequence
+    that is the beginning of another needs no path.
+    """
+
+    keys: torch.Tensor  # [K] int64, for each token of each path in all blocks its place in the row
+    queries: torch.Tensor  # [Q] int64, the same without what all paths of the block begin with
+    blocks: tuple[tuple[int, int, int], ...]  # paths, queries of a path, keys of a path
+    outputs: torch.Tensor  # [T] int64, for each token of the row its place among the Q outputs
+
+    def to(self, device: torch.device) -> PrefixTree:
+        return PrefixTree(
+            keys=self.keys.to(device),
+            queries=self.queries.to(device),
+            blocks=self.blocks,
+            outputs=self.outputs.to(device),
+        )

@@ -16,20 +16,26 @@ import torch
 from torch.func import functional_call
 
 from pipeline.config.settings import Config, GRPOSettings
-from pipeline.distributed.gradients import Exchange
-from pipeline.distributed.ranks import Ranks, sharded_adamw, summed_over_ranks
+from pipeline.distributed.gradients import Exchange, sharded_adamw, summed_over_ranks
+from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
+from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
 from pipeline.grpo.faults import (
     find_suspects,
     give_memory_back,
     is_out_of_memory,
     smaller_budget,
 )
-from pipeline.grpo.load_balance import costs_of, make_plan, rearranged
-from pipeline.grpo.loss import TokenStats, grpo_loss, token_weights
-from pipeline.grpo.micro_batches import Item, make_micro_batches
-from pipeline.models.loading import TokenLogprobs
-from pipeline.rollout.trajectory import MicroBatch, Trajectory
+from pipeline.grpo.micro_batches import (
+    Item,
+    MicroBatch,
+    costs_of,
+    make_micro_batches,
+    make_plan,
+    rearranged,
+)
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.rollout.trajectory import Trajectory
 
 Computed = tuple[MicroBatch, TokenStats]
 

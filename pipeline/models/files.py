@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, parse_json, read_file, reason_of, shown
 
 ADAPTER_CONFIG = "adapter_config.json"

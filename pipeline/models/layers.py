@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 
 
 def outer_layers(model: nn.Module) -> list[nn.Module]:

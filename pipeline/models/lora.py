@@ -26,7 +26,8 @@ from peft.utils.save_and_load import load_peft_weights
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.config.settings import ModelSettings, UserError
+from pipeline.config.settings import ModelSettings
+from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.files import ADAPTER_CONFIG, read_json, weights_in
 from pipeline.models.layers import outer_layers

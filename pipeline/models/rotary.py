@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 
 FIXED = "fixed"  # a rope_type that transformers' forward does not update
 

@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config, UserError
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import refuse_files_elsewhere, refuse_sources_elsewhere
 from pipeline.data.rows import DatasetRows, Row
 from pipeline.data.tasks import Message, Task, Tasks, Visit, load_tasks, tasks_of
-from pipeline.embedded.experts import play_expert
+from pipeline.embedded.scripted import play_expert
 from pipeline.environments import environment_classes
 from pipeline.environments.deadline import alarms, describe, only_faults
 from pipeline.environments.tools import EnvironmentFault, guarded, started, tool_schemas
+from pipeline.errors import UserError
+from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import one_line, shown
-from pipeline.models.loading import hub_reachable, load_tokenizer
+from pipeline.models.loading import load_tokenizer
 from pipeline.sft import check_demonstrations, try_demonstrations
 
 NUM_TRIED = 1000  # tasks of a source that are tried in their environment before a run

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
+from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.grpo.micro_batches import bare_trajectory, make_micro_batches
-from pipeline.grpo.prefix_tree import unserved
+from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.models import lora
+from pipeline.models.capabilities import refuse_changed_logits, unserved
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import TokenLogprobs, refuse_changed_logits, refuse_mixed_up_sequences
 from pipeline.models.rotary import fix_rotary
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import Sampler

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.evaluation.transfer import SUCCESS, differences, summary
 from pipeline.report.run_files import Run, load_run
 from pipeline.report.sections import Block, Picture, Section, Table

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from pipeline.evaluation.transfer_metrics import wilson
+from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.report.run_files import (
     Evaluation,
     Run,
@@ -23,7 +24,6 @@ from pipeline.report.run_files import (
 )
 from pipeline.report.sections import Block, Picture, Section, Table
 from pipeline.report.transfer_sections import HOW, shown, transfer_sections
-from pipeline.tracking.log import METRICS, TIMINGS
 
 FLOORS = {
     "nothing": "doing nothing",

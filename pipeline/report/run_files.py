@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
-from pipeline.tracking.log import METRICS, TIMINGS, read_records
+from pipeline.files.durable import read_records
+from pipeline.files.layout import METRICS, TIMINGS
 
 Evaluation = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.report import comparison, pictures
 from pipeline.report.page import write_page

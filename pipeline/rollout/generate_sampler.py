@@ -17,8 +17,14 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from pipeline.rollout.sequences import Sampled, SamplerEpisode, own_copy, take_weights
-from pipeline.rollout.token_sampling import logprobs_of, pick
+from pipeline.rollout.sequences import (
+    Sampled,
+    SamplerEpisode,
+    logprobs_of,
+    own_copy,
+    pick,
+    take_weights,
+)
 
 TOKENS_PER_BATCH = 1 << 17  # of conversations computed side by side, padding included
 

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from pipeline.chat.parsing import Parsed
 from pipeline.chat.template import Chat
-from pipeline.chat.tool_calls import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import Calls, Guard, Work

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.grpo.prefix_tree import num_common, unserved
-from pipeline.rollout import token_sampling as picking
+from pipeline.models.capabilities import unserved
+from pipeline.rollout import sequences
 from pipeline.rollout.kv_cache import ROWS, RowCache
 from pipeline.rollout.sequences import (
     Ids,
@@ -24,6 +24,7 @@ from pipeline.rollout.sequences import (
     append_sampled,
     common_stems,
     members_of,
+    num_common,
     own_copy,
     passes,
     row_of,
@@ -340,7 +341,7 @@ class Sampler:
 
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of every next token at the sampling temperature, [B, V], float32."""
-        return picking.logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)
+        return sequences.logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)
 
     def pick(
         self,
@@ -350,4 +351,4 @@ class Sampler:
         greedy: bool,
     ) -> torch.Tensor:
         """The next token of each row, [B]; its draw stands at `positions` of the stream `keys`."""
-        return picking.pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)
+        return sequences.pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import torch
-
 
 class StopReason(StrEnum):
     """Why an episode ended; what the model does wrong is a status here, never an exception."""
@@ -127,59 +125,3 @@ class RunRecord:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefixTree:
-    """The paths of sequences through a row in which their common beginnings stand once.
-
-    Attention computes block after block of paths, padded on the right to one length. A sequence
-    that is the beginning of another needs no path.
-    """
-
-    keys: torch.Tensor  # [K] int64, for each token of each path in all blocks its place in the row
-    queries: torch.Tensor  # [Q] int64, the same without what all paths of the block begin with
-    blocks: tuple[tuple[int, int, int], ...]  # paths, queries of a path, keys of a path
-    outputs: torch.Tensor  # [T] int64, for each token of the row its place among the Q outputs
-
-    def to(self, device: torch.device) -> PrefixTree:
-        return PrefixTree(
-            keys=self.keys.to(device),
-            queries=self.queries.to(device),
-            blocks=self.blocks,
-            outputs=self.outputs.to(device),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Sequences of one forward pass, and for each sampled token what its term of the loss needs.
-
-    Flat over the N sampled tokens of the B sequences. Each sequence has a row of `input_ids`,
-    padded on the right, and `position_ids` is missing; or all stand in one row, and `position_ids`
-    has each token's position in its sequence: one after the other, or with a `tree` such that
-    common beginnings stand there once, and tokens with one prediction next to each other.
-    """
-
-    input_ids: torch.Tensor  # [B, T] int64, or [1, T]
-    position_ids: torch.Tensor | None  # [1, T] int64
-    tree: PrefixTree | None = None
-    lengths: torch.Tensor  # [B] int64, real tokens of each sequence
-    rows: torch.Tensor  # [N] int64, row of each sampled token
-    columns: torch.Tensor  # [N] int64, place in its row whose output predicts it
-    sequences: torch.Tensor  # [N] int64, which of the B sequences it belongs to
-    targets: torch.Tensor  # [N] int64, the sampled ids
-    old_logprobs: torch.Tensor  # [N] float32
-    advantages: torch.Tensor  # [N] float32
-    weights: torch.Tensor  # [N] float32, share of the global normaliser; 0 drops a token
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that a forward pass computes, without padding."""
-        return int(self.lengths.sum()) if self.position_ids is None else self.input_ids.numel()
-
-    def to(self, device: torch.device) -> MicroBatch:
-        moved: dict[str, Any] = {
-            name: None if value is None else value.to(device) for name, value in vars(self).items()
-        }
-        return MicroBatch(**moved)

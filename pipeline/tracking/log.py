@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
-import os
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from pipeline.checkpoints.manifest import sync
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
+from pipeline.files.console import say
+from pipeline.files.durable import LinesFile, finite, read_records, sync
+from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
 from pipeline.tracking.trackers import TensorBoard, Tracker, Trackio
-from pipeline.tracking.wandb_feed import Record, WandbFeed, remember_id, say
+from pipeline.tracking.wandb_feed import Record, WandbFeed, remember_id
 
-METRICS = "metrics.jsonl"
-TIMINGS = "timings.jsonl"
 ACCELERATED = {"tensorboard": TensorBoard, "trackio": Trackio}
 
 
@@ -151,63 +148,6 @@ def give_up(name: str, advice: str, error: Exception) -> None:
     say(f"warning: {name}: {kind}{reason_of(error)}; the run goes on, the files are whole{advice}")
 
 
-class LinesFile:
-    """A file of lines that is cut to `size` bytes and then appended to, whole lines only."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._path = path
-        self._file = path.open("a+b", buffering=0)
-        self._file.seek(0)
-        there = self._file.read(size)
-        self.size = there.rfind(b"\n") + 1
-        if self.size != size:
-            say(
-                f"warning: {path}: the checkpoint was written when it had {size} bytes, and only "
-                f"{self.size} of these are there in whole lines; what is missing stays missing"
-            )
-        self._file.truncate(self.size)
-        self.sync()
-
-    def append(self, line: str) -> None:
-        """Write a line at once; where that fails (a full disk) nothing of it, and raise OSError."""
-        line_bytes = f"{line}\n".encode()
-        left = memoryview(line_bytes)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self._file.truncate(self.size)
-            error.filename = str(self._path)
-            raise
-        self.size += len(line_bytes)
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def finite(value: Any) -> Any:
-    """The value with null for numbers that JSON does not know (NaN and the infinities)."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, if there is one, without a last line that a crash cut short."""
-    if not path.is_file():
-        return []
-    *lines, last = path.read_text(encoding="utf-8").split("\n")
-    records = [json.loads(line) for line in lines]
-    with suppress(json.JSONDecodeError):
-        records.append(json.loads(last))
-    return records
-
-
 def require_packages(report_to: Collection[str]) -> None:
     """Raises UserError when the package of a tracker is not installed."""
     for name in report_to:
@@ -216,56 +156,3 @@ def require_packages(report_to: Collection[str]) -> None:
                 f"report_to: got {name}, which is not installed; "
                 f"pip install {name}, or report to none"
             )
-
-
-class StageProgress:
-    """The progress of a stage on rank 0's standard error: a bar, or lines if it is no terminal."""
-
-    def __init__(self, stage: str, num_steps: int, *, is_main: bool, done: int = 0) -> None:
-        self._stage, self._num_steps, self._done = stage, num_steps, done
-        self._is_main = is_main
-        self._start = self._last_line = time.monotonic()
-        self._bar: Any = None
-        if is_main and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                desc=stage, total=num_steps, initial=done, unit="step", dynamic_ncols=True
-            )
-
-    def step(self, record: Record) -> None:
-        """One optimizer step is done; `record` is its line of metrics."""
-        self._done += 1
-        text = rewards(record)
-        if record.get("rollout/replaced_groups"):
-            text += f"  replaced {record['rollout/replaced_groups']} groups"
-        if record.get("rollout/left_out"):
-            text += f"  left out {record['rollout/left_out']:.0f} episodes"
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update()
-        elif self._is_main and self._is_line_due():
-            self._last_line = time.monotonic()
-            elapsed = f"{self._last_line - self._start:.1f} s"
-            parts = [f"{self._stage} {self._done}/{self._num_steps}", text, elapsed]
-            say("  ".join(part for part in parts if part))
-
-    def _is_line_due(self) -> bool:
-        """Some ten lines a stage, and one a minute at least."""
-        every = max(10, self._num_steps // 10)
-        waited_s = time.monotonic() - self._last_line
-        return self._done % every == 0 or self._done == self._num_steps or waited_s > 60
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def rewards(record: Record) -> str:
-    """`reward airline 0.62 retail 0.41`, of the domains in the record."""
-    names = [key for key in record if key.startswith("reward/") and key != "reward/mean"]
-    text = "".join(f" {name.removeprefix('reward/')} {record[name]:.2f}" for name in names)
-    return f"reward{text}" if text else ""

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.evaluation.error_rates import ErrorShares
 from pipeline.evaluation.transfer_metrics import succeeded
-from pipeline.grpo.advantages import dead_groups
+from pipeline.grpo.algorithm import dead_groups
 from pipeline.grpo.dynamic_sampling import PlayedStep, left_out
 from pipeline.models.loading import uses_bf16
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory

@@ -15,9 +15,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
+from pipeline.files.console import say
 from pipeline.tracking.wandb_extras import group_of, variable
-from pipeline.tracking.wandb_feed import Record, masked_tree, numbers, say
+from pipeline.tracking.wandb_feed import Record, masked_tree, numbers
 
 REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # trackio's variables that send it elsewhere
 

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.checkpoints.manifest import write_text
-from pipeline.config.settings import Config, UserError
-from pipeline.files.untrusted import masked, printable, reason_of
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
+from pipeline.files.console import say
+from pipeline.files.durable import write_text
+from pipeline.files.untrusted import masked, reason_of
 from pipeline.tracking.wandb_extras import group_of, send_extras
 from pipeline.tracking.wandb_parts import all_parts, close_parts
 
@@ -302,7 +304,3 @@ def has_wandb_key() -> bool:
         except (OSError, netrc.NetrcParseError):
             continue  # W&B cannot log in with such a file either
     return False
-
-
-def say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)

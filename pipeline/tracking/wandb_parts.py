@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import sync
+from pipeline.files.durable import sync
 
 HEADER, BLOCK = 7, 32768
 PIECE = struct.Struct("<IHB")  # before each piece of a record: checksum, length, kind

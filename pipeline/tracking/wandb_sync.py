@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config.recipe import load_recipe
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
+from pipeline.files.console import say
+from pipeline.files.durable import read_records
+from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
-from pipeline.tracking.log import METRICS, TIMINGS, read_records
-from pipeline.tracking.wandb_feed import RUN_ID, WandbFeed, has_wandb_key, say
+from pipeline.tracking.wandb_feed import RUN_ID, WandbFeed, has_wandb_key
 from pipeline.tracking.wandb_parts import Part, close_parts, parts_of
 
 

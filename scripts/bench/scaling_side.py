@@ -25,10 +25,10 @@ from pipeline import session, train
 from pipeline.collect import save_trajectories
 from pipeline.config.cli import parse
 from pipeline.data.tasks import shard_tasks
-from pipeline.distributed import ranks as distributed
+from pipeline.distributed import gradients as distributed
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.grpo import dynamic_sampling
-from pipeline.grpo.load_balance import packed
+from pipeline.grpo.micro_batches import packed
 
 LARGE = ("gradients", "messages")  # kinds of what ranks give each other
 

@@ -209,8 +209,8 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
     The look-up that the domain's expert begins with, `TOOL_TURNS` times, then "Done.". The siblings
     of a group say the same until `PARTING_TURN`, from which on each asks for other ids.
     """
-    from pipeline.embedded.experts import play_expert
     from pipeline.embedded.generation import IDS
+    from pipeline.embedded.scripted import play_expert
 
     expert = import_module(f"pipeline.embedded.{task.domain}").expert
     messages, _ = play_expert(parts.environments[task.domain](), expert, task)

@@ -15,11 +15,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks, parameter_hash
-from pipeline.grpo.micro_batches import Item, cuts, make_micro_batches, micro_batch, shared_cuts
+from pipeline.grpo.micro_batches import (
+    Item,
+    MicroBatch,
+    cuts,
+    make_micro_batches,
+    micro_batch,
+    shared_cuts,
+)
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
-from pipeline.models.loading import TokenLogprobs
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.rollout.trajectory import MicroBatch, StopReason, Trajectory
+from pipeline.rollout.trajectory import StopReason, Trajectory
 from scripts.proofs.ranks import play_ranks
 
 LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")

@@ -17,7 +17,7 @@ from pipeline import collect, session, train
 from pipeline.config.cli import parse
 from pipeline.data.rng import stream_key, uniforms
 from pipeline.rollout.row_sampler import Sampler
-from pipeline.rollout.token_sampling import cumulative
+from pipeline.rollout.sequences import cumulative
 from pipeline.rollout.trajectory import Trajectory
 from scripts.proofs.ranks import play_ranks
 

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Number, differences, summary
 from scripts import sweep
 from scripts.bench.common import machine, parser_of, write_json

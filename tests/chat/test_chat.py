@@ -9,12 +9,13 @@ import trl
 from tokenizers import AddedToken
 
 from pipeline.chat.escaping import STUB
+from pipeline.chat.parsing import Parsed, parse_hermes
 from pipeline.chat.template import Chat
-from pipeline.chat.tool_calls import Parsed, parse_hermes
-from pipeline.config.settings import EMBEDDED_DOMAINS, UserError
-from pipeline.embedded.experts import play_expert
+from pipeline.config.settings import EMBEDDED_DOMAINS
+from pipeline.embedded.scripted import play_expert
 from pipeline.environments import environment_classes
 from pipeline.environments.tools import tool_schemas
+from pipeline.errors import UserError
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.helpers import call, chat, say, tokenizer
 

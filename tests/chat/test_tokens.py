@@ -17,13 +17,14 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.chat.parsing import Parsed
 from pipeline.chat.template import Chat
-from pipeline.chat.tool_calls import Parsed
-from pipeline.config.settings import STARTED_BY_US, RolloutSettings, UserError
+from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import generator, stream_key
 from pipeline.environments.tools import tool_schemas
+from pipeline.errors import STARTED_BY_US, UserError
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.models.loading import TokenLogprobs
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, Start
 from pipeline.rollout.row_sampler import Sampler

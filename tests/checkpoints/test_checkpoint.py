@@ -13,19 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, load_state, save
-from pipeline.checkpoints.manifest import (
-    newest_first,
-    number_of,
-    problem,
-    prune,
-    put_aside,
-    write_text,
-)
+from pipeline.checkpoints.manifest import newest_first, number_of, problem, prune, put_aside
 from pipeline.checkpoints.run_folder import find_checkpoint
-from pipeline.config.settings import Config, UserError
-from pipeline.distributed.ranks import Ranks, parameter_hash, whole_state
+from pipeline.config.settings import Config
+from pipeline.distributed.gradients import whole_state
+from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.errors import UserError
+from pipeline.files.durable import write_text
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Updater
-from pipeline.models.loading import TokenLogprobs
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import tokenizer

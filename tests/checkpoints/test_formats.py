@@ -25,7 +25,7 @@ from pipeline.checkpoints.manifest import write_manifest
 from pipeline.checkpoints.run_folder import FORMAT, read_state
 from pipeline.collect import _records_in
 from pipeline.config.cli import parse
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.report.run_files import load_run
 from pipeline.run import main
 from scripts.proofs.ranks import play_ranks

@@ -17,16 +17,17 @@ from datasets import Dataset, Features, Image, List, Value
 from safetensors.torch import load_file, save_file
 
 from pipeline.config.recipe import read_recipe
-from pipeline.config.settings import Config, ModelSettings, UserError
+from pipeline.config.settings import Config, ModelSettings
+from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.rows import DatasetRows
 from pipeline.data.tasks import load_tasks, tasks_of
 from pipeline.embedded.airline import generate_tasks
+from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.check import refuse_full_disk
 from pipeline.run import main
-from pipeline.sft import read_demonstrations
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
 

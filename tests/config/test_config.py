@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.config.cli import parse
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
 from tests.support import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

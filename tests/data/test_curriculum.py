@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
 from pipeline.data.curriculum import (
     describe,
     make_stages,
@@ -12,6 +12,7 @@ from pipeline.data.curriculum import (
     split,
     tasks_of_step,
 )
+from pipeline.errors import UserError
 from tests.support.helpers import make_task
 
 PLENTY = {"airline": 800, "retail": 800, "telecom": 800}

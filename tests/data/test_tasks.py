@@ -13,7 +13,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 from datasets import Dataset, DatasetDict, Features, Json, Value, config
 
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
 from pipeline.data.rng import permutation
 from pipeline.data.rows import DatasetRows
 from pipeline.data.tasks import (
@@ -28,6 +28,7 @@ from pipeline.data.tasks import (
 from pipeline.embedded.airline import AirlineEnvironment
 from pipeline.embedded.airline import generate_tasks as airline_tasks
 from pipeline.embedded.retail import generate_tasks
+from pipeline.errors import UserError
 from pipeline.preflight.prepare import train_tasks
 from tests.support import ROOT
 

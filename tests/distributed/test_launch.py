@@ -20,9 +20,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from pipeline import run
-from pipeline.config.settings import UserError
 from pipeline.distributed import launch
 from pipeline.distributed.launch import World, resolve
+from pipeline.errors import UserError
 from tests.support import ROOT
 
 pytestmark = pytest.mark.whole_run
@@ -38,7 +38,7 @@ import os, sys, time, types
 def main(config):
     import torch
     from accelerate import Accelerator
-    from pipeline.config.settings import UserError
+    from pipeline.errors import UserError
     accelerator = Accelerator()
     rank, do = accelerator.process_index, config.tracking.run_name
     total = int(accelerator.reduce(torch.tensor([2.0**rank])))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from pipeline.distributed.ranks import Ranks, parameter_hash, sharded_adamw, whole_state
+from pipeline.distributed.gradients import sharded_adamw, whole_state
+from pipeline.distributed.ranks import Ranks, parameter_hash
 from scripts.proofs.grid import small_model
 from scripts.proofs.ranks import play_ranks
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from pipeline.config.settings import UserError
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
+from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
 
 pytestmark = pytest.mark.whole_run

@@ -19,8 +19,8 @@ import torch
 from accelerate import Accelerator
 
 from pipeline.config.settings import Config
-from pipeline.distributed import ranks as distributed
-from pipeline.distributed.ranks import Board
+from pipeline.distributed import gradients as distributed
+from pipeline.distributed.store import Board
 from pipeline.doctor import links, machine
 from pipeline.doctor import main as doctor
 from pipeline.doctor.links import judge_fit, judge_mean, judge_speed

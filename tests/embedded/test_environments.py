@@ -14,16 +14,16 @@ from random import Random
 
 import pytest
 
-from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, UserError
+from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
-from pipeline.embedded.experts import play_expert
 from pipeline.embedded.generation import IDS, Draft, Family, generate, quota
-from pipeline.embedded.scripted import Case, Database, ScriptedUser
+from pipeline.embedded.scripted import Case, Database, ScriptedUser, play_expert
 from pipeline.embedded.telecom_chat import REQUESTS
 from pipeline.environments import environment_classes
 from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
-from pipeline.evaluation.evaluate import floors
+from pipeline.errors import UserError
+from pipeline.evaluation.baselines import floors
 from tests.support import ROOT
 
 CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})

@@ -7,7 +7,7 @@ import pytest
 from pipeline.config.cli import parse
 from pipeline.data.tasks import save_tasks
 from pipeline.embedded import telecom, telecom_chat
-from pipeline.embedded.experts import play_expert
+from pipeline.embedded.scripted import play_expert
 from pipeline.embedded.telecom_chat import (
     REQUESTS,
     WORDINGS,

@@ -17,13 +17,14 @@ from pipeline.collect import save_checkpoint
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
-from pipeline.grpo.loss import k3
+from pipeline.grpo.algorithm import k3
 from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.learner import make_updater, start_stage
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import TokenLogprobs, load_folder
+from pipeline.models.loading import load_folder
 from pipeline.models.tiny import tiny_model
 from pipeline.run import main as command
 from pipeline.train import before_training, train

@@ -7,17 +7,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from pipeline.config.settings import (
-    DEFAULT_DOMAINS,
-    EMBEDDED_DOMAINS,
-    Config,
-    RolloutSettings,
-    UserError,
-)
+from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, Config, RolloutSettings
+from pipeline.data.demonstrations import read_demonstrations
 from pipeline.distributed.ranks import Ranks
-from pipeline.embedded.experts import play_expert
+from pipeline.embedded.scripted import play_expert
 from pipeline.environments import environment_classes
 from pipeline.environments.tools import tool_schemas
+from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.rollout import Rollout, Start
 from pipeline.sft import (
@@ -26,7 +22,6 @@ from pipeline.sft import (
     demonstration_rows,
     encode,
     pad_steps,
-    read_demonstrations,
     repeat_steps,
     warm_start,
 )

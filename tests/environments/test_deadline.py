@@ -13,10 +13,10 @@ from functools import partial
 
 import pytest
 
-from pipeline.config.settings import CtrlC
 from pipeline.environments import calls, deadline
 from pipeline.environments.calls import Calls
 from pipeline.environments.deadline import CallTimeout, EnvironmentFault, guarded, settled
+from pipeline.errors import CtrlC
 from tests.support import ROOT
 
 LONG_S = 60  # what is expected comes much sooner

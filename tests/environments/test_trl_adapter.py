@@ -12,7 +12,7 @@ from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config.settings import DEFAULT_DOMAINS
-from pipeline.embedded.experts import play_expert
+from pipeline.embedded.scripted import play_expert
 from pipeline.environments import environment_classes
 from pipeline.environments.tools import tool_schemas
 from pipeline.environments.trl_adapter import factories, outcome_reward, rows_without_user

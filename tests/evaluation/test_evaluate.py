@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from pipeline.config.settings import EMBEDDED_DOMAINS, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.embedded import telecom
-from pipeline.embedded.blind import most_solved
 from pipeline.environments import environment_classes
 from pipeline.environments.tools import call_tool, tool_schemas
-from pipeline.evaluation.evaluate import evaluate, failed_trials, floors, success
+from pipeline.evaluation.baselines import floors, most_solved
+from pipeline.evaluation.evaluate import evaluate, failed_trials, success
 from pipeline.rollout.rollout import Rollout
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, matrix_of, points_of, summary
 
 TASKS = [f"t{i}" for i in range(8)]

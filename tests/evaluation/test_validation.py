@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.validation import divergences, scored
-from pipeline.models.loading import TokenLogprobs
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.rollout.trajectory import RunRecord
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.end_to_end.test_train import SHORT, jsonl, metrics, results, run

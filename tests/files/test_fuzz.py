@@ -19,17 +19,17 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils
 
-from pipeline.chat.response_reader import MAX_NOTATION, steady
+from pipeline.chat.parsing import MAX_NOTATION, Parsed, parse_hermes, steady
 from pipeline.chat.template import Chat
-from pipeline.chat.tool_calls import Parsed, parse_hermes
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
+from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.tasks import load_tasks
 from pipeline.embedded.airline import AirlineEnvironment, generate_tasks
+from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_MESSAGE, parse_json
 from pipeline.models.tiny import RESPONSE_TEMPLATE
 from pipeline.preflight.prepare import train_tasks
-from pipeline.sft import read_demonstrations
 from tests.support.helpers import chat, tokenizer
 
 _home = TemporaryDirectory(prefix="hypothesis-")  # what it writes goes with it

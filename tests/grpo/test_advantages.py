@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.grpo.advantages import dead_groups, group_advantages, in_baseline
+from pipeline.grpo.algorithm import dead_groups, group_advantages, in_baseline
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0])  # two groups of four
 

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 
 from pipeline.config.cli import parse
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.tools import Outage
+from pipeline.errors import UserError
 from pipeline.grpo.dynamic_sampling import PlayedStep, play_step
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.session import connect
-from pipeline.tracking.log import StageProgress
+from pipeline.tracking.progress import StageProgress
 from pipeline.tracking.step_metrics import rollout_metrics
 from pipeline.train import advantages_of, rewards_of, std_of_step
 from scripts.proofs.ranks import play_ranks

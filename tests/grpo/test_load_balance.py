@@ -8,9 +8,9 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.load_balance import costs_of, make_plan, packed, unpacked
+from pipeline.grpo.micro_batches import costs_of, make_plan, packed, unpacked
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Updater
-from pipeline.models.loading import TokenLogprobs
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 

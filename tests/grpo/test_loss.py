@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from pipeline.config.settings import GRPOSettings
-from pipeline.grpo.loss import grpo_loss, importance_ratios, k3, token_weights
-from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.models.loading import TokenLogprobs
-from pipeline.rollout.trajectory import MicroBatch
+from pipeline.grpo.algorithm import grpo_loss, importance_ratios, k3, token_weights
+from pipeline.grpo.micro_batches import MicroBatch, make_micro_batches
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from scripts.proofs.grid import make_episodes, small_model
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]

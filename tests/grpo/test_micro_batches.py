@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import cuts, make_micro_batches, micro_batch, shared_cuts
-from pipeline.models.loading import TokenLogprobs, refuse_mixed_up_sequences
+from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 
 BOTH = pytest.mark.parametrize("padding_free", [False, True])

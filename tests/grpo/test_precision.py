@@ -12,12 +12,12 @@ from accelerate import Accelerator
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo import loss as grpo
+from pipeline.grpo import algorithm as grpo
 from pipeline.grpo import updater
 from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.loading import TokenLogprobs
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.row_sampler import Sampler
 from pipeline.train import train

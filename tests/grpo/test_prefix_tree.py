@@ -6,13 +6,15 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from pipeline.config.settings import ModelSettings, UserError
+from pipeline.config.settings import ModelSettings
+from pipeline.errors import UserError
+from pipeline.grpo import token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.prefix_tree import attend, follow_prefixes, num_distinct_tokens, shared_row
-from pipeline.models import loading as policy
+from pipeline.grpo.prefix_tree import attend, follow_prefixes, shared_row
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import TokenLogprobs
+from pipeline.rollout.sequences import num_distinct_tokens
 from scripts.proofs.grid import in_float64, make_trajectory, small_model
 
 
@@ -114,7 +116,7 @@ def test_log_probabilities_and_gradients_are_those_of_whole_sequences(make, max_
 def test_predictions_of_many_tokens_meet_the_vocabulary_once_and_in_chunks(monkeypatch):
     model, rows, sizes = in_float64(small_model()), episodes(), []
     whole = outcome(model, rows, 10_000, share_prefixes=True)
-    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", 7 * 16)
+    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 7 * 16)
     head = model.lm_head.register_forward_hook(lambda _, given, __: sizes.append(len(given[0])))
     chunked = outcome(model, rows, 10_000, share_prefixes=True)
     head.remove()

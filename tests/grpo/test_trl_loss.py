@@ -15,11 +15,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config.settings import Config, GRPOSettings, RolloutSettings
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.advantages import group_advantages
-from pipeline.grpo.loss import grpo_loss, importance_ratios, token_weights
+from pipeline.grpo.algorithm import group_advantages, grpo_loss, importance_ratios, token_weights
 from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
-from pipeline.models.loading import TokenLogprobs
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import tokenizer
 

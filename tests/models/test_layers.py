@@ -18,13 +18,15 @@ from transformers import (
 )
 
 from pipeline.config.cli import parse
-from pipeline.config.settings import ModelSettings, UserError
+from pipeline.config.settings import ModelSettings
+from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import micro_batch
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference
 from pipeline.learner import make_updater
 from pipeline.models import lora
 from pipeline.models.layers import outer_layers, recompute_layers, refuse_unlayered
-from pipeline.models.loading import TokenLogprobs, load_folder
+from pipeline.models.loading import load_folder
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import chat, start_unwatched, tokenizer

@@ -8,15 +8,17 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import ModelSettings, UserError
+from pipeline.config.settings import ModelSettings
 from pipeline.data.rng import stream_key, uniforms
+from pipeline.errors import UserError
+from pipeline.grpo import token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.prefix_tree import unserved
-from pipeline.models import loading as policy
-from pipeline.models.loading import TokenLogprobs, load_folder, load_model, load_tokenizer
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.capabilities import unserved
+from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.row_sampler import Sampler
-from pipeline.rollout.token_sampling import cumulative, inverse_cdf
+from pipeline.rollout.sequences import cumulative, inverse_cdf
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import chat, tokenizer
 
@@ -327,7 +329,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch):
         return logprobs, entropy, [parameter.grad for parameter in model.parameters()]
 
     whole = values_and_gradients()
-    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
+    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
     chunked = values_and_gradients()
     assert torch.allclose(whole[0], chunked[0], rtol=0, atol=1e-12)
     assert torch.allclose(whole[1], chunked[1], rtol=0, atol=1e-12)

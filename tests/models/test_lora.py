@@ -36,10 +36,12 @@ from transformers import (
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
-from pipeline.config.settings import ModelSettings, UserError
+from pipeline.config.settings import ModelSettings
+from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
-from pipeline.models.loading import TokenLogprobs, load_folder, load_model
+from pipeline.models.loading import load_folder, load_model
 from pipeline.rollout.row_sampler import Sampler
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import tokenizer

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.models.rotary import fix_rotary
 from pipeline.rollout.row_sampler import Sampler
 from tests.rollout.test_generate_sampler import play, recomputed

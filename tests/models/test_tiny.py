@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
-from pipeline.embedded.experts import play_expert
 from pipeline.embedded.generation import IDS
+from pipeline.embedded.scripted import play_expert
 from pipeline.environments import environment_classes
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import tiny_model, tiny_tokenizer

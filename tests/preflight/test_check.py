@@ -8,14 +8,17 @@ import pytest
 from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
 from pipeline.config.recipe import load_recipe
-from pipeline.config.settings import Config, ModelSettings, UserError
+from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.tasks import save_tasks
 from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.tools import tool_schemas
+from pipeline.errors import UserError
 from pipeline.models import lora
+from pipeline.models.shapes import empty_model
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
-from pipeline.preflight.check import empty_model, memory_of_a_rank, memory_per_rank, validate
+from pipeline.preflight.check import validate
+from pipeline.preflight.memory import memory_of_a_rank, memory_per_rank
 from pipeline.preflight.prepare import prepare
 from tests.support import ROOT
 from tests.support.helpers import tokenizer

@@ -5,12 +5,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.cli import parse
-from pipeline.config.settings import UserError
-from pipeline.models.loading import refuse_changed_logits
-from pipeline.preflight import check, stand_in
+from pipeline.errors import UserError
+from pipeline.models.capabilities import refuse_changed_logits
+from pipeline.preflight import check, memory, stand_in
 from pipeline.preflight.stand_in import gap_of, try_architecture
 from pipeline.rollout import kv_cache as row_cache
-from pipeline.tracking.flops import work_of
+from pipeline.tracking.profiling import work_of
 from tests.support.helpers import tokenizer
 
 SHAPE = {
@@ -140,7 +140,7 @@ LAYERS_OF_OWN = {  # whose global heads are wider
 def test_layers_that_differ_in_their_heads_are_tried_and_counted():
     model = model_of("gemma4_text", **LAYERS_OF_OWN)
     assert trial(model) == []
-    assert check._size_of_cache(model.config) == 2 * 16
+    assert memory._size_of_cache(model.config) == 2 * 16
     assert work_of(model).attention == 2 * 4 * 16
 
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.report import comparison
 from pipeline.report.run_files import load_run

@@ -8,7 +8,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
 from pipeline.evaluation.transfer_metrics import wilson
 from pipeline.report.plots import smooth

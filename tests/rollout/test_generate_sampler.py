@@ -13,15 +13,18 @@ from transformers import GenerationConfig
 
 from pipeline import train
 from pipeline.config.cli import parse
-from pipeline.config.settings import Config, RolloutSettings, UserError
+from pipeline.config.settings import Config, RolloutSettings
 from pipeline.data.rng import stream_key
+from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.models.loading import TokenLogprobs, refuse_changed_logits
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models import capabilities
+from pipeline.models.capabilities import refuse_changed_logits
 from pipeline.preflight import check
 from pipeline.rollout import generate_sampler
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import Sampler
-from pipeline.rollout.token_sampling import kept
+from pipeline.rollout.sequences import kept
 from pipeline.session import make_sampler
 from scripts.proofs.grid import make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
@@ -338,7 +341,7 @@ def test_a_model_gets_the_sampler_that_can_serve_it_and_the_slower_is_told_once(
 def test_a_model_that_scales_its_logits_is_refused():
     model = model_of("Gemma3Text", final_logit_softcapping=2.0)
     with pytest.raises(UserError, match="its config sets final_logit_softcapping, which is not"):
-        check.why_generate(model)
+        capabilities.why_generate(model)
     with pytest.raises(UserError, match="got Gemma3ForCausalLM, whose logits are not those of"):
         made(model)
 
@@ -346,7 +349,7 @@ def test_a_model_that_scales_its_logits_is_refused():
 def test_a_model_that_hides_what_it_carries_on_is_refused():
     config = transformers.RwkvConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2)
     with pytest.raises(UserError, match="got RwkvForCausalLM, which is recurrent and names no"):
-        check.why_generate(transformers.RwkvForCausalLM(config))
+        capabilities.why_generate(transformers.RwkvForCausalLM(config))
 
 
 def test_dropout_is_not_taken_for_changed_logits():

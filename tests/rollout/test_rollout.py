@@ -10,11 +10,12 @@ import torch
 
 from pipeline import session
 from pipeline.chat.template import Chat
-from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings, UserError
+from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
-from pipeline.embedded.experts import play_expert
+from pipeline.embedded.scripted import play_expert
 from pipeline.environments import environment_classes
 from pipeline.environments.tools import tool_schemas
+from pipeline.errors import UserError
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, Start

@@ -8,10 +8,11 @@ import torch
 import trl
 
 from pipeline.config.cli import parse
-from pipeline.config.settings import RolloutSettings, UserError
+from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import uniforms
-from pipeline.rollout import token_sampling as picking
-from pipeline.rollout.token_sampling import cumulative, inverse_cdf, kept, logprobs_of, pick
+from pipeline.errors import UserError
+from pipeline.rollout import sequences as picking
+from pipeline.rollout.sequences import cumulative, inverse_cdf, kept, logprobs_of, pick
 
 IMPOSSIBLE = float("-inf")
 LARGEST = 1 - 2.0**-53  # of the draws

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from numpy import float32
 
+from pipeline.files.durable import read_records
 from pipeline.rollout.trajectory import StopReason
-from pipeline.tracking.log import read_records
 from pipeline.tracking.wandb_extras import final_numbers
 from pipeline.tracking.wandb_feed import numbers
 from pipeline.tracking.wandb_parts import parts_of, records

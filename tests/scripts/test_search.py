@@ -12,7 +12,7 @@ import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from pipeline.config.cli import parse
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from tests.support import ROOT
 
 SCRIPT = ROOT / "scripts" / "optuna_study.py"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pipeline.config.settings import UserError
+from pipeline.errors import UserError
 from scripts import sweep
 from tests.end_to_end.test_train import SHORT, results
 from tests.support import ROOT

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.settings import Config, UserError
-from pipeline.tracking.log import RunLog, StageProgress, read_records
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
+from pipeline.files.durable import read_records
+from pipeline.tracking.log import RunLog
+from pipeline.tracking.progress import StageProgress
 from tests.support import ROOT
 
 TRAIN = {

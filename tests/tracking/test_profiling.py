@@ -4,10 +4,10 @@ import pytest
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from pipeline.config.cli import build_parser, parse
-from pipeline.config.settings import ModelSettings, UserError
+from pipeline.config.settings import ModelSettings
+from pipeline.errors import UserError
 from pipeline.models import lora
-from pipeline.tracking.flops import Work, peak_of, work_of
-from pipeline.tracking.profiling import rates
+from pipeline.tracking.profiling import Work, peak_of, rates, work_of
 from scripts.proofs.grid import small_model
 
 # FLOPs, of a model of 2 layers, 4 heads of size 8, hidden size 32, MLP of 64, 16 tokens

@@ -24,9 +24,11 @@ from PIL import Image
 
 from pipeline.checkpoints.manifest import write_manifest
 from pipeline.config.recipe import dump
-from pipeline.config.settings import Config, UserError
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
+from pipeline.files.durable import read_records
 from pipeline.tracking import wandb_feed, wandb_sync
-from pipeline.tracking.log import RunLog, read_records
+from pipeline.tracking.log import RunLog
 from pipeline.tracking.wandb_extras import COLUMNS, episode_rows
 from pipeline.tracking.wandb_feed import has_wandb_key
 from pipeline.tracking.wandb_parts import close_parts, parts_of, records

@@ -1,0 +1,88 @@
+"""Files that survive a crash: written whole or appended to line by line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.files.console import say
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file in one step; it is on disk when this returns."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text, encoding="utf-8")
+    sync(aside)
+    aside.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file or the entries of a folder to the disk itself."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class LinesFile:
+    """A file of lines that is cut to `size` bytes and then appended to, whole lines only."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        there = self._file.read(size)
+        self.size = there.rfind(b"\n") + 1
+        if self.size != size:
+            say(
+                f"warning: {path}: the checkpoint was written when it had {size} bytes, and only "
+                f"{self.size} of these are there in whole lines; what is missing stays missing"
+            )
+        self._file.truncate(self.size)
+        self.sync()
+
+    def append(self, line: str) -> None:
+        """Write a line at once; where that fails (a full disk) nothing of it, and raise OSError."""
+        line_bytes = f"{line}\n".encode()
+        left = memoryview(line_bytes)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(self.size)
+            error.filename = str(self._path)
+            raise
+        self.size += len(line_bytes)
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not know (NaN and the infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, if there is one, without a last line that a crash cut short."""
+    if not path.is_file():
+        return []
+    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines]
+    with suppress(json.JSONDecodeError):
+        records.append(json.loads(last))
+    return records
