@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.config.settings import Config
@@ -29,11 +30,15 @@ LAUNCHER = os.getppid()
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
 
 
-def main(argv: list[str]) -> int:
-    """Run what `argv` (without the program's name) asks for, and return the exit code."""
+def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
+    """Run what `argv` (without the program's name) asks for, and return the exit code.
+
+    `entry` is the script that ranks are started with, in place of this one; `hooks` go to
+    `pipeline.train.main`.
+    """
     try:
         with _keyboard():
-            return _run(argv)
+            return _run(argv, entry, hooks)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not error.is_first:
             time.sleep(SILENT_S)  # most mistakes are every rank's
@@ -87,7 +92,7 @@ def _keyboard() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     # Imported where they are needed: a mistake is told before anything heavy is loaded.
     from pipeline.checkpoints.run_folder import check_folder, restarted
     from pipeline.config import variables
@@ -106,7 +111,7 @@ def _run(argv: list[str]) -> int:
             from pipeline.preflight.check import validate
 
             validate(config)
-        return launch.start_ranks(world, argv)
+        return launch.start_ranks(world, argv, entry)
     launch.use_device(world)
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})
@@ -116,7 +121,7 @@ def _run(argv: list[str]) -> int:
         return doctor(config)
     from pipeline.train import main as train
 
-    return train(config)
+    return train(config, **hooks)
 
 
 def _check(config: Config) -> int:

@@ -1,58 +1,159 @@
 """The run: evaluate, warm-start, then train stage by stage.
 
-A stage is the loop of rollouts and updates, with an evaluation after it.
+A stage is the loop of rollouts and updates (`Training.train`), with an evaluation after it. What
+the lines of the loop do stands in `trainer.py`.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
 
 import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin
+from transformers.utils import logging as transformers_logging
 
-from pipeline.checkpoints.run_folder import machine_fault
-from pipeline.collect import (
-    collect_records,
-    evaluate_and_record,
-    finish,
-    resume_counts,
-    save_checkpoint,
-    save_trajectories,
-    save_when_due,
-    stop,
-    stop_on_errors,
-)
+from pipeline.config import variables
 from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage
-from pipeline.data.rng import permutation
-from pipeline.distributed.ranks import Interrupted
-from pipeline.distributed.watchdog import Watchdog
-from pipeline.evaluation.validation import ends_early, keep_anchors, load_anchors, validate_when_due
-from pipeline.grpo.algorithm import dead_groups, group_advantages, in_baseline
-from pipeline.grpo.dynamic_sampling import PlayedStep, left_out, play_step
-from pipeline.grpo.updater import learning_rate_at
-from pipeline.learner import make_updater, start_stage
-from pipeline.models.loading import load_folder
-from pipeline.models.rotary import fix_rotary
-from pipeline.rollout.trajectory import Trajectory
-from pipeline.session import Run, connect, start
+from pipeline.distributed.ranks import Interrupted, Ranks, meet_again
+from pipeline.distributed.watchdog import GRACE_S, Watchdog
+from pipeline.errors import INTERRUPTED, UserError
+from pipeline.files.afterwards import may_fail
+from pipeline.models.loading import load_folder, on_gpu, uses_bf16
+from pipeline.report.write import final_table, write_report
 from pipeline.sft import warm_start
-from pipeline.tracking.profiling import Timer, profiled
 from pipeline.tracking.progress import StageProgress
-from pipeline.tracking.step_metrics import over_iterations, rollout_metrics, warn_of_gap
+from pipeline.trainer import Trainer
 
 
-def main(config: Config) -> int:
-    """Run on this rank, which was launched together with the others; returns the exit code."""
+class Training(Trainer):
+    """A whole run on this rank."""
+
+    def run(self) -> int:
+        """All of a run, or up to where it is told to stop; returns the exit code."""
+        try:
+            self.before_training()
+            if self.config.grpo.use_grpo:
+                self.train()
+            self.finish()
+        except Interrupted:
+            return self.stop()
+        return 0
+
+    def before_training(self) -> None:
+        """Evaluate the model as it came, give it the warm start, evaluate again."""
+        if not self.state.evaluated("start"):
+            self.evaluate("start")
+        if not self.config.grpo.use_grpo or self.config.warm_start.steps == 0:
+            return
+        if self.state.stage == "start":
+            self.give_warm_start()
+        if not self.state.evaluated("warm_start"):
+            self.evaluate("warm_start")
+
+    def train(self) -> None:
+        """The loop: for each stage, for each optimizer step."""
+        meter = self.begin_grpo()
+        for index in range(len(self.parts.stages)):
+            stage = self.stages[index]  # which begins where the one before it ended
+            if self.state.evaluated(stage.name):
+                continue
+            first = self.begin_stage(stage)
+            done, is_main = first - stage.first_step, self.ranks.is_main
+            with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
+                for step in range(first, stage.last_step):
+                    if self.ends_early(stage):
+                        break
+                    with self.profiled(step + 1), meter.step():
+                        batch = self.collect(stage, step)
+                        advantages, kept = self.advantages(batch, step)
+                        statistics = self.update(stage, batch, advantages, kept)
+                    metrics = self.record(stage, batch, statistics, meter)
+                    progress.step(metrics)
+                    self.end_step(stage, batch, advantages)
+            self.end_stage(stage)
+
+    def give_warm_start(self) -> None:
+        """Train on demonstrations, save the first checkpoint, and go on with a fresh model."""
+        begun, parts, is_main = time.perf_counter(), self.parts, self.ranks.is_main
+        num_steps = self.config.warm_start.steps
+        progress = StageProgress("warm start", num_steps, is_main=is_main)
+
+        def on_step() -> None:
+            progress.step({})
+            self.ranks.alive()
+            if self.ranks.stop_wanted:  # there is nothing to save before its end
+                raise Interrupted
+
+        with progress, self.ranks.phase("warm start"):
+            loss = warm_start(
+                self.config,
+                self.policy.model,
+                parts.tokenizer,
+                parts.chat,
+                parts.environments,
+                self.ranks.num_ranks,
+                on_step,
+            )
+        keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
+        self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
+        self.log.metrics({**keys, "warm_start/loss": loss})
+        self.state.stage = "warm_start"
+        self.save("warm-start")
+        folder = self.checkpointer.folder / "warm-start"
+        self.policy.replace(load_folder(folder, self.config.model))
+        gc.collect()  # the trainer's optimizer hangs in reference cycles
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def finish(self) -> None:
+        """Rank 0 writes the results and the report and prints the table."""
+        if self.ranks.is_main:
+            self._write_results()
+            with may_fail("report", f"python -m pipeline.report {self.folder} makes it again"):
+                write_report(self.folder)
+            self.log.finish_with(self.folder)
+            with may_fail("table", f"python -m pipeline.report {self.folder} has it"):
+                results = json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
+                print(final_table(results))
+            print(f"report, plots and checkpoints: {self.folder}")
+        self.ranks.barrier("end")
+
+    def stop(self) -> int:
+        """Save where the run stands, unless a checkpoint holds that; returns the exit code."""
+        if self.state.stage != "start" and not self.checkpointer.is_current:
+            self.save(f"step-{self.state.step:06d}")
+        if not self.watchdog.can_resume:
+            if self.ranks.is_main:
+                print("interrupted before the first checkpoint; start again", flush=True)
+            return 1
+        if self.ranks.is_main:
+            print(
+                f"interrupted after {self.state.step} steps; go on with --output-dir "
+                f"{self.folder} --resume-from-checkpoint latest",
+                flush=True,
+            )
+        return INTERRUPTED
+
+
+def main(config: Config, make_training: Callable[..., Training] = Training) -> int:
+    """Run on this rank, which was launched together with the others; returns the exit code.
+
+    `make_training` is called as `Training` is; see `Trainer` for the hooks that it takes.
+    """
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
-        run = start(config, accelerator, ranks, watchdog)
-        with run.log:
+        training = make_training(config, accelerator, ranks, watchdog)
+        with training.log:
             try:
-                code = _whole(run)
+                code = training.run()
             except Exception as error:
-                if (fault := machine_fault(error, run.folder, run.lock)) is None:
+                if (fault := training.checkpointer.machine_fault(error)) is None:
                     raise
                 raise fault from None
         if code == 0:
@@ -60,170 +161,35 @@ def main(config: Config) -> int:
     return code
 
 
-def _whole(run: Run) -> int:
-    """All of a run, or up to where it is told to stop; returns the exit code."""
-    try:
-        before_training(run)
-        if run.config.grpo.use_grpo:
-            train(run)
-        finish(run)
-    except Interrupted:
-        return stop(run)
-    return 0
-
-
-def train(run: Run) -> None:
-    """The loop: for each stage, for each optimizer step."""
-    run.updater = make_updater(run)
-    load_anchors(run)
-    gc.freeze()  # what is there now stays: no collection need go through it again
-    for index in range(len(run.parts.stages)):
-        stage = run.stages[index]  # which begins where the one before it ended
-        if run.state.evaluated(stage.name):
-            continue
-        first = max(stage.first_step, run.state.step)
-        done, is_main = first - stage.first_step, run.ranks.is_main
-        start_stage(run, stage)
-        resume_counts(run, stage)
-        validate_when_due(run, stage)  # it may be what was interrupted
-        with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
-            for step in range(first, stage.last_step):
-                if ends_early(run, stage):
-                    break
-                with profiled(run, step + 1), Timer(run) as timer:
-                    played = play_step(run, stage, step)
-                    advantages, kept = advantages_of(run, played, rewards_of(run, played, step))
-                    statistics = update(run, stage, played.trajectories, advantages, kept)
-                run.state.step, run.state.stage = step + 1, stage.name
-                metrics = {**statistics, **rollout_metrics(run, played, run.errors)}
-                keys = {"kind": "train", "stage": stage.name, "step": step + 1}
-                run.log.metrics({**keys, **metrics})
-                run.log.timings({**keys, **timer.timings(played)})
-                progress.step(metrics)
-                save_trajectories(run, stage.name, played.trajectories, advantages)
-                stop_on_errors(run, run.errors)
-                validate_when_due(run, stage)
-                save_when_due(run, stage)
-        collect_records(run, stage)
-        keep_anchors(run, stage)
-        evaluate_and_record(run, stage.name)
-        save_checkpoint(run, f"stage-{stage.index + 1}-{stage.name}")
-
-
-def before_training(run: Run) -> None:
-    """Evaluate the model as it came, give it the warm start, evaluate again."""
-    if not run.state.evaluated("start"):
-        evaluate_and_record(run, "start")
-    if not run.config.grpo.use_grpo or run.config.warm_start.steps == 0:
-        return
-    if run.state.stage == "start":
-        give_warm_start(run)
-    if not run.state.evaluated("warm_start"):
-        evaluate_and_record(run, "warm_start")
-
-
-def give_warm_start(run: Run) -> None:
-    """Train on demonstrations, save the first checkpoint, and go on from it with a fresh model."""
-    begun, parts, is_main = time.perf_counter(), run.parts, run.ranks.is_main
-    num_steps = run.config.warm_start.steps
-    progress = StageProgress("warm start", num_steps, is_main=is_main)
-    with progress, run.ranks.phase("warm start"):
-        loss = warm_start(
-            run.config,
-            run.model,
-            parts.tokenizer,
-            parts.chat,
-            parts.environments,
-            run.ranks.num_ranks,
-            lambda: _warm_start_step(run, progress),
+def connect(config: Config) -> tuple[Accelerator, Ranks]:
+    """Meet the other ranks; raises UserError where they were launched for something else."""
+    transformers_logging.disable_progress_bar()
+    # Accelerate knows the old name of this setting only, torch 2.13 warns of it.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+    meet_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
+    mixed_precision = "bf16" if uses_bf16(config.model) else "no"
+    variables.pin(mixed_precision)
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision,
+        # Without it, ACCELERATE_GRADIENT_ACCUMULATION_STEPS would divide every gradient.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[
+            # The watchdog speaks first: it knows more.
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        ],
+    )
+    if accelerator.distributed_type.value not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise UserError(
+            f"accelerate launch: its configuration asks for {accelerator.distributed_type.value}; "
+            "use --config_file accelerate_configs/multi_gpu.yaml"
         )
-    keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
-    run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
-    run.log.metrics({**keys, "warm_start/loss": loss})
-    run.state.stage = "warm_start"
-    save_checkpoint(run, "warm-start")
-    run.model = load_folder(run.folder / "checkpoints" / "warm-start", run.config.model)
-    fix_rotary(run.model, run.config.rollout.max_tokens)
-    run.model.to(run.accelerator.device)
-    run.rollout.sampler.load_weights(run.model)
-    gc.collect()  # the trainer's optimizer hangs in reference cycles
-    if run.accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _warm_start_step(run: Run, progress: StageProgress) -> None:
-    progress.step({})
-    run.ranks.alive()
-    if run.ranks.stop_wanted:  # there is nothing to save before its end
-        raise Interrupted
-
-
-def rewards_of(run: Run, played: PlayedStep, step: int) -> torch.Tensor:
-    """The rewards that train: the episodes' own; in the control, those of others of the step."""
-    rewards = [trajectory.reward for trajectory in played.trajectories]
-    if run.config.grpo.permute_rewards:
-        rewards = permuted(run, played, rewards, step)
-    return torch.tensor(rewards, dtype=torch.float64)
-
-
-def advantages_of(
-    run: Run, played: PlayedStep, rewards: torch.Tensor
-) -> tuple[list[float], list[bool]]:
-    """The advantage of each of this rank's episodes, and whether it is trained on."""
-    settings, size = run.config.grpo, run.config.rollout.num_generations
-    batch_std = None
-    if settings.scale_rewards == "batch":
-        batch_std = std_of_step(run, played, rewards)
-    counted = in_baseline(left_out(played.trajectories), size)
-    scale = settings.scale_rewards
-    advantages = group_advantages(rewards, size, scale, batch_std, counted).tolist()
-    scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in played.trajectories]
-    dead = dead_groups(rewards, size, counted)
-    kept = (counted & ~dead if settings.drop_dead_groups else counted).tolist()
-    return [a * scale for a, scale in zip(advantages, scales, strict=True)], kept
-
-
-def update(
-    run: Run,
-    stage: Stage,
-    trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
-    kept: Sequence[bool],
-) -> dict[str, float]:
-    """`num_iterations` optimizer updates; then the sampler gets the new weights."""
-    assert run.updater is not None
-    settings = run.config.grpo
-    done, peak = run.state.step - stage.first_step, run.config.peak_learning_rate
-    learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
-    with run.ranks.phase("update", stage.name, run.state.step + 1):
-        found = [
-            run.updater.update_policy(trajectories, advantages, learning_rate, kept)
-            for _ in range(settings.num_iterations)
-        ]
-        run.rollout.sampler.load_weights(run.model)
-    statistics = over_iterations(found)
-    warn_of_gap(run, statistics)
-    return statistics
-
-
-def permuted(run: Run, played: PlayedStep, rewards: Sequence[float], step: int) -> list[float]:
-    """The rewards of all ranks' kept episodes, shuffled among these; other episodes keep theirs."""
-    known = zip(played.places, rewards, played.kept, strict=True)
-    mine = [number for place, reward, kept in known if kept for number in (place, reward)]
-    run.ranks.barrier("control")
-    shards = run.ranks.all_gather_numbers(mine)
-    found = {p: r for shard in shards for p, r in zip(shard[::2], shard[1::2], strict=True)}
-    places = sorted(found)
-    order = permutation(len(places), run.config.run.seed, "permuted rewards", step)
-    given = {place: found[places[i]] for place, i in zip(places, order, strict=True)}
-    return [given.get(place, own) for place, own in zip(played.places, rewards, strict=True)]
-
-
-def std_of_step(run: Run, played: PlayedStep, rewards: torch.Tensor) -> float:
-    """The deviation (unbiased) of the rewards of all ranks' kept episodes; 0 where none is."""
-    mine = [reward for reward, kept in zip(rewards.tolist(), played.kept, strict=True) if kept]
-    run.ranks.barrier("rewards")
-    shards = run.ranks.all_gather_numbers(mine)
-    # Sorted, so that rounding does not depend on the ranks.
-    everything = sorted(reward for shard in shards for reward in shard)
-    return float(torch.tensor(everything, dtype=torch.float64).std()) if everything else 0.0
+    assert config.run.num_gpus in (None, accelerator.num_processes), "ranks do not know each other"
+    if config.run.deterministic:
+        if accelerator.device.type != "cpu":
+            raise UserError(
+                "deterministic: works on CPU ranks only; set ACCELERATE_USE_CPU=true, or leave it"
+            )
+        torch.set_num_threads(1)
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
+    return accelerator, ranks

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import torch
 from peft import PeftModel
@@ -29,6 +30,49 @@ from pipeline.files.untrusted import reason_of, shown
 from pipeline.models import lora
 
 
+class _Validation(TypedDict):
+    """What is read of a validation, whatever else it holds."""
+
+    step: int
+    success: dict[str, dict[str, Any]]
+
+
+class _Evaluation(_Validation):
+    after: str
+
+
+class SavedState(TypedDict, total=False):
+    """What `state.json` holds beside format and hash: the `state_dict()` of each owner, joined.
+
+    A name that an earlier version did not write is missing; its owner has a default for it.
+    """
+
+    # TrainState's
+    stage: str
+    step: int
+    evaluations: list[_Evaluation]
+    validations: list[_Validation]
+    ended_early: dict[str, int]
+    training: dict[str, dict[str, Any]]
+    wall_s: float
+    config: dict[str, Any]
+    # RunLog's
+    sizes: dict[str, int]
+    tracker_run_id: str | None
+    # Updater's
+    max_tokens_per_microbatch: int | None
+    num_skipped_steps: int
+    num_skipped_in_a_row: int
+    # ErrorRates'
+    error_counts: dict[str, list[int]]
+
+
+class Stateful(Protocol):
+    """An owner of a part of what a checkpoint holds, as in torch."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
 @dataclass(kw_only=True)
 class TrainState:
     """Where a run stands."""
@@ -40,15 +84,20 @@ class TrainState:
     ended_early: dict[str, int] = field(default_factory=dict)  # steps of stages on a plateau
     # Summaries of finished stages.
     training: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Bytes of metrics.jsonl and timings.jsonl that belong to the run so far.
-    sizes: dict[str, int] = field(default_factory=dict)
     wall_s: float = 0.0  # of all the processes that brought it here, up to the last save
-    max_tokens_per_microbatch: int | None = None  # after out-of-memory faults
-    num_skipped_steps: int = 0  # for a loss or gradient that was not finite
-    num_skipped_in_a_row: int = 0
-    error_counts: dict[str, list[int]] = field(default_factory=dict)
-    tracker_run_id: str | None = None
     config: dict[str, Any] = field(default_factory=dict)  # the settings of the run, resolved
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.__dataclass_fields__.keys() & state.keys():
+            setattr(self, name, state[name])
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Steps and evaluations done."""
+        return self.step, len(self.evaluations)
 
     def evaluated(self, after: str) -> bool:
         return any(evaluation["after"] == after for evaluation in self.evaluations)
@@ -56,11 +105,10 @@ class TrainState:
     def validated(self, step: int) -> bool:
         return any(validation["step"] == step for validation in self.validations)
 
-    @property
-    def config_hash(self) -> str:
-        """SHA-256 of the settings as canonical JSON."""
-        text = json.dumps(self.config, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+
+def hash_of(config: Mapping[str, Any]) -> str:
+    """SHA-256 of the settings as canonical JSON."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def save(
@@ -68,7 +116,7 @@ def save(
     name: str,
     model: Any,
     tokenizer: Any,
-    state: TrainState,
+    state: Mapping[str, Any],
     optimizer_state: dict[str, Any] | None = None,
 ) -> Path:
     """Write `folder/name` and point `latest` at it; of a model with LoRA, the adapters alone.
@@ -103,7 +151,7 @@ def _write(
     folder: Path,
     model: Any,
     tokenizer: Any,
-    state: TrainState,
+    state: Mapping[str, Any],
     optimizer_state: dict[str, Any] | None,
 ) -> None:
     if isinstance(model, PeftModel):
@@ -114,41 +162,27 @@ def _write(
     if optimizer_state is not None:
         with (folder / "optimizer.pt").open("wb") as file:  # by name, torch hides a full disk
             torch.save(optimizer_state, file)
-    content = {"format": FORMAT, **asdict(state), "config_hash": state.config_hash}
+    content = {"format": FORMAT, **state, "config_hash": hash_of(state.get("config", {}))}
     (folder / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-class _Validation(TypedDict):
-    """What is read of a validation, whatever else it holds."""
-
-    step: int
-    success: dict[str, dict[str, Any]]
-
-
-class _Evaluation(_Validation):
-    after: str
-
-
-_ENTRIES = {"evaluations": list[_Evaluation], "validations": list[_Validation]}
-
-
-def load_state(path: Path) -> TrainState:
-    """The state of a checkpoint; what an earlier version did not write has its default.
+def load_state(path: Path) -> SavedState:
+    """The state of a checkpoint; what an earlier version did not write is missing.
 
     Raises UserError where the format is newer than FORMAT, or a value of another type.
     """
-    content, known = read_state(path), {}
-    types: dict[str, Any] = get_type_hints(TrainState)
+    content, known = read_state(path), SavedState()
+    types: dict[str, Any] = get_type_hints(SavedState)
     for name in types.keys() & content.keys():
-        known[name] = value = content[name]
+        known[name] = value = content[name]  # type: ignore[literal-required]
         try:
-            TypeAdapter(_ENTRIES.get(name, types[name])).validate_python(value, strict=True)
+            TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError:
             raise UserError(
                 f"resume_from_checkpoint: {path.name}: state.json has {name} {shown(value)}, which "
                 "is not what a run writes; give another checkpoint"
             ) from None
-    return TrainState(**known)
+    return known
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:

@@ -96,8 +96,10 @@ def use_device(world: World) -> None:
             print(f"running on CPU: {ranks}", file=sys.stderr, flush=True)
 
 
-def start_ranks(world: World, argv: list[str]) -> int:
+def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
     """Run this command line on `world.num_ranks` new ranks and return their exit code.
+
+    `entry` is the script that they run; `pipeline/run.py`, if missing.
 
     Changes this process's environment and signal handlers for good: it is the ranks' parent from
     here on. Signals are passed to the ranks, and none of them outlives the call.
@@ -109,7 +111,7 @@ def start_ranks(world: World, argv: list[str]) -> int:
     with TemporaryDirectory(prefix="ranks-") as log_dir:
         _set_environment(world, log_dir)
         arguments = ["--config_file", str(RANKS_CONFIG), "--num_processes", str(world.num_ranks)]
-        arguments += ["--log_dir", log_dir, str(RUN), *argv]
+        arguments += ["--log_dir", log_dir, str(entry or RUN), *argv]
         logging.disable(logging.ERROR)  # the launcher's own account of what the ranks said
         try:
             launch_command(launch_command_parser().parse_args(arguments))

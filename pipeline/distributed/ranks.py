@@ -105,6 +105,14 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def shard(self, count: int) -> range:
+        """Which of `count` groups this rank plays: every num_ranks-th one.
+
+        Shares differ by at most one. Interleaved, so that the domains of a step, listed one after
+        another, spread over the ranks.
+        """
+        return range(self.rank, count, self.num_ranks)
+
     def barrier(self, name: str) -> None:
         """Wait for all ranks; RuntimeError names the missing rank when the deadline passes."""
         if self._group is None:

@@ -9,36 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 
 @dataclass
-class ErrorShares:
+class ErrorRates:
     """Episodes and errors of each domain over all ranks; every rank holds the same.
 
-    `last` holds this rank's last errors as text; `as_dict` leaves it out.
+    `last` holds this rank's last errors as text; a checkpoint leaves it out.
     """
 
     counts: dict[str, list[int]] = field(default_factory=dict)  # by domain: episodes, errors
     last: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_dict(cls, counts: Mapping[str, Sequence[int]]) -> ErrorShares:
-        return cls({domain: list(pair) for domain, pair in counts.items()})
-
-    @classmethod
-    def of(cls, records: Iterable[RunRecord]) -> ErrorShares:
+    def of(cls, records: Iterable[RunRecord]) -> ErrorRates:
         """Of the records of all ranks."""
-        shares = cls()
+        rates = cls()
         for record in records:
-            shares.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
-        return shares
+            rates.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
+        return rates
 
-    def as_dict(self) -> dict[str, list[int]]:
-        """Plain JSON, which `from_dict` takes."""
-        return {domain: list(pair) for domain, pair in self.counts.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, for a checkpoint."""
+        return {"error_counts": {domain: list(pair) for domain, pair in self.counts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        counts = state.get("error_counts", {})
+        self.counts = {domain: list(pair) for domain, pair in counts.items()}
 
     def add(self, domain: str, episodes: int, errors: int) -> None:
         before = self.counts.get(domain, [0, 0])
@@ -71,17 +73,20 @@ class ErrorShares:
 
 def stop_on_errors(
     ranks: Ranks,
-    shares: ErrorShares,
-    limit: float,
-    at_least: int,
+    rates: ErrorRates,
+    limits: RolloutSettings,
+    trajectories: Sequence[Trajectory] = (),
     when: str = "since the stage began",
 ) -> None:
     """Raise RuntimeError, on every rank the same, where a domain has too many errors.
 
-    Ranks talk only where it does: what is decided on is the same on all of them.
+    `trajectories` are this rank's, among which the last errors are found. Ranks talk only where it
+    raises: what is decided on is the same on all of them.
     """
-    if shares.problem(limit, at_least, when) is None:
+    rates.remember(trajectories)
+    limit, at_least = limits.max_error_share, 2 * limits.num_generations
+    if rates.problem(limit, at_least, when) is None:
         return
-    for last in ranks.all_gather_objects(shares.last, "environment errors"):
-        shares.last |= last
-    raise RuntimeError(shares.problem(limit, at_least, when))
+    for last in ranks.all_gather_objects(rates.last, "environment errors"):
+        rates.last |= last
+    raise RuntimeError(rates.problem(limit, at_least, when))

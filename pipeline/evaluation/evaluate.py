@@ -6,12 +6,12 @@ Runs in training and stand-alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from pipeline.data.rng import stream_key
-from pipeline.data.tasks import Task, shard_tasks
+from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer_metrics import is_graded, succeeded
 from pipeline.rollout.rollout import Rollout, Start
@@ -37,7 +37,7 @@ def evaluate(
     whose environment fails is played again; see `failed_trials` for what is left of these. Raises
     RuntimeError when a trial is missing or double, and Interrupted where the run is to stop.
     """
-    mine = [tasks[index] for index in shard_tasks(len(tasks), ranks.rank, ranks.num_ranks)]
+    mine = [tasks[index] for index in ranks.shard(len(tasks))]
     starts = [
         Start(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
         for task in mine
@@ -68,6 +68,38 @@ def evaluate(
 def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     """Trials that could not be played to their end, so that their reward says nothing."""
     return [record for record in records if record.stop_reason in FAILED]
+
+
+def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
+    """Raise RuntimeError, on every rank, where a trial could not be played.
+
+    Its reward is unknown: scored as a failure, it would pass for something that was forgotten.
+    """
+    failed = failed_trials(records)
+    if not failed:
+        return
+    raise RuntimeError(
+        f"{len(failed)} of {len(records)} trials {when} ended in environment errors {ATTEMPTS} "
+        f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored; mend "
+        "the environment and resume"
+    )
+
+
+def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
+    """What is logged of an evaluation."""
+    metrics = {f"eval/{d}/success": rate["mean"] for d, rate in rates.items()}
+    metrics |= {f"eval/{d}/greedy": rate["greedy"] for d, rate in rates.items()}
+    for name in ("reward", "greedy_reward"):
+        metrics |= {f"eval/{d}/{name}": rate[name] for d, rate in rates.items() if name in rate}
+    return metrics
+
+
+def in_words(rates: Mapping[str, Success]) -> str:
+    """`airline 0.41  retail 0.38`, with mean rewards where they are not all 0 or 1."""
+    return "  ".join(
+        f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
+        for d, r in rates.items()
+    )
 
 
 def success(

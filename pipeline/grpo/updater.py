@@ -7,7 +7,7 @@ one makes micro-batches smaller, the other skips the optimizer step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,8 @@ class Updater:
     """Optimizer updates on trajectories.
 
     `module` is the policy's TokenLogprobs, which `accelerator` has not seen yet; `reference`,
-    made of the same module, is needed where `grpo.beta` is above 0. A checkpoint needs
-    `max_tokens_per_microbatch`, `num_skipped` and `num_skipped_in_a_row`, which are equal on all
-    ranks after each update.
+    made of the same module, is needed where `grpo.beta` is above 0. `loss` is `grpo_loss`, or a
+    function like it.
     """
 
     def __init__(
@@ -85,8 +84,11 @@ class Updater:
         config: Config,
         pad_id: int,
         reference: Reference | None = None,
+        *,
+        loss: Callable[..., tuple[torch.Tensor, TokenStats]] = grpo_loss,
     ) -> None:
         self.accelerator, self.ranks, self.reference = accelerator, ranks, reference
+        self.loss = loss
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.exchange = summed_over_ranks(accelerator.prepare(Exchange(module)))
         self.settings, self.limits, self.pad_id = config.grpo, config.rollout, pad_id
@@ -118,6 +120,23 @@ class Updater:
         # it adds the terms of three ranks or more: a resumed run must not begin with the other one.
         self._exchange()
         self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the optimizer's state; equal on all ranks."""
+        budget = self.max_tokens_per_microbatch
+        is_smaller = budget != self.settings.max_tokens_per_microbatch
+        return {
+            "max_tokens_per_microbatch": budget if is_smaller else None,
+            "num_skipped_steps": self.num_skipped,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; a setting that was made smaller since then stays so."""
+        self.num_skipped = state.get("num_skipped_steps", 0)
+        self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
+        budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
+        self.max_tokens_per_microbatch = min(budget, self.max_tokens_per_microbatch)
 
     def update_policy(
         self,
@@ -304,7 +323,7 @@ class Updater:
         batch = batch.to(self.accelerator.device)
         logprobs, entropy = self.module(batch)
         ref_logprobs = None if self.reference is None else self._ref_logprobs(batch)
-        loss, stats = grpo_loss(logprobs, entropy, batch, self.settings, num_tokens, ref_logprobs)
+        loss, stats = self.loss(logprobs, entropy, batch, self.settings, num_tokens, ref_logprobs)
         self.accelerator.backward(loss)
         return stats
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
@@ -32,11 +32,11 @@ class RunLog:
 
     Every record carries `kind`, `stage` and `step`, the number of GRPO optimizer steps done; a line
     of timings gets the `time` it is written at. Make it on every rank and after the Accelerator,
-    which Accelerate's trackers need. `sizes` are those of the checkpoint that the run goes on from:
-    the files are cut back to them, and `tracker_run_id` is the one it knows; without, they start
-    empty. A file that cannot be written raises OSError; a tracker that fails is given up with one
-    warning. Raises UserError on every rank when a tracker's package is missing, and on rank 0 when
-    W&B cannot start a fresh run.
+    which Accelerate's trackers need. `state` holds the `state_dict()` of the checkpoint from which
+    the run goes on: the files are cut back to its sizes; without, they start empty. A file that
+    cannot be written raises OSError; a tracker that fails is given up with one warning. Raises
+    UserError on every rank when a tracker's package is missing, and on rank 0 when W&B cannot start
+    a fresh run.
     """
 
     def __init__(
@@ -45,24 +45,24 @@ class RunLog:
         config: Config,
         *,
         is_main: bool,
-        sizes: Mapping[str, int] | None = None,
-        tracker_run_id: str | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self._files: dict[str, LinesFile] = {}
         self._trackers: list[Tracker] = []
         self._wandb: WandbFeed | None = None
-        self._known_id = tracker_run_id
+        sizes, is_resumed = (state or {}).get("sizes", {}), state is not None
+        self._known_id: str | None = (state or {}).get("tracker_run_id")
         require_packages(config.tracking.report_to)
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TIMINGS):
-            self._files[name] = LinesFile(folder / name, (sizes or {}).get(name, 0))
+            self._files[name] = LinesFile(folder / name, sizes.get(name, 0))
         sync(folder)
-        if sizes is not None and tracker_run_id is not None:
-            remember_id(folder, tracker_run_id)
+        if self._known_id is not None:
+            remember_id(folder, self._known_id)
         for name in config.tracking.report_to:
-            self._start(name, folder, config, is_resumed=sizes is not None)
+            self._start(name, folder, config, is_resumed=is_resumed)
 
     @property
     def tracker_run_id(self) -> str | None:
@@ -83,10 +83,11 @@ class RunLog:
         for file in self._files.values():
             file.sync()
 
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each file, all of them on disk: what a checkpoint remembers."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint remembers: the bytes of each file, all on disk, and W&B's id."""
         self.sync()
-        return {name: file.size for name, file in self._files.items()}
+        sizes = {name: file.size for name, file in self._files.items()}
+        return {"sizes": sizes, "tracker_run_id": self.tracker_run_id}
 
     def finish_with(self, folder: Path) -> None:
         """The run is over and its results are in the run folder: W&B gets them when it closes."""

@@ -3,89 +3,89 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.grpo.dynamic_sampling import PlayedStep
+from pipeline.config.settings import ModelSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.updater import Updater
 from pipeline.models.layers import widest
-from pipeline.models.loading import uses_bf16
-from pipeline.session import Run
+from pipeline.models.loading import on_gpu, uses_bf16
+from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.trajectory import Trajectory
 
 
-class Timer:
-    """What this rank does between entering and leaving: seconds by phase, and the work in them."""
+class Meter:
+    """Measures steps: what this rank has done and how long it took, seconds by phase."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._step_s = run, 0.0
+    def __init__(
+        self, ranks: Ranks, rollout: Rollout, updater: Updater, model: Any, settings: ModelSettings
+    ) -> None:
+        self._ranks, self._rollout, self._updater = ranks, rollout, updater
+        self._device, self._work = updater.accelerator.device, work_of(model)
+        bf16 = self._device.type == "cuda" and uses_bf16(settings)
+        self._peak = peak_of(torch.cuda.get_device_name()) if bf16 else None
         self._spent: dict[str, float] = {}
 
-    def __enter__(self) -> Self:
-        if self._run.accelerator.device.type == "cuda":
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the part of a step that is measured."""
+        if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._before, self._begun = _counters(self._run), time.perf_counter()
-        return self
+        before, begun = self._counters(), time.perf_counter()
+        yield
+        step_s, after = time.perf_counter() - begun, self._counters()
+        self._spent = {name: after[name] - before[name] for name in after} | {"step_s": step_s}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._step_s = time.perf_counter() - self._begun
-        after = _counters(self._run)
-        self._spent = {name: after[name] - self._before[name] for name in after}
-
-    def timings(self, played: PlayedStep) -> dict[str, float]:
-        """What `timings.jsonl` holds of the step, from all ranks.
+    def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """What `timings.jsonl` holds of the step in which this rank played these, from all ranks.
 
         Seconds are means over the ranks, of which `environment` is a part of `sample`, and `wait`,
         for other ranks, of no other; exchanging gradients is a part of `update`. Tokens per second
-        are those of all ranks together, in the step or in the phase. FLOP/s (see `flops.py`) and
+        are those of all ranks together, in the step or in the phase. FLOP/s (see `work_of`) and
         MFU are a rank's, memory is that of the rank that takes most. `exchanged_bytes` is what all
         ranks gave to others, gradients included.
         """
-        run, spent = self._run, self._spent
-        lengths = [t.num_tokens for t in played.trajectories]
-        sampled = sum(t.num_sampled_tokens for t in played.trajectories)
+        spent, work = self._spent, self._work
+        lengths = [t.num_tokens for t in trajectories]
+        sampled = sum(t.num_sampled_tokens for t in trajectories)
         length = sum(n * n for n in lengths) / max(1, sum(lengths))  # of a token's sequence
-        work = work_of(run.model)
         spent["sample_flops"] = work.of_sampling(spent["sample_tokens"], sampled, length)
         spent["update_flops"] = work.of_update(
             spent["update_tokens"], spent["update_sampled"], length
         )
-        spent |= {"step_s": self._step_s, "sampled": sampled, "episodes": len(lengths)}
-        rows = run.ranks.all_gather_numbers([*spent.values(), peak_memory_mb(run)])
+        spent |= {"sampled": sampled, "episodes": len(lengths)}
+        rows = self._ranks.all_gather_numbers([*spent.values(), peak_memory_mb(self._device)])
         *columns, memory = zip(*rows, strict=True)
         total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
-        found = rates(total, run.ranks.num_ranks, _peak(run))
+        found = rates(total, self._ranks.num_ranks, self._peak)
         return {**found, "perf/peak_memory_mb": max(memory)}
 
-
-def _counters(run: Run) -> dict[str, float]:
-    """What has added up so far on this rank."""
-    assert run.updater is not None
-    sampler, updater, seconds = run.rollout.sampler, run.updater, run.ranks.seconds
-    return {
-        "sample_s": seconds["sample"],
-        "environment_s": run.rollout.environment_s,
-        "update_s": seconds["update"],
-        "wait_s": seconds["wait"],
-        "sample_tokens": sampler.num_tokens,
-        "sample_padded": sampler.num_padded_tokens,
-        "update_tokens": updater.num_tokens,
-        "update_padded": updater.num_padded_tokens,
-        "update_sampled": updater.num_sampled_tokens,
-        "bytes": sum(run.ranks.bytes.values()),
-    }
+    def _counters(self) -> dict[str, float]:
+        """What has added up so far on this rank."""
+        sampler, updater, seconds = self._rollout.sampler, self._updater, self._ranks.seconds
+        return {
+            "sample_s": seconds["sample"],
+            "environment_s": self._rollout.environment_s,
+            "update_s": seconds["update"],
+            "wait_s": seconds["wait"],
+            "sample_tokens": sampler.num_tokens,
+            "sample_padded": sampler.num_padded_tokens,
+            "update_tokens": updater.num_tokens,
+            "update_padded": updater.num_padded_tokens,
+            "update_sampled": updater.num_sampled_tokens,
+            "bytes": sum(self._ranks.bytes.values()),
+        }
 
 
 def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dict[str, float]:
@@ -109,44 +109,38 @@ def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dic
     return found
 
 
-def _peak(run: Run) -> float | None:
-    """The peak of this rank's GPU at what it computes in, where that is bf16 and known."""
-    on_gpu = run.accelerator.device.type == "cuda"
-    bf16 = on_gpu and uses_bf16(run.config.model)
-    return peak_of(torch.cuda.get_device_name()) if bf16 else None
-
-
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def peak_memory_mb(run: Run) -> float:
+def peak_memory_mb(device: torch.device) -> float:
     """The most that this rank held: on its GPU in the step, or without one so far in the run."""
-    if run.accelerator.device.type == "cuda":
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 @contextmanager
-def profiled(run: Run, step: int) -> Iterator[None]:
-    """Around an optimizer step: writes its trace, one file a rank, if the settings name it.
+def profiled(
+    step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
+) -> Iterator[None]:
+    """Around an optimizer step: writes its trace into the folder, one file a rank, if asked for.
 
     The phases are ranges in it. The files open in https://ui.perfetto.dev or chrome://tracing.
     """
-    if step not in run.config.run.profile:
+    if step not in steps:
         yield
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own
-    on_gpu = run.accelerator.device.type == "cuda"
+    on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         yield
-    folder = run.folder / "profile"
     folder.mkdir(exist_ok=True)
-    path = folder / f"step-{step:06d}.rank-{run.ranks.rank}.json.gz"
+    path = folder / f"step-{step:06d}.rank-{ranks.rank}.json.gz"
     profiler.export_chrome_trace(str(path))
-    if run.ranks.is_main:
+    if ranks.is_main:
         print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
 
 
@@ -223,3 +217,15 @@ def _attention(shape: Any) -> int:
     heads = widest(shape, "num_attention_heads")
     size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return int(shape.num_hidden_layers * heads * size)
+
+
+def machine(num_ranks: int) -> dict[str, Any]:
+    """What the times of a run depend on."""
+    return {
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name() if on_gpu() else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "num_ranks": num_ranks,
+        "torch": torch.__version__,
+    }

@@ -1,11 +1,15 @@
-"""The progress of a stage, on the terminal."""
+"""What a run says on the terminal: how it starts, and the progress of a stage."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Self
 
+from pipeline.checkpoints.run_folder import Opened
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
 from pipeline.files.console import say
 from pipeline.tracking.wandb_feed import Record
 
@@ -61,3 +65,37 @@ def rewards(record: Record) -> str:
     names = [key for key in record if key.startswith("reward/") and key != "reward/mean"]
     text = "".join(f" {name.removeprefix('reward/')} {record[name]:.2f}" for name in names)
     return f"reward{text}" if text else ""
+
+
+def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:
+    """What people want to know before the first step."""
+    print(f"run folder: {opened.folder}", flush=True)
+    for note in opened.notes:
+        print(note, flush=True)
+    if opened.checkpoint is not None:
+        print(f"resuming from {opened.checkpoint.name}: {step} steps done", flush=True)
+    _say_short_steps(config, stages)
+    _say_learning_rate(config)
+
+
+def _say_short_steps(config: Config, stages: Sequence[Stage]) -> None:
+    """A step takes no task twice, so few tasks make it smaller than the recipe says."""
+    wanted = config.rollout.tasks_per_step
+    sizes = {s.name: _smallest_step(s) for s in stages}
+    short = {name: size for name, size in sizes.items() if size < wanted}
+    if short and config.grpo.use_grpo:
+        print(f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}")
+
+
+def _smallest_step(stage: Stage) -> int:
+    return (min if stage.turns else sum)(stage.groups.values())
+
+
+def _say_learning_rate(config: Config) -> None:
+    settings, peak = config.grpo, config.peak_learning_rate
+    if settings.use_grpo and settings.scale_lr != "none":
+        print(
+            f"learning rate: {peak:g} ({settings.learning_rate:g} for "
+            f"{settings.reference_tasks_per_step} tasks per step, scale_lr {settings.scale_lr} to "
+            f"{config.rollout.tasks_per_step})"
+        )

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pipeline.evaluation.error_rates import ErrorShares
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer_metrics import succeeded
 from pipeline.grpo.algorithm import dead_groups
-from pipeline.grpo.dynamic_sampling import PlayedStep, left_out
-from pipeline.models.loading import uses_bf16
+from pipeline.grpo.collect import RolloutBatch, left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
-from pipeline.session import Run
 
 # How a group without a signal came out, by what is logged; `few`: it has fewer than two episodes
 # that are not left out.
@@ -25,26 +24,23 @@ DEAD = {
 
 
 def rollout_metrics(
-    run: Run, played: PlayedStep, shares: ErrorShares | None = None
-) -> dict[str, float]:
+    batch: RolloutBatch, ranks: Ranks, config: Config
+) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
     """Means over the episodes of the stage's own groups on all ranks.
 
     They are reward (of episodes that are not left out), dead groups, stop reasons and tokens, by
     domain as well. What dynamic sampling plays beyond is only counted, so that runs with and
-    without it can be compared. Errors and what is left out are counted in all that was played, and
-    errors of environments added to `shares`.
+    without it can be compared. Errors and what is left out are counted in all that was played.
+    Returns the metrics, and by domain the episodes that were played and those among them that
+    ended in errors of their environment.
     """
-    size, domains = run.config.rollout.num_generations, run.config.data.domains
-    threshold = run.config.evaluation.success_threshold
-    counts = _counts(played.first, size, domains, threshold)
-    counts |= _errors(played.trajectories, domains)
-    total = dict(zip(counts, run.ranks.sum(list(counts.values())), strict=True))
+    size, domains = config.rollout.num_generations, config.data.domains
+    threshold = config.evaluation.success_threshold
+    counts = _counts(batch.first, size, domains, threshold)
+    counts |= _errors(batch.trajectories, domains)
+    total = dict(zip(counts, ranks.sum(list(counts.values())), strict=True))
     here = [domain for domain in domains if total[f"groups {domain}"]]
     episodes = total["episodes"]
-    if shares is not None:
-        shares.remember(played.trajectories)
-        for domain in domains:
-            shares.add(domain, int(total[f"played {domain}"]), int(total[f"errors {domain}"]))
     judged = [domain for domain in here if total[f"judged {domain}"]]
     metrics = {f"reward/{d}": total[f"reward {d}"] / total[f"judged {d}"] for d in judged}
     if judged:
@@ -63,12 +59,12 @@ def rollout_metrics(
         metrics[f"rollout/{kind}"] = sum(dead.values()) * size / episodes
         metrics |= {f"rollout/{kind}/{d}": dead[d] / total[f"groups {d}"] for d in here}
     metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
-    if run.config.grpo.dynamic_sampling:
-        replacements = sum(played.rounds[1:])
-        metrics["rollout/rounds"] = len(played.rounds) - 1
+    if config.grpo.dynamic_sampling:
+        replacements = sum(batch.rounds[1:])
+        metrics["rollout/rounds"] = len(batch.rounds) - 1
         metrics["rollout/replaced_groups"] = replacements
         metrics["rollout/extra_episodes"] = replacements * size
-    return metrics
+    return metrics, {d: (int(total[f"played {d}"]), int(total[f"errors {d}"])) for d in domains}
 
 
 def _counts(
@@ -139,19 +135,3 @@ def over_iterations(found: Sequence[dict[str, float]]) -> dict[str, float]:
     means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}
     means["train/skipped"] = sum(row["train/skipped"] for row in found) / len(found)
     return means | {name: found[0][name] for name in means if "logprob_gap" in name}
-
-
-def warn_of_gap(run: Run, statistics: dict[str, float]) -> None:
-    """Once a run, say that training computes other log-probabilities than the sampler did."""
-    limit = run.config.grpo.logprob_gap_limit
-    limit = limit or (0.5 if uses_bf16(run.config.model) else 1e-3)
-    gap = statistics.get("train/logprob_gap", 0.0)
-    if not gap > limit or run.warned_of_gap:
-        return
-    run.warned_of_gap = True
-    if run.ranks.is_main:
-        print(
-            f"warning: step {run.state.step + 1}: a log-probability differs by {gap:.2g} between "
-            f"sampler and training (logprob_gap_limit {limit:g}); see train/logprob_gap",
-            flush=True,
-        )

@@ -12,13 +12,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pipeline import run
+from pipeline.train import Training
 
 
 def fault(kind: str) -> None:
@@ -34,93 +35,65 @@ def fault(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def install(kind: str, phase: str, rank: int, note: Path) -> None:
-    """Put the fault in its place on this rank."""
-    from pipeline import session
-    from pipeline.distributed.ranks import Ranks
+def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
+    """A run whose groups live, with the fault in its place on this rank."""
+    is_here = rank == int(os.environ["RANK"])
 
-    make_groups_live()
-    if rank != int(os.environ["RANK"]):
-        return
-
-    def strike() -> None:
-        if not note.exists():
+    def once() -> bool:
+        is_first = is_here and not note.exists()
+        if is_first:
             note.write_text(str(time.time()), encoding="utf-8")
-            fault(kind)
+        return is_first
 
-    entered, load_start = Ranks.phase, session.load_start
+    class Faulty(Training):
+        def __init__(self, config: Any, accelerator: Any, ranks: Any, watchdog: Any) -> None:
+            told = ranks.on_phase
 
-    @contextmanager
-    def phase_with_fault(self: Ranks, name: str, *place: Any) -> Iterator[None]:
-        with entered(self, name, *place):
-            if name == phase:
-                strike()
-            yield
+            def on_phase() -> None:
+                told()
+                if ranks.current.name == phase and kind != "NaN" and once():
+                    fault(kind)
 
-    def load_with_fault(*arguments: Any) -> Any:
-        strike()
-        return load_start(*arguments)
+            ranks.on_phase = on_phase
+            super().__init__(config, accelerator, ranks, watchdog)
 
-    if kind == "NaN":
-        install_nan(phase, note)
-    elif phase == "start":
-        session.load_start = load_with_fault
-    else:
-        Ranks.phase = phase_with_fault  # type: ignore[method-assign]
+        def load_start(self, resumed: Path | None) -> Any:
+            if phase == "start" and once():
+                fault(kind)
+            return super().load_start(resumed)
 
+        def begin_grpo(self) -> Any:
+            meter = super().begin_grpo()
+            updater = self.policy.updater
+            assert updater is not None
+            if kind == "NaN" and phase == "update":
+                compute = updater.loss
 
-def make_groups_live() -> None:
-    """Give siblings different rewards; evaluations, which have one trial a task, keep theirs."""
-    from pipeline.rollout.rollout import Rollout
+                def loss_with_nan(*arguments: Any) -> Any:
+                    loss, stats = compute(*arguments)
+                    return loss * float("nan") if once() else loss, stats
 
-    play = Rollout.__call__
+                updater.loss = loss_with_nan
+            return meter
 
-    def play_live(self: Rollout, *arguments: Any, **options: Any) -> Any:
-        trajectories = play(self, *arguments, **options)
-        if all(t.trial == 0 for t in trajectories):
-            return trajectories
-        return [replace(t, reward=float(t.trial % 2)) for t in trajectories]
+        def collect(self, stage: Any, step: int) -> Any:
+            """Siblings get different rewards; evaluations keep theirs."""
+            batch = super().collect(stage, step)
+            live = [replace(t, reward=float(t.trial % 2)) for t in batch.trajectories]
+            if kind == "NaN" and phase == "sample" and once():
+                for t in live:
+                    t.logprobs[:] = [float("nan")] * len(t.logprobs)
+            return replace(batch, trajectories=live)
 
-    Rollout.__call__ = play_live  # type: ignore[method-assign]
-
-
-def install_nan(phase: str, note: Path) -> None:
-    """Make one loss of the update, or the sampler's log-probabilities of one step, NaN."""
-    from pipeline.grpo import updater
-    from pipeline.rollout.rollout import Rollout
-
-    computed, play = updater.grpo_loss, Rollout.__call__
-
-    def loss_with_nan(*arguments: Any) -> Any:
-        loss, stats = computed(*arguments)
-        if not note.exists():
-            note.write_text(str(time.time()), encoding="utf-8")
-            loss = loss * float("nan")
-        return loss, stats
-
-    def play_with_nan(self: Rollout, *arguments: Any, **options: Any) -> Any:
-        trajectories = play(self, *arguments, **options)
-        if not note.exists() and any(t.trial > 0 for t in trajectories):
-            note.write_text(str(time.time()), encoding="utf-8")
-            for trajectory in trajectories:
-                trajectory.logprobs[:] = [float("nan")] * len(trajectory.logprobs)
-        return trajectories
-
-    if phase == "update":
-        updater.grpo_loss = loss_with_nan
-    else:
-        Rollout.__call__ = play_with_nan  # type: ignore[method-assign]
+    return Faulty
 
 
 def main() -> NoReturn:
-    from pipeline import run
-    from pipeline.distributed import launch
-
-    launch.RUN = Path(__file__).resolve()
+    hooks: dict[str, Any] = {}
     if "RANK" in os.environ:
         kind, phase, rank, note = os.environ["FAULT"].split(",")
-        install(kind, phase, int(rank), Path(note))
-    run.leave(run.main(sys.argv[1:]))
+        hooks["make_training"] = faulty(kind, phase, int(rank), Path(note))
+    run.leave(run.main(sys.argv[1:], entry=Path(__file__).resolve(), **hooks))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _context = get_context("forkserver")  # a clean server process imports once, and ranks fork from it
-_context.set_forkserver_preload(["pipeline.session"])
+_context.set_forkserver_preload(["pipeline.train"])
 
 
 def play_ranks(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import numpy as np
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from pipeline import collect, session, train
+from pipeline.chat.template import Chat
 from pipeline.config.cli import parse
+from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key, uniforms
 from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.sampler import other_stops
 from pipeline.rollout.sequences import cumulative
 from pipeline.rollout.trajectory import Trajectory
+from pipeline.train import Training, main
+from pipeline.trainer import Trainer
 from scripts.proofs.ranks import play_ranks
 
 Place = tuple[str, int, str, str, int]  # stage or evaluation, step, domain, task, trial
@@ -126,40 +131,51 @@ def play_run(
 def _run_on_this_rank(
     argv: list[str], forced: Mapping[int, Sequence[int]] | None, weights: Path | None
 ) -> Played:
-    played, runs = Played(), []
+    played, trainers = Played(), []
 
-    def keep(run: Any, name: str, trajectories: Sequence[Trajectory], *_: Any) -> None:
-        runs.append(run)
+    def keep(trainer: Trainer, name: str, trajectories: Sequence[Trajectory]) -> None:
+        trainers.append(trainer)
         for t in trajectories:
             ids = [i for i, mask in zip(t.completion_ids, t.loss_mask, strict=True) if mask]
             logprobs = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask]
-            place = (name, run.state.step, t.domain, t.task_id, t.trial)
+            place = (name, trainer.state.step, t.domain, t.task_id, t.trial)
             assert place not in played.episodes
             played.episodes[place] = Said(ids=ids, logprobs=logprobs)
         if name.startswith("evaluation-"):
             return
-        found = flat(run.model)
+        policy, step = trainer.policy, trainer.state.step
+        found = flat(policy.model)
         if weights is not None:
-            theirs = np.load(weights / f"parameters-{run.state.step}.npy")
+            theirs = np.load(weights / f"parameters-{step}.npy")
             gap = np.linalg.norm(found - theirs) / np.linalg.norm(theirs)
             played.update_gap = max(played.update_gap, float(gap))
-            vector_to_parameters(torch.from_numpy(theirs), run.model.parameters())
-            run.rollout.sampler.load_weights(run.model)
-        elif run.ranks.is_main:
-            np.save(run.folder / f"parameters-{run.state.step}.npy", found)
+            vector_to_parameters(torch.from_numpy(theirs), policy.model.parameters())
+            policy.load_weights()
+        elif trainer.ranks.is_main:
+            np.save(trainer.folder / f"parameters-{step}.npy", found)
 
-    collect.save_trajectories = train.save_trajectories = keep
+    hooks: dict[str, Any] = {"on_batch": keep}
     if forced is not None:
         ForcedSampler.forced = forced
-        session.Sampler = ForcedSampler
+        hooks["make_sampler"] = forced_sampler
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        train.main(parse(argv))
-    played.parameters = flat(runs[-1].model)
+        main(parse(argv), partial(Training, **hooks))
+    played.parameters = flat(trainers[-1].policy.model)
     if forced is not None:
-        misses = runs[-1].rollout.sampler.misses
+        misses = trainers[-1].policy.rollout.sampler.misses
         played.num_forced = len(misses)
         played.ties = [distance for distance in misses.values() if distance is not None]
     return played
+
+
+def forced_sampler(
+    model: Any, chat: Chat, settings: RolloutSettings, dtype: torch.dtype, is_main: bool
+) -> ForcedSampler:
+    stops = other_stops(model, chat)
+    limits = (settings.top_k, settings.top_p)
+    return ForcedSampler(
+        model, chat.end_of_turn_id, settings.temperature, dtype, *limits, other_stops=stops
+    )
 
 
 def flat(model: Any) -> np.ndarray[Any, Any]:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import train
 from pipeline.config import variables
 from pipeline.config.cli import parse
 from pipeline.doctor.main import connect as connect_doctor
 from pipeline.run import main
-from pipeline.session import connect
+from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched
 
@@ -37,8 +36,8 @@ def metrics_of(folder: Path, variables: dict[str, str]) -> str:
     if "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in variables:  # torch is loaded, and reads it no more
         torch.set_float32_matmul_precision("high")
     run = start_unwatched(parse([*FLAGS, "--output-dir", str(folder)]))
-    train.before_training(run)
-    train.train(run)
+    run.before_training()
+    run.train()
     assert torch.get_float32_matmul_precision() == "highest"
     return (folder / "metrics.jsonl").read_text()
 

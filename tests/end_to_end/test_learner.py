@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from pipeline.collect import save_checkpoint
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
@@ -21,13 +20,11 @@ from pipeline.grpo.algorithm import k3
 from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
-from pipeline.learner import make_updater, start_stage
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import load_folder
 from pipeline.models.tiny import tiny_model
 from pipeline.run import main as command
-from pipeline.train import before_training, train
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer
@@ -156,10 +153,11 @@ def play_run(folder, *flags):
     """A run from its start to its last checkpoint; the hash of its last reference."""
     run = start_run(folder, *flags)
     with run.log, contextlib.redirect_stdout(io.StringIO()):
-        before_training(run)
+        run.before_training()
         if run.config.grpo.use_grpo:
-            train(run)
-    reference = None if run.updater is None else run.updater.reference
+            run.train()
+    updater = run.policy.updater
+    reference = None if updater is None else updater.reference
     return None if reference is None else parameter_hash(reference.parameters.items())
 
 
@@ -211,15 +209,15 @@ def disagree(folder):
     """What happens when rank 1 alone refreshes its reference."""
     run = start_run(folder, *SMALL, "--use-peft", "--warm-start-steps", "0")
     with run.log:
-        run.updater = make_updater(run)
+        run.begin_grpo()
         stage = run.parts.stages[0]
-        start_stage(run, stage)
-        move(run.model)
-        save_checkpoint(run, "moved")  # refused if the policies differed
+        run.begin_stage(stage)
+        move(run.policy.model)
+        run.save("moved")  # refused if the policies differed
         if run.ranks.rank == 1:
-            run.updater.reference.refresh()
+            run.policy.updater.reference.refresh()
         try:
-            start_stage(run, stage)
+            run.begin_stage(stage)
         except RuntimeError as error:
             return str(error)
     return "nothing"

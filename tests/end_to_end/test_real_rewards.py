@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import collect, train
+from pipeline import train
+from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
+from pipeline.evaluation import results
 from pipeline.report import write as report
 from pipeline.tracking.wandb_extras import final_numbers
 from scripts.proofs.ranks import play_ranks
@@ -145,16 +147,16 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
 ) -> None:
     folder = make_run(tmp_path / "run", ("airline",), ("airline",), validation=False)
     place = {
-        "report": (report, "write_report"),
-        "results": (collect, "_faults"),
-        "transfer": (collect, "summary"),
-        "table": (report, "final_table"),
+        "report": (train, "write_report"),
+        "results": (results, "describe"),
+        "transfer": (results, "summary"),
+        "table": (train, "final_table"),
     }[broken]
     monkeypatch.setattr(*place, break_report)
     done: list[str] = []
     ranks = SimpleNamespace(is_main=True, barrier=done.append, num_ranks=1)
     log = SimpleNamespace(finish_with=lambda of: done.append("trackers"))
-    collect.finish(finished(folder, ranks, log))
+    Finished(folder, ranks, log).finish()
     assert done == ["trackers", "end"]
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("warning")]
@@ -166,16 +168,12 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     assert (folder / "report.md").is_file() == (broken != "report")
 
 
-def finished(folder: Path, ranks: Any, log: Any) -> Any:
-    """As much of a Run as its end takes."""
-    return SimpleNamespace(
-        folder=folder,
-        ranks=ranks,
-        log=log,
-        state=SimpleNamespace(evaluations=[], validations=[], training={}),
-        config=parse([]),
-        parts=SimpleNamespace(held_out={}, environments={}),
-        stages=[],
-        updater=None,
-        wall_s=1.0,
-    )
+class Finished(train.Training):
+    """As much of a run as its end takes."""
+
+    def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
+        self.folder, self.ranks, self.log = folder, ranks, log
+        self.state, self.config = TrainState(), parse([])
+        self.parts = SimpleNamespace(held_out={}, environments={}, stages=[])  # type: ignore[assignment]
+        self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
+        self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]

@@ -5,15 +5,16 @@ import errno
 import io
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from pipeline import collect, train
 from pipeline.checkpoints.run_folder import machine_fault
 from pipeline.run import main
+from pipeline.train import Training
 from scripts.proofs.ranks import play_ranks
 
 FLAGS = [
@@ -26,10 +27,10 @@ FLAGS = [
 
 def play(folder: str, harm: str, num_ranks: int) -> tuple[int, str]:
     """Exit code and standard error of a rank of a run that is harmed at its second step."""
-    said, real = io.StringIO(), collect.save_trajectories
+    said = io.StringIO()
 
-    def save(run, *arguments):
-        if run.state.step == 2 and run.ranks.is_main:
+    def do_harm(trainer, *_):
+        if trainer.state.step == 2 and trainer.ranks.is_main:
             if harm == "removed":
                 shutil.rmtree(folder)
             if harm == "replaced":
@@ -38,8 +39,7 @@ def play(folder: str, harm: str, num_ranks: int) -> tuple[int, str]:
                 Path(folder, ".lock").touch()
             if harm == "full":
                 Path.open = full  # type: ignore[method-assign]
-        run.ranks.barrier("harmed")
-        real(run, *arguments)
+        trainer.ranks.barrier("harmed")
 
     opened = Path.open
 
@@ -47,9 +47,10 @@ def play(folder: str, harm: str, num_ranks: int) -> tuple[int, str]:
         at = Path("/dev/full") if path.name == "optimizer.pt" else path
         return opened(at, *arguments, **settings)
 
-    train.save_trajectories = save
+    training = partial(Training, on_batch=do_harm)
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = main([*FLAGS, "--output-dir", folder, "--num-gpus", str(num_ranks)])
+        flags = [*FLAGS, "--output-dir", folder, "--num-gpus", str(num_ranks)]
+        code = main(flags, make_training=training)
     return code, said.getvalue()
 
 

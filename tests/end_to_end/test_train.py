@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config.settings import Config
-from pipeline.train import advantages_of
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.collect import RolloutBatch, advantages_of
 from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
 
@@ -120,9 +120,12 @@ def test_advantages_of_a_domain_are_scaled() -> None:
         }
     )
     domains = ["airline", "airline", "retail", "retail", "retail", "retail"]
-    played = SimpleNamespace(trajectories=[make_trajectory(domain=domain) for domain in domains])
+    trajectories = [make_trajectory(domain=domain) for domain in domains]
+    batch = RolloutBatch(
+        trajectories=trajectories, places=[], kept=[True] * 6, num_first=6, rounds=[3]
+    )
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
-    advantages, kept = advantages_of(SimpleNamespace(config=config), played, rewards)
+    advantages, kept = advantages_of(batch, rewards, Ranks(0, 1, 5), config.grpo, 2)
     assert advantages == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
     assert kept == [True, True, True, True, False, False]
 

@@ -1,15 +1,14 @@
 """When too many episodes of a domain end in errors of their environment, and what is said then."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.error_rates import ErrorShares, stop_on_errors
-from pipeline.grpo.dynamic_sampling import PlayedStep
+from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
+from pipeline.grpo.collect import RolloutBatch
 from pipeline.rollout.trajectory import StopReason
 from pipeline.tracking.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
@@ -20,7 +19,7 @@ FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}
 
 
 def shares_of(**counts):
-    shares = ErrorShares()
+    shares = ErrorRates()
     for domain, (episodes, errors) in counts.items():
         shares.add(domain, episodes, errors)
     return shares
@@ -66,33 +65,33 @@ def test_enough_episodes_are_judged_by_their_share(counts, limit, at_least, stop
 
 def test_counts_survive_a_checkpoint_and_go_on():
     shares = shares_of(retail=(8, 4))
-    again = ErrorShares.from_dict(json.loads(json.dumps(shares.as_dict())))
+    again = ErrorRates()
+    again.load_state_dict(json.loads(json.dumps(shares.state_dict())))
     again.add("retail", 8, 5)
-    assert again.as_dict() == {"retail": [16, 9]}
-    assert shares.as_dict() == {"retail": [8, 4]}
+    assert again.counts == {"retail": [16, 9]}
+    assert shares.counts == {"retail": [8, 4]}
     assert again.problem(0.5, 16) is not None
 
 
 def test_records_of_an_evaluation_are_counted_by_domain():
     played = [make_trajectory(domain="retail", **FAILED), make_trajectory(domain="retail")]
     played.append(make_trajectory(domain="airline"))
-    shares = ErrorShares.of(t.record() for t in played)
-    assert shares.as_dict() == {"retail": [2, 1], "airline": [1, 0]}
+    shares = ErrorRates.of(t.record() for t in played)
+    assert shares.counts == {"retail": [2, 1], "airline": [1, 0]}
 
 
 # What a step adds
 
 
-def run_of(ranks):
+def config_of(**rollout):
     data = {"domains": ["desk", "shop"], "environments": {"desk": "a:A", "shop": "a:B"}}
-    config = Config.model_validate(
+    return Config.model_validate(
         {
             "data": data,
-            "rollout": {"num_generations": 2},
+            "rollout": {"num_generations": 2, **rollout},
             "grpo": {"dynamic_sampling": True},
         }
     )
-    return SimpleNamespace(config=config, ranks=ranks)
 
 
 def played_step(rank):
@@ -104,7 +103,7 @@ def played_step(rank):
         for domain in ("desk", "shop")
         for end in ends
     ]
-    return PlayedStep(
+    return RolloutBatch(
         trajectories=trajectories,
         places=[],
         kept=[True] * 4,
@@ -113,9 +112,9 @@ def played_step(rank):
     )
 
 
-def stopped(ranks, shares, *arguments):
+def stopped(ranks, shares, limit, *arguments):
     try:
-        stop_on_errors(ranks, shares, *arguments)
+        stop_on_errors(ranks, shares, config_of(max_error_share=limit).rollout, *arguments)
     except RuntimeError as error:
         return str(error)
     return None
@@ -124,20 +123,20 @@ def stopped(ranks, shares, *arguments):
 def step_on_this_rank():
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
-    shares = ErrorShares()
-    metrics = rollout_metrics(run_of(ranks), played_step(ranks.rank), shares)
+    batch = played_step(ranks.rank)
+    metrics, counts = rollout_metrics(batch, ranks, config_of())
+    shares = shares_of(**counts)
     names = ("rollout/tool_errors", "rollout/environment_errors", "rollout/episodes")
     return {
-        "shares": shares.as_dict(),
+        "shares": shares.counts,
         "metrics": {name: metrics[name] for name in names},
-        "stopped": [stopped(ranks, shares, limit, 4) for limit in (0.25, 0.2)],
+        "stopped": [stopped(ranks, shares, limit, batch.trajectories) for limit in (0.25, 0.2)],
     }
 
 
 def test_errors_of_all_that_all_ranks_played_are_counted():
-    alone = ErrorShares()
-    metrics = rollout_metrics(run_of(ALONE), played_step(1), alone)
-    assert alone.as_dict() == {"desk": [2, 1], "shop": [2, 1]}
+    metrics, counts = rollout_metrics(played_step(1), ALONE, config_of())
+    assert counts == {"desk": (2, 1), "shop": (2, 1)}
     assert metrics["rollout/environment_errors"] == 2
     results = play_ranks(step_on_this_rank, 2)
     assert isinstance(results[0], dict), results

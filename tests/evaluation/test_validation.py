@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,8 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.validation import divergences, scored
+from pipeline.evaluation.kl_probe import KLProbe
+from pipeline.evaluation.validation import scored
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.rollout.trajectory import RunRecord
 from scripts.proofs.grid import make_trajectory, small_model
@@ -44,17 +46,14 @@ def direct(model, trajectory):
 def probe(model, anchors, deterministic=False):
     config = Config.model_validate({"run": {"deterministic": deterministic}})
     updater = SimpleNamespace(
-        module=TokenLogprobs(model, 1.0), pad_id=0, max_tokens_per_microbatch=16
+        module=TokenLogprobs(model, 1.0),
+        pad_id=0,
+        max_tokens_per_microbatch=16,
+        accelerator=Accelerator(cpu=True),
     )
-    return divergences(
-        SimpleNamespace(
-            anchors=anchors,
-            config=config,
-            updater=updater,
-            ranks=ALONE,
-            accelerator=Accelerator(cpu=True),
-        )
-    )
+    kl_probe = KLProbe(Path(), config, ALONE)
+    kl_probe.episodes = anchors
+    return kl_probe.divergences(updater)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -20,7 +20,6 @@ from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.row_sampler import Sampler
-from pipeline.train import train
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer
@@ -201,12 +200,12 @@ def play(where, flags):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
             run = start_unwatched(parse(["--output-dir", str(where / name), *SMALL, *own]))
-            run.model.model.layers[0].mlp.act_fn.register_forward_hook(
+            run.policy.model.model.layers[0].mlp.act_fn.register_forward_hook(
                 lambda _, inputs, output, name=name: types.note(name, *inputs, output)
             )
-            types.note(f"{name}, sampler", *run.rollout.sampler.model.parameters())
+            types.note(f"{name}, sampler", *run.policy.rollout.sampler.model.parameters())
             with run.log:
-                train(run)
+                run.train()
         printed[name] = said.getvalue().splitlines()
     return printed, types.seen
 

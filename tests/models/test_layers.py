@@ -23,7 +23,6 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference
-from pipeline.learner import make_updater
 from pipeline.models import lora
 from pipeline.models.layers import outer_layers, recompute_layers, refuse_unlayered
 from pipeline.models.loading import load_folder
@@ -134,9 +133,10 @@ def in_a_run(folder, model):
     ]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = start_unwatched(parse(flags))
-        updater = make_updater(run)
+        run.begin_grpo()
+        updater = run.policy.updater
     calls = []
-    for layer in outer_layers(run.model):
+    for layer in outer_layers(run.policy.model):
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     state = torch.get_rng_state()
     logprobs = updater.module(BATCH)[0]

@@ -323,9 +323,9 @@ def saved(kind, tmp_path):
     """A run's checkpoints: the base model, and a stage's adapters; and the model with these."""
     folder = tmp_path / "run" / "checkpoints"
     base = MODELS[kind]()
-    checkpoint.save(folder, "warm-start", base, tokenizer(), TrainState())
+    checkpoint.save(folder, "warm-start", base, tokenizer(), TrainState().state_dict())
     model = moved(attached(base, base=str(folder / "warm-start"), lora_r=2))
-    state = TrainState(stage="airline", step=4)
+    state = TrainState(stage="airline", step=4).state_dict()
     return model, checkpoint.save(folder, "stage-1-airline", model, tokenizer(), state)
 
 
@@ -349,7 +349,7 @@ def test_a_checkpoint_holds_adapters_alone_with_its_tokenizer(run_folder):
     assert kept["base_model_name_or_path"] == str(path.parent / "warm-start")
     assert (kept["r"], kept["lora_alpha"]) == (2, 32)
     assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer().chat_template
-    assert checkpoint.load_state(path) == TrainState(stage="airline", step=4)
+    assert checkpoint.load_state(path) == TrainState(stage="airline", step=4).state_dict()
 
 
 def test_peft_transformers_and_the_pipeline_load_the_same_model_from_it(run_folder):
@@ -372,7 +372,9 @@ def test_a_model_to_train_on_is_whole_and_takes_adapters_of_its_own(run_folder, 
     again = attached(started)
     assert torch.equal(logits(again), logits(load_folder(path, PLAIN)))
     assert len(trained(again)) == len(trained(model))
-    plain = checkpoint.save(tmp_path, "base", load_folder(path, PLAIN), tokenizer(), TrainState())
+    plain = checkpoint.save(
+        tmp_path, "base", load_folder(path, PLAIN), tokenizer(), TrainState().state_dict()
+    )
     assert not lora.is_adapter(plain)
     assert torch.allclose(logits(load_folder(plain, PLAIN)), logits(model), rtol=0, atol=1e-5)
     assert all(parameter.requires_grad for parameter in load_folder(path, PLAIN).parameters())

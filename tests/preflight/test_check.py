@@ -218,10 +218,10 @@ def with_settings(settings: Config, **sections) -> Config:
 
 def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
     base = tiny_model(tokenizer(), 0)
-    save(tmp_path, "base", base, tokenizer(), TrainState())
+    save(tmp_path, "base", base, tokenizer(), TrainState().state_dict())
     name = str(tmp_path / "base")
     adapters = lora.attach(base, ModelSettings(lora_r=2), name, 0)
-    path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState()))
+    path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState().state_dict()))
     plain, own = (config(model={"model": model}) for model in (name, path))
     assert memory_per_rank(own) == memory_per_rank(plain) == memory_per_rank(config())
     assert validate(own).tokenizer.chat_template == tokenizer().chat_template

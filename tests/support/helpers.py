@@ -135,10 +135,10 @@ class ScriptedSampler:
         return Sampled(ids=ids[:room], logprobs=logprobs[:room], finished=len(ids) <= room)
 
 
-def start_unwatched(config: Any) -> Any:
+def start_unwatched(config: Any, **hooks: Any) -> Any:
     """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
-    from pipeline import session
     from pipeline.distributed.watchdog import Watchdog
+    from pipeline.train import Training, connect
 
-    accelerator, ranks = session.connect(config)
-    return session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
+    accelerator, ranks = connect(config)
+    return Training(config, accelerator, ranks, Watchdog(ranks, config.run.timeout), **hooks)

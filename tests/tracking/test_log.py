@@ -96,7 +96,7 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
         log.metrics(TRAIN)
         log.timings(TIMES)
         log.sync()
-        assert log.sizes() == {}
+        assert log.state_dict()["sizes"] == {}
         assert log.tracker_run_id is None
     with StageProgress("airline", 10, is_main=False) as progress:
         for _ in range(10):
@@ -119,14 +119,14 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path, capsys):
         log.metrics(START)
         log.metrics(TRAIN)
         log.timings(TIMES)
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
         assert sizes == {name.name: len(name.read_bytes()) for name in (metrics, timings)}
         log.metrics({**TRAIN, "step": 2})
         log.timings({**TIMES, "step": 2})
     undisturbed = metrics.read_bytes()
     with metrics.open("a") as file:
         file.write('{"kind": "train", "st')
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         assert read_records(metrics) == [START, TRAIN], "cut at once"
         assert steps(timings) == [1]
         log.metrics({**TRAIN, "step": 2})
@@ -141,7 +141,10 @@ def test_sizes_are_those_of_lines_that_reach_the_disk(tmp_path, monkeypatch):
     with RunLog(tmp_path, config(), is_main=True) as log:
         log.metrics(TRAIN)
         monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
-        assert log.sizes()["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+        assert (
+            log.state_dict()["sizes"]["metrics.jsonl"]
+            == (tmp_path / "metrics.jsonl").stat().st_size
+        )
     assert synced == [
         (tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "timings.jsonl")
     ]
@@ -151,7 +154,7 @@ def test_a_fresh_run_starts_with_empty_files(tmp_path):
     for name in ("metrics.jsonl", "timings.jsonl"):
         (tmp_path / name).write_text('{"step": 1}\n{"st')
     with RunLog(tmp_path, config(), is_main=True) as log:
-        assert log.sizes() == {"metrics.jsonl": 0, "timings.jsonl": 0}
+        assert log.state_dict()["sizes"] == {"metrics.jsonl": 0, "timings.jsonl": 0}
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     assert (tmp_path / "timings.jsonl").read_bytes() == b""
 
@@ -169,7 +172,7 @@ def test_a_file_that_lost_lines_is_named_and_its_whole_lines_are_kept(
 ):
     (tmp_path / "metrics.jsonl").write_text(text)
     sizes = {"metrics.jsonl": size, "timings.jsonl": 0}
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes):
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}):
         pass
     assert (tmp_path / "metrics.jsonl").read_text() == kept
     assert capsys.readouterr().err == (
@@ -194,7 +197,7 @@ with RunLog(Path(sys.argv[1]), nothing, is_main=True) as log:
         log.metrics({"step": 2})
     except OSError as error:
         print(error.filename)
-    print(log.sizes()["metrics.jsonl"])
+    print(log.state_dict()["sizes"]["metrics.jsonl"])
 """
 
 
@@ -241,10 +244,10 @@ def test_tensorboard_shows_each_line_once_after_a_resume(tmp_path, points):
         log.metrics(START)
         log.metrics(TRAIN)
         log.timings(TIMES)
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
         log.metrics(AFTER)  # of the step that the checkpoint is of
         log.metrics({**TRAIN, "step": 2, "train/loss": 9.0})
-    with RunLog(tmp_path, config("tensorboard"), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config("tensorboard"), is_main=True, state={"sizes": sizes}) as log:
         log.metrics(AFTER)
         log.metrics({**TRAIN, "step": 2})
     found = points(tmp_path)
@@ -276,9 +279,9 @@ settings = Config.model_validate({"tracking": {"report_to": ["trackio"], "projec
 with RunLog(folder, settings, is_main=True) as log:
     log.metrics(lines[0])
     log.timings(lines[1])
-    sizes = log.sizes()
+    sizes = log.state_dict()["sizes"]
     log.metrics({**lines[2], "train/loss": 9.0})
-with RunLog(folder, settings, is_main=True, sizes=sizes) as log:
+with RunLog(folder, settings, is_main=True, state={"sizes": sizes}) as log:
     log.metrics(lines[2])
 database = sqlite3.connect(folder / "trackio" / "ashop.db")
 rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()

@@ -154,9 +154,9 @@ def test_a_resumed_run_sends_newer_lines_only_under_the_same_id(tmp_path):
     with RunLog(tmp_path, config(), is_main=True) as log:
         run_id = log.tracker_run_id
         write(log, START, train(1), times(1))
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
         write(log, train(2), times(2, 0.25))
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         assert log.tracker_run_id == run_id
         write(log, train(2), times(2, 0.75), AFTER, train(3), times(3))
     first, second = files_of(tmp_path)
@@ -174,8 +174,8 @@ def test_lines_that_were_written_and_not_sent_are_sent_on_resume(tmp_path):
     evaluation_s = {**AFTER, "eval/retail/success": None, "perf/evaluation_s": 9.0, "cores": 2}
     with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
         write(log, START, train(1), times(1), train(2), times(2), AFTER, evaluation_s)
-        sizes = log.sizes()
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+        sizes = log.state_dict()["sizes"]
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         write(log, train(3))
     assert rows(*files_of(tmp_path)) == [
         (0, numbers_of(START)),
@@ -207,10 +207,10 @@ def test_a_fresh_start_hides_a_part_that_says_nothing_yet(tmp_path):
 def test_parts_that_somebody_removed_are_not_sent_again(tmp_path):
     with RunLog(tmp_path, config(), is_main=True) as log:
         write(log, START, train(1))
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
     for part in parts_of(tmp_path / "wandb"):
         shutil.rmtree(part.folder)
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         write(log, train(2))
     assert rows(*files_of(tmp_path)) == [(2, numbers_of(train(2)))]
 
@@ -218,7 +218,9 @@ def test_parts_that_somebody_removed_are_not_sent_again(tmp_path):
 def test_the_id_that_a_checkpoint_remembers_is_used_where_the_folder_has_none(tmp_path):
     sizes = {"metrics.jsonl": 0, "timings.jsonl": 0}
     for given, used in (("abc123", "abc123"), ("other", "abc123")):
-        with RunLog(tmp_path, config(), is_main=True, sizes=sizes, tracker_run_id=given) as log:
+        with RunLog(
+            tmp_path, config(), is_main=True, state={"sizes": sizes, "tracker_run_id": given}
+        ) as log:
             assert log.tracker_run_id == used
             write(log, START)
     assert [file.name for file in files_of(tmp_path)] == ["run-abc123.wandb"] * 2
@@ -244,7 +246,7 @@ folder, last, save_at, wanted_rows = Path(sys.argv[1]), *map(int, sys.argv[2:])
 saved = folder / "saved.json"
 state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "sizes": None}
 settings = Config.model_validate({"tracking": {"report_to": ["wandb"]}})
-log = RunLog(folder, settings, is_main=True, sizes=state["sizes"])
+log = RunLog(folder, settings, is_main=True, state={"sizes": state["sizes"]})
 for step in range(state["step"] + 1, last + 1):
     keys = {"kind": "train", "stage": "airline", "step": step}
     log.metrics({**keys, **{f"train/metric_{i}": step + i / 64 for i in range(40)}})
@@ -252,7 +254,7 @@ for step in range(state["step"] + 1, last + 1):
     if step % 10 == 0:
         log.metrics({**keys, "kind": "eval", "after": f"{step}", "eval/x": step / 10})
     if step == save_at:
-        saved.write_text(json.dumps({"step": step, "sizes": log.sizes()}))
+        saved.write_text(json.dumps({"step": step, "sizes": log.state_dict()["sizes"]}))
 if wanted_rows == 0:
     log.close()
     sys.exit()
@@ -357,14 +359,14 @@ def test_a_service_that_dies_is_given_up_and_the_next_start_sends_the_rest(tmp_p
             time.sleep(0.01)
             said += capfd.readouterr().err
         write(log, train(step + 1), train(step + 2))
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
     assert len(read_records(tmp_path / "metrics.jsonl")) == step + 3
     _, warning = (said + capfd.readouterr().err).splitlines()
     assert warning.startswith("warning: W&B: Connection")
     assert warning.endswith(
         "; the run goes on, the files are whole; send them later with scripts/wandb_sync.sh"
     )
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         write(log, train(step + 3))
     assert [number for number, _ in rows(*files_of(tmp_path))] == list(range(step + 4))
 
@@ -401,10 +403,12 @@ def test_wandb_that_cannot_start_is_the_users_mistake(tmp_path, machine):
 def test_wandb_that_cannot_start_again_does_not_stop_a_resumed_run(tmp_path, machine, capfd):
     with RunLog(tmp_path, config(), is_main=True) as log:
         write(log, START)
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
     machine.setenv("WANDB_API_KEY", "not a key")
     capfd.readouterr()
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes, tracker_run_id="abc") as log:
+    with RunLog(
+        tmp_path, config(), is_main=True, state={"sizes": sizes, "tracker_run_id": "abc"}
+    ) as log:
         write(log, train(1))
         assert log.tracker_run_id == "abc", "for the next checkpoint"
     assert read_records(tmp_path / "metrics.jsonl") == [START, train(1)]
@@ -624,10 +628,10 @@ def test_a_run_that_failed_sends_no_results(tmp_path):
 def test_a_finished_run_that_is_resumed_has_each_row_once(finished):
     sizes = {name: (finished / name).stat().st_size for name in ("metrics.jsonl", "timings.jsonl")}
     for step in (3, 4):
-        with RunLog(finished, config(), is_main=True, sizes=sizes) as log:
+        with RunLog(finished, config(), is_main=True, state={"sizes": sizes}) as log:
             write(log, train(step), times(step))
             log.finish_with(finished)
-            sizes = log.sizes()
+            sizes = log.state_dict()["sizes"]
     files = files_of(finished)
     assert [number for number, _ in rows(*files)] == [0, 1, 2, 3]
     assert [row["step"] for _, row in rows(*files)] == [1, 2, 3, 4]
@@ -646,9 +650,9 @@ def make_parts(folder: Path, starts: int = 3) -> list[Path]:
     """A run of so many starts with a step each, kept offline; the folders of its parts."""
     sizes = None
     for step in range(1, starts + 1):
-        with RunLog(folder, config(), is_main=True, sizes=sizes) as log:
+        with RunLog(folder, config(), is_main=True, state={"sizes": sizes}) as log:
             write(log, train(step))
-            sizes = log.sizes()
+            sizes = log.state_dict()["sizes"]
     (folder / "config.yaml").write_text(dump(config()))
     return [part.folder for part in parts_of(folder / "wandb")]
 
@@ -898,15 +902,15 @@ def test_the_dashboard_is_made_as_a_view_of_the_project(server):
 def test_a_resumed_online_run_sends_what_the_server_lacks(tmp_path, server):
     with RunLog(tmp_path, config(), is_main=True) as log:
         write(log, train(1), train(2))
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
         write(log, train(3), train(4))
     assert on(server) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         write(log, train(3), train(4), train(5))
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
     assert on(server) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     del server.history[1:]  # what a killed process could not send
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         write(log, train(6))
     assert on(server) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
 
@@ -915,9 +919,9 @@ def test_an_offline_run_that_goes_on_online_is_sent_whole(tmp_path, server, mach
     machine.setenv("WANDB_MODE", "offline")
     with RunLog(tmp_path, config(), is_main=True) as log:
         write(log, train(1), train(2))
-        sizes = log.sizes()
+        sizes = log.state_dict()["sizes"]
     machine.delenv("WANDB_MODE")
-    with RunLog(tmp_path, config(), is_main=True, sizes=sizes) as log:
+    with RunLog(tmp_path, config(), is_main=True, state={"sizes": sizes}) as log:
         write(log, train(3))
     assert on(server) == [(0, 1), (1, 2), (2, 3)]
     assert [part.is_offline for part in parts_of(tmp_path / "wandb")] == [False]

@@ -1,4 +1,4 @@
-"""The groups of a step, played: those that the stage draws, and others in place of dead ones.
+"""The rollouts of a step: the groups that the stage draws, and others in place of dead ones.
 
 A group whose verified outcomes are all equal is dead: its advantages are zero, it teaches nothing.
 With `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step plays another
@@ -9,22 +9,23 @@ that the curriculum's shares hold, and a step never trains on more than `tasks_p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from pipeline.config.settings import Config, GRPOSettings
 from pipeline.data.curriculum import Stage, replacement_tasks, tasks_of_step
-from pipeline.data.rng import stream_key
-from pipeline.data.tasks import Task, shard_tasks
-from pipeline.grpo.algorithm import dead_groups, in_baseline
-from pipeline.rollout.rollout import Start
+from pipeline.data.rng import permutation, stream_key
+from pipeline.data.tasks import Source, Task
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.algorithm import dead_groups, group_advantages, in_baseline
+from pipeline.rollout.rollout import Rollout, Start
 from pipeline.rollout.trajectory import StopReason, Trajectory
-from pipeline.session import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlayedStep:
+class RolloutBatch:
     """What this rank played of a step.
 
     Groups have places in the step: first the stage's own, then round after round of replacements.
@@ -46,14 +47,20 @@ class PlayedStep:
         return self.trajectories[: self.num_first]
 
 
-def play_step(run: Run, stage: Stage, step: int) -> PlayedStep:
+def collect_rollouts(
+    rollout: Rollout,
+    ranks: Ranks,
+    config: Config,
+    stage: Stage,
+    step: int,
+    sources: Mapping[str, Source],
+) -> RolloutBatch:
     """Play this rank's groups of a step; `step` is the number of optimizer steps done before it.
 
     What is dead is decided on exact outcomes of whole groups, and replacements are drawn by
     counts: both are the same on every rank, for any number of ranks, and after a resume.
     """
-    settings, seed, size = run.config.grpo, run.config.run.seed, run.config.rollout.num_generations
-    sources = run.parts.sources(stage)
+    settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
     dead: list[bool] = []  # by place; known of replaceable groups only
     trajectories: list[Trajectory] = []
@@ -62,24 +69,25 @@ def play_step(run: Run, stage: Stage, step: int) -> PlayedStep:
     while fresh:
         tasks += fresh
         rounds.append(len(fresh))
-        mine = _places(run, tasks, fresh)
-        found = _play(run, stage, step, [tasks[place] for place in mine])
+        mine = [p for p in ranks.shard(len(tasks)) if p >= len(tasks) - len(fresh)]
+        starts = _starts([tasks[place] for place in mine], size, seed, stage, step)
+        with ranks.phase("sample", stage.name, step + 1):
+            found = no_gain_by_failing(rollout(starts), size)
+            ranks.agree("end of rollouts")
         trajectories += found
         if not settings.dynamic_sampling:
             break
-        dead += _find_dead(run, found, [place - len(dead) for place in mine], len(fresh))
+        dead += _find_dead(ranks, found, size, [place - len(dead) for place in mine], len(fresh))
         if len(rounds) > settings.max_resample_times:
             break
-        domains = [
-            task.domain for task, is_dead in zip(fresh, dead[-len(fresh) :], strict=True) if is_dead
-        ]
-        played = {task.key for task in tasks}
+        pairs = zip(fresh, dead[-len(fresh) :], strict=True)
+        domains = [task.domain for task, is_dead in pairs if is_dead]
         key = (seed, "replacements", stage.name, step, len(rounds))
-        fresh = replacement_tasks(domains, played, sources, *key)
-    groups = shard_tasks(len(tasks), run.ranks.rank, run.ranks.num_ranks)
+        fresh = replacement_tasks(domains, {task.key for task in tasks}, sources, *key)
+    groups = ranks.shard(len(tasks))
     places = [group * size + k for group in groups for k in range(size)]
     counted = in_baseline(left_out(trajectories), size).tolist()
-    return PlayedStep(
+    return RolloutBatch(
         trajectories=trajectories,
         places=places,
         kept=[c and not (dead and dead[p // size]) for p, c in zip(places, counted, strict=True)],
@@ -88,37 +96,24 @@ def play_step(run: Run, stage: Stage, step: int) -> PlayedStep:
     )
 
 
-def _places(run: Run, tasks: Sequence[Task], fresh: Sequence[Task]) -> list[int]:
-    """Those of this rank among the last, `fresh`, of a step's tasks."""
-    places = shard_tasks(len(tasks), run.ranks.rank, run.ranks.num_ranks)
-    return [place for place in places if place >= len(tasks) - len(fresh)]
-
-
-def _play(run: Run, stage: Stage, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
-    seed, size = run.config.run.seed, run.config.rollout.num_generations
-    starts = [
+def _starts(tasks: Sequence[Task], size: int, seed: int, stage: Stage, step: int) -> list[Start]:
+    return [
         Start(task=task, trial=k, key=stream_key(seed, "rollout", stage.name, step, *task.key, k))
         for task in tasks
         for k in range(size)
     ]
-    with run.ranks.phase("sample", stage.name, step + 1):
-        trajectories = no_gain_by_failing(run.rollout(starts), size)
-        run.ranks.agree("end of rollouts")
-    run.records += [trajectory.record() for trajectory in trajectories]
-    return trajectories
 
 
 def _find_dead(
-    run: Run, trajectories: Sequence[Trajectory], mine: Sequence[int], count: int
+    ranks: Ranks, trajectories: Sequence[Trajectory], size: int, mine: Sequence[int], count: int
 ) -> list[bool]:
     """Which of the `count` groups of a round are dead, of which this rank played `mine`."""
-    size = run.config.rollout.num_generations
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
     dead = dead_groups(rewards, size, ~left_out(trajectories))[::size].tolist()
     flags = [0.0] * count
     for place, is_dead in zip(mine, dead, strict=True):
         flags[place] = float(is_dead)
-    return [flag > 0 for flag in run.ranks.sum(flags)]
+    return [flag > 0 for flag in ranks.sum(flags)]
 
 
 def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
@@ -139,3 +134,52 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
             least = min(s.reward for s in siblings if not s.left_out)
             found[i] = replace(t, reward=min(0.0, least))
     return found
+
+
+def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> torch.Tensor:
+    """The rewards that train: the episodes' own; in the control, those of others of the step."""
+    rewards = [trajectory.reward for trajectory in batch.trajectories]
+    if config.grpo.permute_rewards:
+        rewards = _permuted(batch, ranks, rewards, config.run.seed, step)
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def advantages_of(
+    batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
+) -> tuple[list[float], list[bool]]:
+    """The advantage of each of this rank's episodes, and whether it is trained on."""
+    scale, batch_std = settings.scale_rewards, None
+    if scale == "batch":
+        batch_std = _std_of_step(batch, rewards, ranks)
+    counted = in_baseline(left_out(batch.trajectories), size)
+    advantages = group_advantages(rewards, size, scale, batch_std, counted).tolist()
+    scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in batch.trajectories]
+    dead = dead_groups(rewards, size, counted)
+    kept = (counted & ~dead if settings.drop_dead_groups else counted).tolist()
+    return [a * scale for a, scale in zip(advantages, scales, strict=True)], kept
+
+
+def _permuted(
+    batch: RolloutBatch, ranks: Ranks, rewards: Sequence[float], seed: int, step: int
+) -> list[float]:
+    """The rewards of all ranks' kept episodes, shuffled among these; other episodes keep theirs."""
+    known = zip(batch.places, rewards, batch.kept, strict=True)
+    mine = [number for place, reward, kept in known if kept for number in (place, reward)]
+    ranks.barrier("control")
+    shards = ranks.all_gather_numbers(mine)
+    found = {p: r for shard in shards for p, r in zip(shard[::2], shard[1::2], strict=True)}
+    places = sorted(found)
+    order = permutation(len(places), seed, "permuted rewards", step)
+    given = {place: found[places[i]] for place, i in zip(places, order, strict=True)}
+    pairs = zip(batch.places, rewards, strict=True)
+    return [given.get(place, reward) for place, reward in pairs]
+
+
+def _std_of_step(batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks) -> float:
+    """The deviation (unbiased) of the rewards of all ranks' kept episodes; 0 where none is."""
+    mine = [reward for reward, kept in zip(rewards.tolist(), batch.kept, strict=True) if kept]
+    ranks.barrier("rewards")
+    shards = ranks.all_gather_numbers(mine)
+    # Sorted, so that rounding does not depend on the ranks.
+    everything = sorted(reward for shard in shards for reward in shard)
+    return float(torch.tensor(everything, dtype=torch.float64).std()) if everything else 0.0

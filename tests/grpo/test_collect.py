@@ -20,13 +20,18 @@ from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.tools import Outage
 from pipeline.errors import UserError
-from pipeline.grpo.dynamic_sampling import PlayedStep, play_step
+from pipeline.grpo.collect import (
+    RolloutBatch,
+    _std_of_step,
+    advantages_of,
+    collect_rollouts,
+    rewards_of,
+)
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import Trajectory
-from pipeline.session import connect
 from pipeline.tracking.progress import StageProgress
 from pipeline.tracking.step_metrics import rollout_metrics
-from pipeline.train import advantages_of, rewards_of, std_of_step
+from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import play_run
 from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
@@ -55,7 +60,7 @@ SOURCES = {"left": tasks_of("left", "dlwdldlddwdlwddl"), "right": tasks_of("righ
 
 
 def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: Any) -> Any:
-    """As much of a Run as playing a step takes, with a policy that says what the tasks ask for."""
+    """What collecting rollouts takes, with a policy that says what the tasks ask for."""
     settings = {"dynamic_sampling": True, **grpo}
     config = Config.model_validate(
         {
@@ -76,15 +81,25 @@ def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: An
     }
     environments: dict[str, type[Any]] = dict.fromkeys(sources, Desk)
     rollout = Rollout(ScriptedSampler(scripts), chat(), environments, config.rollout)  # type: ignore[arg-type]
-    parts = SimpleNamespace(sources=lambda stage: sources)
-    return SimpleNamespace(config=config, ranks=ranks, parts=parts, rollout=rollout, records=[])
+    return SimpleNamespace(config=config, ranks=ranks, sources=sources, rollout=rollout)
+
+
+def collect(run: Any, stage: Stage = STAGE, step: int = 0) -> RolloutBatch:
+    return collect_rollouts(run.rollout, run.ranks, run.config, stage, step, run.sources)
+
+
+def metrics_of(run: Any, batch: RolloutBatch) -> dict[str, float]:
+    metrics, counts = rollout_metrics(batch, run.ranks, run.config)
+    assert sum(episodes for episodes, _ in counts.values()) >= len(batch.trajectories)
+    assert sum(errors for _, errors in counts.values()) == metrics["rollout/environment_errors"]
+    return metrics
 
 
 def alone(**settings: Any) -> Any:
     return run_of(Ranks(0, 1, 60), **settings)
 
 
-def groups_of(played: PlayedStep) -> list[tuple[str, str]]:
+def groups_of(played: RolloutBatch) -> list[tuple[str, str]]:
     return [(t.domain, t.task_id) for t in played.trajectories[::2]]
 
 
@@ -94,15 +109,15 @@ def live(group: tuple[str, str]) -> bool:
 
 def test_without_it_a_step_is_the_stages_own_groups_and_dead_ones_stay():
     run = alone(dynamic_sampling=False)
-    played = play_step(run, STAGE, 0)
+    played = collect(run)
     assert played.rounds == [7] and played.num_first == 14
     assert [domain for domain, _ in groups_of(played)] == ["left"] * 4 + ["right"] * 3
     assert not all(map(live, groups_of(played))) and all(played.kept)
-    assert "rollout/rounds" not in rollout_metrics(run, played)
+    assert "rollout/rounds" not in metrics_of(run, played)
 
 
 def test_dead_groups_are_replaced_by_tasks_of_their_domain_that_the_step_has_not_had():
-    played = play_step(alone(), STAGE, 0)
+    played = collect(alone())
     assert [f"{domain} {name}" for domain, name in groups_of(played)] == [
         *("left won-2", "left live-11", "left dead-5", "left dead-8"),
         *("right dead-0", "right live-3", "right dead-2"),
@@ -115,31 +130,30 @@ def test_dead_groups_are_replaced_by_tasks_of_their_domain_that_the_step_has_not
 
 
 def test_no_more_rounds_are_played_than_allowed_and_none_when_all_groups_live():
-    assert len(play_step(alone(), STAGE, 0).rounds) == 4
-    assert len(play_step(alone(max_resample_times=1), STAGE, 0).rounds) == 2
+    assert len(collect(alone()).rounds) == 4
+    assert len(collect(alone(max_resample_times=1)).rounds) == 2
     lively = {"left": tasks_of("left", "llll"), "right": tasks_of("right", "lll")}
-    assert play_step(alone(sources=lively), STAGE, 0).rounds == [7]
+    assert collect(alone(sources=lively)).rounds == [7]
     exhausted = {"left": tasks_of("left", "dddd"), "right": tasks_of("right", "ddw")}
-    played = play_step(alone(sources=exhausted), STAGE, 0)
+    played = collect(alone(sources=exhausted))
     assert (played.rounds, any(played.kept)) == ([7], False)
 
 
 def test_replacements_depend_on_the_step_and_not_on_what_was_played_before():
     run, resumed = alone(), alone()
-    played = [play_step(run, STAGE, 0), play_step(run, STAGE, 1)]
-    assert groups_of(play_step(resumed, STAGE, 1)) == groups_of(played[1])
+    played = [collect(run), collect(run, step=1)]
+    assert groups_of(collect(resumed, step=1)) == groups_of(played[1])
     assert set(groups_of(played[0])[7:]) != set(groups_of(played[1])[7:])
-    assert len(run.records) == sum(len(step.trajectories) for step in played)
 
 
 def test_rewards_and_dead_groups_are_logged_of_the_stages_own_groups_by_domain(capsys):
     run, plain = alone(), alone(dynamic_sampling=False)
-    played = play_step(run, STAGE, 0)
-    found = rollout_metrics(run, played)
+    played = collect(run)
+    found = metrics_of(run, played)
     assert {k: v for k, v in found.items() if k in EXPECTED} == pytest.approx(EXPECTED)
     StageProgress("all", 1, is_main=True).step(found)
     assert "reward left 0.38 right 0.17  replaced 9 groups" in capsys.readouterr().err
-    without = rollout_metrics(plain, play_step(plain, STAGE, 0))
+    without = metrics_of(plain, collect(plain))
     assert without == {key: found[key] for key in without}
 
 
@@ -194,9 +208,10 @@ def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[
     }
     sampler: Any = ScriptedSampler(scripts)
     run.rollout = Rollout(sampler, chat(), {"left": Office}, limits)
-    played = play_step(run, replace(STAGE, own=("left",), groups={"left": 1}), 0)
-    found = advantages_of(run, played, rewards_of(run, played, 0))
-    return played.trajectories, *found, rollout_metrics(run, played)
+    played = collect(run, replace(STAGE, own=("left",), groups={"left": 1}))
+    rewards = rewards_of(played, run.ranks, run.config, 0)
+    found = advantages_of(played, rewards, run.ranks, run.config.grpo, len(said))
+    return played.trajectories, *found, metrics_of(run, played)
 
 
 @pytest.mark.parametrize("how", ["jam", "boom", "nan"])
@@ -242,15 +257,15 @@ def test_breaking_it_is_no_signal_where_nothing_was_worse_and_an_outage_never_is
 def on_this_rank() -> dict[str, Any]:
     _, ranks = connect(Config())
     run = run_of(ranks, permute_rewards=True)
-    played = play_step(run, STAGE, 0)
-    rewards = rewards_of(run, played, 0)
+    played = collect(run)
+    rewards = rewards_of(played, run.ranks, run.config, 0)
     groups = [group for group in groups_of(played) for _ in range(2)]
     episodes = zip(groups, played.kept, rewards.tolist(), strict=True)
     return {
         "episodes": dict(zip(played.places, episodes, strict=True)),
         "rounds": played.rounds,
-        "metrics": rollout_metrics(run, played),
-        "std": std_of_step(run, played, rewards),
+        "metrics": metrics_of(run, played),
+        "std": _std_of_step(played, rewards, ranks),
     }
 
 
@@ -276,9 +291,9 @@ def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_two_and_thre
 
 def test_the_control_permutes_among_the_episodes_that_train_and_the_others_keep_theirs():
     run = alone(permute_rewards=True)
-    played = play_step(run, STAGE, 0)
+    played = collect(run)
     own = [trajectory.reward for trajectory in played.trajectories]
-    given = rewards_of(run, played, 0).tolist()
+    given = rewards_of(played, run.ranks, run.config, 0).tolist()
     pairs = list(zip(own, given, played.kept, strict=True))
     assert sorted(o for o, _, kept in pairs if kept) == sorted(g for _, g, kept in pairs if kept)
     assert [o for o, _, kept in pairs if kept] != [g for _, g, kept in pairs if kept]

@@ -1,0 +1,114 @@
+"""What has been left behind: the policy's divergence from what it was at the end of earlier stages.
+
+At the end of each stage the policy plays a few validation tasks of the stage's domains. On these
+tokens, which stay as they are, later validations estimate KL(policy at that stage's end || policy
+now), per token. Nothing is sampled for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
+from pipeline.data.tasks import Task, shard_tasks
+from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation.evaluate import evaluate
+from pipeline.files.durable import write_text
+from pipeline.grpo.micro_batches import cuts, micro_batch
+from pipeline.grpo.updater import Updater
+from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.trajectory import StopReason, Trajectory
+
+KEPT = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
+
+
+class KLProbe:
+    """The episodes of stages that are over, in `anchors/` of the run folder, and the KL on them."""
+
+    def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
+        self._folder, self._config, self._ranks = folder / "anchors", config, ranks
+        self.episodes: dict[str, list[Trajectory]] = {}  # by learned domain
+        settings = config.evaluation
+        self.is_wanted = settings.anchor_tasks > 0 and settings.eval_steps > 0
+
+    def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
+        """Play the tasks at the stage's end; all ranks keep all of it."""
+        _, mine = evaluate(rollout, tasks, 1, self._config.run.seed, self._ranks)
+        rows = [{name: getattr(t, name) for name in KEPT} for t in mine if t.num_sampled_tokens]
+        gathered = self._ranks.all_gather_objects(rows, "anchors")
+        found = {(row["domain"], row["task_id"]): row for rows in gathered for row in rows}
+        ordered = [found[task.key] for task in tasks if task.key in found]
+        if self._ranks.is_main:
+            self._folder.mkdir(exist_ok=True)
+            write_text(self._file(stage), json.dumps(ordered))
+        self._ranks.barrier("anchors")
+        self.episodes |= _by_domain(ordered)
+
+    def load(self, stages: Sequence[Stage]) -> None:
+        """After a resume, read those of these stages, which are over."""
+        for stage in stages if self.is_wanted else ():
+            path = self._file(stage)
+            if path.is_file():
+                self.episodes |= _by_domain(json.loads(path.read_text(encoding="utf-8")))
+            elif self._ranks.is_main:
+                print(f"warning: {path} is gone, so there is no KL of {stage.name}")
+
+    def _file(self, stage: Stage) -> Path:
+        return self._folder / f"{stage.name}.json"
+
+    def divergences(self, updater: Updater) -> dict[str, float]:
+        """KL per token of each domain that has episodes; k3 of Schulman 2020, as in the loss.
+
+        Each rank computes every num_ranks-th episode; sums are in the order of episodes.
+        """
+        episodes = [t for trajectories in self.episodes.values() for t in trajectories]
+        if not episodes:
+            return {}
+        mine = [episodes[i] for i in self._ranks.shard(len(episodes))]
+        shards = self._ranks.all_gather_numbers(self._sums(mine, updater))
+        sums = [0.0] * len(episodes)
+        for rank, shard in enumerate(shards):
+            for i, value in zip(shard_tasks(len(episodes), rank, len(shards)), shard, strict=True):
+                sums[i] = value
+        found = {}
+        for domain in self.episodes:
+            of = [i for i, t in enumerate(episodes) if t.domain == domain]
+            num_tokens = sum(episodes[i].num_sampled_tokens for i in of)
+            found[domain] = sum(sums[i] for i in of) / num_tokens
+        return found
+
+    @torch.no_grad()
+    def _sums(self, trajectories: Sequence[Trajectory], updater: Updater) -> list[float]:
+        """The divergence of each episode, added up over its sampled tokens."""
+        order = sorted(range(len(trajectories)), key=lambda i: -trajectories[i].num_tokens)
+        lengths = [trajectories[i].num_tokens for i in order]
+        # Alone, the shapes of a forward pass do not depend on the number of ranks.
+        budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch
+        ends, found = cuts(lengths, budget, padding_free=False), [0.0] * len(order)
+        for first, last in zip([0, *ends], ends, strict=False):
+            places = order[first:last]
+            batch = micro_batch([(trajectories[i], 0.0, 0.0) for i in places], updater.pad_id)
+            batch = batch.to(updater.accelerator.device)
+            with updater.accelerator.autocast():
+                logprobs, _ = updater.module(batch)
+            ratio = (logprobs - batch.old_logprobs).double()
+            terms = (torch.expm1(ratio) - ratio).cpu()  # where adding them has one order
+            sums = terms.new_zeros(len(places)).index_add(0, batch.sequences.cpu(), terms)
+            for place, value in zip(places, sums.tolist(), strict=True):
+                found[place] = value
+        return found
+
+
+def _by_domain(rows: Sequence[dict[str, Any]]) -> dict[str, list[Trajectory]]:
+    unknown: dict[str, Any] = {"family": "", "branch": "", "reward": 0.0, "num_turns": 0}
+    found: dict[str, list[Trajectory]] = {}
+    for row in rows:
+        trajectory = Trajectory(**row, **unknown, stop_reason=StopReason.COMPLETED)
+        found.setdefault(trajectory.domain, []).append(trajectory)
+    return found

@@ -1,0 +1,86 @@
+"""`results.json`: what a run found, made from facts that its checkpoints hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage, describe
+from pipeline.data.tasks import Task
+from pipeline.evaluation.baselines import floors
+from pipeline.evaluation.transfer import summary
+from pipeline.files.afterwards import may_fail
+from pipeline.files.durable import write_text
+from pipeline.rollout.trajectory import RunRecord, StopReason
+
+
+def write_results(
+    folder: Path,
+    config: Config,
+    state: TrainState,
+    stages: Sequence[Stage],
+    environments: dict[str, type[Any]],
+    held_out: Mapping[str, Sequence[Task]],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write `results.json` and `curriculum.json`; `facts` go into the first as they are."""
+    described = describe(stages, config)
+    write_text(folder / "curriculum.json", json.dumps(described, indent=1))
+    results = {
+        "recipe": config.recipe,
+        "seed": config.run.seed,
+        "split": config.data.eval_split,
+        "temperature": config.rollout.temperature,
+        "success_threshold": config.evaluation.success_threshold,
+        "evaluations": state.evaluations,
+        "validations": state.validations,
+        "task_families": {
+            domain: {task.id: task.family for task in tasks} for domain, tasks in held_out.items()
+        },
+        "floors": floors(environments, held_out, config.rollout.call_timeout),
+        "training": state.training,
+        "curriculum": described,
+        **facts,
+    }
+    results["transfer"] = {}
+    with may_fail("transfer numbers", f"python -m pipeline.report {folder} tries again"):
+        results["transfer"] = summary([results])
+    write_text(folder / "results.json", json.dumps(results))
+
+
+def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
+    """The training episodes of a stage, from the records of each rank."""
+    records = [record for shard in gathered for record in shard]
+    stops = {str(r): sum(record.stop_reason == r for record in records) for r in StopReason}
+    return {
+        "episodes": len(records),
+        "episodes_per_rank": [len(shard) for shard in gathered],
+        "reward": {d: fmean(of) for d, of in _rewards(records).items()},
+        "stop_reasons": {reason: count for reason, count in stops.items() if count},
+        "tools": _tool_counts(records),
+    }
+
+
+def _rewards(records: Sequence[RunRecord]) -> dict[str, list[float]]:
+    """By domain, of episodes that are not left out."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        if not record.left_out:
+            found.setdefault(record.domain, []).append(record.reward)
+    return found
+
+
+def _tool_counts(records: Sequence[RunRecord]) -> dict[str, dict[str, list[int]]]:
+    """By domain and tool: calls, and those answered with an error."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for record in records:
+        of_domain = found.setdefault(record.domain, {})
+        for name, counts in record.tools.items():
+            sums = of_domain.setdefault(name, [0, 0])
+            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
+    return found

@@ -1,0 +1,130 @@
+"""The policy: the model that is trained, its rollouts, its updater, and how weights reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.chat.template import Chat
+from pipeline.checkpoints.checkpoint import TrainState, load_optimizer
+from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.resume import base_of_adapters, folder_of_reference, set_weights
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.collect import RolloutBatch
+from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.models import lora
+from pipeline.models.layers import recompute_layers
+from pipeline.models.loading import uses_bf16
+from pipeline.models.rotary import fix_rotary
+from pipeline.rollout.rollout import Rollout
+
+
+class Policy:
+    """One model in two places: where it samples (`rollout`) and where it is trained (`updater`).
+
+    `updater` is None until GRPO begins. `make_sampler` is called as `make_sampler` of
+    `pipeline.rollout.sampler` is.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        chat: Chat,
+        environments: dict[str, type[Any]],
+        config: Config,
+        accelerator: Any,
+        ranks: Ranks,
+        make_sampler: Callable[..., Any],
+    ) -> None:
+        self.accelerator, self._ranks, self._config = accelerator, ranks, config
+        self.tokenizer = chat.tokenizer
+        self.updater: Updater | None = None
+        self.model = self._placed(model)
+        dtype = torch.bfloat16 if uses_bf16(config.model) else torch.float32
+        sampler = make_sampler(self.model, chat, config.rollout, dtype, ranks.is_main)
+        self.rollout = Rollout(
+            sampler,
+            chat,
+            environments,
+            config.rollout,
+            config.run.deterministic,
+            on_progress=ranks.progress,
+        )
+
+    def _placed(self, model: Any) -> Any:
+        fix_rotary(model, self._config.rollout.max_tokens)
+        return model.to(self.accelerator.device)
+
+    def replace(self, model: Any) -> None:
+        """Go on with another model of the same shape."""
+        self.model = self._placed(model)
+        self.load_weights()
+
+    def load_weights(self) -> None:
+        """Give the sampler the weights as they are now."""
+        self.rollout.sampler.load_weights(self.model)
+
+    def make_updater(
+        self,
+        checkpointer: Checkpointer,
+        state: TrainState,
+        saved: Mapping[str, Any],
+        stages: Sequence[Stage],
+    ) -> Updater:
+        """Begin GRPO, with the model as it is or where the checkpoint to resume from stands."""
+        config, resumed = self._config, checkpointer.resumed
+        if config.grpo.gradient_checkpointing:
+            recompute_layers(self.model)
+        if config.model.use_peft:
+            base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
+            self.model = lora.attach(self.model, config.model, base, config.run.seed)
+            self.model.to(self.accelerator.device)
+        # What is sampled has no dropout, so what is trained, the reference and probes have none.
+        module = TokenLogprobs(self.model, config.rollout.temperature).eval()
+        if config.grpo.padding_free:
+            refuse_mixed_up_sequences(module)
+        reference = None
+        if config.grpo.beta > 0:
+            if resumed is not None:
+                sync = config.grpo.sync_ref_model
+                self._set_weights(folder_of_reference(checkpointer.folder, state, stages, sync))
+            reference = Reference(module)
+        if resumed is not None and (reference is not None or config.model.use_peft):
+            self._set_weights(resumed)
+        pad_id = self.tokenizer.pad_token_id or 0
+        updater = Updater(self.accelerator, module, self._ranks, config, pad_id, reference)
+        updater.faults_folder = checkpointer.run_folder / "faults"
+        if resumed is not None:
+            load_optimizer(resumed, updater.optimizer)
+            updater.load_state_dict(saved)
+        self.load_weights()
+        self.updater = updater
+        return updater
+
+    def _set_weights(self, folder: Path | None) -> None:
+        set_weights(self.model, folder, self._config, self.tokenizer)
+
+    def update(
+        self,
+        batch: RolloutBatch,
+        advantages: Sequence[float],
+        kept: Sequence[bool],
+        learning_rate: float,
+    ) -> list[dict[str, float]]:
+        """`num_iterations` optimizer updates; then the sampler gets the new weights.
+
+        Returns the statistics of each update.
+        """
+        assert self.updater is not None
+        found = [
+            self.updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
+            for _ in range(self._config.grpo.num_iterations)
+        ]
+        self.load_weights()
+        return found

@@ -1,0 +1,339 @@
+"""The Trainer: what a run holds on one rank, and what the lines of the loop in `train.py` do."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.checkpoint import SavedState, TrainState
+from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.resume import (
+    load_start,
+    open_together,
+)
+from pipeline.checkpoints.run_folder import begin
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage, one_after_another
+from pipeline.data.tasks import Task
+from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.watchdog import Watchdog
+from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
+from pipeline.evaluation.evaluate import (
+    evaluate,
+    evaluation_metrics,
+    failed_trials,
+    in_words,
+    refuse_failed_trials,
+    success,
+)
+from pipeline.evaluation.kl_probe import KLProbe
+from pipeline.evaluation.results import training_summary, write_results
+from pipeline.evaluation.validation import plateau, scored, validation_metrics
+from pipeline.files.afterwards import may_fail
+from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
+from pipeline.grpo.policy import Policy
+from pipeline.grpo.updater import learning_rate_at
+from pipeline.preflight.check import validate
+from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.rollout.transcripts import read_records, save_transcripts
+from pipeline.tracking.log import RunLog
+from pipeline.tracking.profiling import Meter, machine, profiled
+from pipeline.tracking.progress import say_start
+from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
+
+Hook = Callable[["Trainer", str, Sequence[Trajectory]], None]
+
+
+def _no_hook(*_: object) -> None: ...
+
+
+class Trainer:
+    """A run on one rank. Every rank makes one, after it has met the others.
+
+    `make_sampler` is called as `pipeline.rollout.sampler.make_sampler` is. `on_batch` is called
+    with the trainer, the name of the stage or evaluation and this rank's episodes, after each step
+    and each evaluation. Raises UserError for whatever is the user's to mend.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Any,
+        ranks: Ranks,
+        watchdog: Watchdog,
+        *,
+        make_sampler: Callable[..., Any] = make_sampler,
+        on_batch: Hook = _no_hook,
+    ) -> None:
+        self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
+        self.parts = validate(config)
+        opened, self.folder, resumed = open_together(config, ranks)
+        watchdog.can_resume = resumed is not None
+        now = {"output_dir": self.folder}
+        self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})
+        self._saved_state, model = self.load_start(resumed)
+        self.state, self.errors = TrainState(), ErrorRates()
+        for owner in (self.state, self.errors):
+            owner.load_state_dict(self._saved_state)
+        self.state.config = config.model_dump(mode="json")
+        chat, environments = self.parts.chat, self.parts.environments
+        self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
+        if opened is not None:
+            begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
+        log_state = None if resumed is None else self._saved_state
+        self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
+        keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
+        self.log.timings({**keys, **machine(ranks.num_ranks)})
+        self.checkpointer = Checkpointer(
+            self.folder,
+            config.run,
+            ranks,
+            self.state,
+            self.parts.tokenizer,
+            lock=None if opened is None else opened.lock,
+            resumed=resumed,
+        )
+        self.checkpointer.owners += [self.log, self.errors]
+        if opened is not None:
+            say_start(opened, self.state.step, config, self.parts.stages)
+        self.kl_probe = KLProbe(self.folder, config, ranks)
+        self.records: list[RunRecord] = []  # of this rank's training episodes in the stage
+        self._on_batch, self._warned_of_gap = on_batch, False
+
+    def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
+        """The state and the model to begin with."""
+        return load_start(self.config, self.parts.tokenizer, resumed)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages, after those that ended early."""
+        return one_after_another(self.parts.stages, self.state.ended_early)
+
+    # Stages
+
+    def begin_grpo(self) -> Meter:
+        """Make the Updater, from the model as it is now or from the checkpoint to resume from."""
+        policy = self.policy
+        updater = policy.make_updater(self.checkpointer, self.state, self._saved_state, self.stages)
+        self.checkpointer.owners.append(updater)
+        self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
+        meter = Meter(self.ranks, policy.rollout, updater, policy.model, self.config.model)
+        gc.freeze()  # what is there now stays: no collection need go through it again
+        return meter
+
+    def begin_stage(self, stage: Stage) -> int:
+        """Get ready for a stage, which a resumed run may be inside; returns its first step."""
+        is_inside = self.state.step > stage.first_step
+        assert self.policy.updater is not None
+        reference = self.policy.updater.reference
+        if reference is not None:
+            if self.config.grpo.sync_ref_model and not is_inside:
+                reference.refresh()
+            when = f"of the reference policy in stage {stage.name}"
+            self.ranks.check_same_parameters(reference.parameters.items(), when)
+        self.records = []
+        if is_inside:
+            folder = self.folder / "trajectories" / stage.name
+            self.records = read_records(folder, self.ranks.rank, self.ranks.num_ranks)
+        else:
+            self.errors.load_state_dict({})
+        self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
+        self.validate_when_due(stage)  # it may be what was interrupted
+        return max(stage.first_step, self.state.step)
+
+    def end_stage(self, stage: Stage) -> None:
+        """Summarise the stage's episodes, keep some of them for the KL probe, evaluate, save."""
+        name = f"records of stage {stage.name}"
+        gathered = self.ranks.all_gather_objects(self.records, name)
+        self.records = []
+        if any(gathered):
+            self.state.training[stage.name] = training_summary(gathered)
+        if self.kl_probe.is_wanted and stage.index + 1 < len(self.stages):
+            count, tasks = self.config.evaluation.anchor_tasks, list[Task]()
+            for domain in stage.own:
+                tasks += self.parts.validation[domain][:count]
+            with self.ranks.phase("validate", stage.name, self.state.step):
+                self.kl_probe.keep(stage, tasks, self.policy.rollout)
+        self.evaluate(stage.name)
+        self.save(f"stage-{stage.index + 1}-{stage.name}")
+
+    # One step
+
+    def profiled(self, step: int) -> AbstractContextManager[None]:
+        """Around a step: its trace, where the settings ask for it."""
+        device, folder = self.accelerator.device, self.folder / "profile"
+        return profiled(step, self.config.run.profile, folder, self.ranks, device)
+
+    def collect(self, stage: Stage, step: int) -> RolloutBatch:
+        """Play this rank's groups of a step."""
+        return collect_rollouts(
+            self.policy.rollout, self.ranks, self.config, stage, step, self._sources
+        )
+
+    def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
+        """The advantage of each of this rank's episodes, and whether it is trained on."""
+        rewards = rewards_of(batch, self.ranks, self.config, step)
+        size = self.config.rollout.num_generations
+        return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
+
+    def update(
+        self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
+    ) -> dict[str, float]:
+        """Train on the batch, then sample with the new weights; returns statistics of all ranks."""
+        step = self.state.step
+        done, peak = step - stage.first_step, self._peak
+        learning_rate = learning_rate_at(done, stage.num_steps, peak, self.config.grpo)
+        with self.ranks.phase("update", stage.name, step + 1):
+            found = self.policy.update(batch, advantages, kept, learning_rate)
+        statistics = over_iterations(found)
+        self._warn_of_gap(statistics.get("train/logprob_gap", 0.0))
+        return statistics
+
+    def record(
+        self, stage: Stage, batch: RolloutBatch, statistics: dict[str, float], meter: Meter
+    ) -> dict[str, float]:
+        """Count the step as done and write its lines; returns its metrics."""
+        self.state.step, self.state.stage = self.state.step + 1, stage.name
+        self.records += [trajectory.record() for trajectory in batch.trajectories]
+        metrics, counts = rollout_metrics(batch, self.ranks, self.config)
+        for domain, (episodes, errors) in counts.items():
+            self.errors.add(domain, episodes, errors)
+        keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
+        self.log.metrics({**keys, **statistics, **metrics})
+        self.log.timings({**keys, **meter.timings(batch.trajectories)})
+        return {**statistics, **metrics}
+
+    def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
+        """Write the transcripts; stop where environments fail; validate and save when due."""
+        self._save_transcripts(stage.name, batch.trajectories, advantages)
+        stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
+        self.validate_when_due(stage)
+        if self.checkpointer.is_due:
+            self.save(f"step-{self.state.step:06d}")
+
+    def _warn_of_gap(self, gap: float) -> None:
+        """Once a run, say that training computes other log-probabilities than the sampler did."""
+        limit = self.config.grpo.logprob_gap_limit
+        limit = limit or (0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3)
+        if not gap > limit or self._warned_of_gap:
+            return
+        self._warned_of_gap = True
+        if self.ranks.is_main:
+            print(
+                f"warning: step {self.state.step + 1}: a log-probability differs by {gap:.2g} "
+                f"between sampler and training (logprob_gap_limit {limit:g}); see "
+                "train/logprob_gap",
+                flush=True,
+            )
+
+    # Evaluations and checkpoints
+
+    def evaluate(self, after: str) -> None:
+        """Evaluate all domains on held-out tasks, sampled and greedy; write `results.json` anew."""
+        begun, settings = time.perf_counter(), self.config.evaluation
+        trials, seed, when = settings.eval_trials, self.config.run.seed, f"after {after}"
+        tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
+        with self.ranks.phase("evaluate", self.state.stage, self.state.step):
+            sampled, trajectories = evaluate(self.policy.rollout, tasks, trials, seed, self.ranks)
+            greedy, _ = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks, greedy=True)
+        is_trained = self.policy.updater is not None
+        if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
+            self.save(f"step-{self.state.step:06d}")  # the run stops below
+        rates, when = ErrorRates.of(sampled), f"in the evaluation {when}"
+        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
+        refuse_failed_trials([*sampled, *greedy], when)
+        found = success(sampled, greedy, trials, settings.success_threshold)
+        entry = {"after": after, "step": self.state.step, "success": found}
+        self.state.evaluations.append(entry)
+        keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
+        self.log.metrics({**keys, **evaluation_metrics(found)})
+        self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
+        self._save_transcripts(f"evaluation-{after}", trajectories)
+        if self.ranks.is_main:
+            words = in_words(found)
+            print(f"evaluation after {after}: success sampled  {words}", flush=True)
+            self._write_results()
+
+    def validate_when_due(self, stage: Stage) -> None:
+        """Validate every `eval_steps` steps, each once."""
+        every, step = self.config.evaluation.eval_steps, self.state.step
+        if not every or step % every or self.state.validated(step):
+            return
+        begun, seed = time.perf_counter(), self.config.run.seed
+        tasks = [task for tasks in self.parts.validation.values() for task in tasks]
+        updater = self.policy.updater
+        assert updater is not None
+        with self.ranks.phase("validate", stage.name, step):
+            records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
+            kl = self.kl_probe.divergences(updater)
+        rewards, keys = scored(records), {"stage": stage.name, "step": step}
+        self.state.validations.append({**keys, "success": rewards, "kl": kl})
+        metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
+        self.log.metrics({"kind": "validation", **keys, **metrics})
+        seconds = {"perf/validation_s": time.perf_counter() - begun}
+        self.log.timings({"kind": "validation", **keys, **seconds})
+        rates = ErrorRates.of(records)
+        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
+
+    def ends_early(self, stage: Stage) -> bool:
+        """Whether the stage is on a plateau, which the state then remembers."""
+        best = plateau(self.state.validations, stage, self.config)
+        if best is None:
+            return False
+        settings, done = self.config.curriculum, self.state.step - stage.first_step
+        self.state.ended_early[stage.name] = done
+        if self.ranks.is_main:
+            print(
+                f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
+                f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
+                f"success (best {best:.2f})",
+                flush=True,
+            )
+        return True
+
+    def save(self, name: str) -> None:
+        """Write a checkpoint."""
+        updater = self.policy.updater
+        optimizer = None if updater is None else updater.optimizer
+        with self.ranks.phase("checkpoint", self.state.stage, self.state.step):
+            seconds = self.checkpointer.save(name, self.policy.model, optimizer)
+        self.watchdog.can_resume = True
+        keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
+        self.log.timings({**keys, "perf/checkpoint_s": seconds})
+
+    def _save_transcripts(
+        self,
+        name: str,
+        trajectories: Sequence[Trajectory],
+        advantages: Sequence[float] | None = None,
+    ) -> None:
+        self._on_batch(self, name, trajectories)
+        self.checkpointer.check_folder()
+        folder, step = self.folder / "trajectories" / name, self.state.step
+        path = save_transcripts(folder, step, self.ranks.rank, trajectories, advantages)
+        self.checkpointer.remember(path)
+
+    def _write_results(self) -> None:
+        """On rank 0; a checkpoint holds what they are made from."""
+        updater, faults = self.policy.updater, {}
+        if updater is not None:
+            faults = {"skipped_steps": updater.num_skipped}
+            if updater.max_tokens_per_microbatch != self.config.grpo.max_tokens_per_microbatch:
+                faults["max_tokens_per_microbatch"] = updater.max_tokens_per_microbatch
+        facts = {
+            "num_ranks": self.ranks.num_ranks,
+            "faults": {name: count for name, count in faults.items() if count},
+            "wall_s": self.checkpointer.wall_s,
+        }
+        again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
+        with may_fail("results.json", again):
+            parts, state = self.parts, self.state
+            environments, held_out = parts.environments, parts.held_out
+            write_results(
+                self.folder, self.config, state, self.stages, environments, held_out, facts
+            )
