@@ -18,19 +18,26 @@ from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequence
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import load_folder, load_model
+from pipeline.models.loading import load_folder, load_model, uses_bf16
+from pipeline.models.weights import trained_weights
+from pipeline.rollout.sampler import make_sampler
 from pipeline.session import Run
 
 
 def make_updater(run: Run) -> Updater:
     """The trained module under Accelerate, with optimizer and reference policy."""
     config, resumed = run.config, run.checkpoint
-    if config.grpo.gradient_checkpointing:
-        recompute_layers(run.model)
     if config.model.use_peft:
         base = _base_of_adapters(run)
         run.model = lora.attach(run.model, config.model, base, config.run.seed)
         run.model.to(run.accelerator.device)
+        dtype = torch.bfloat16 if uses_bf16(config.model) else torch.float32
+        del run.rollout.sampler  # its memory is for the one that takes adapters
+        run.rollout.sampler = make_sampler(
+            run.model, run.parts.chat, config.rollout, dtype, is_main=False
+        )
+    if config.grpo.gradient_checkpointing:  # after that: what samples recomputes nothing
+        recompute_layers(run.model)
     # What is sampled has no dropout, so what is trained, the reference and probes have none.
     module = TokenLogprobs(run.model, config.rollout.temperature).eval()
     if config.grpo.padding_free:
@@ -48,7 +55,7 @@ def make_updater(run: Run) -> Updater:
     if resumed is not None:
         checkpoint.load_optimizer(resumed, updater.optimizer)
         _restore_counters(updater, run.state)
-    run.rollout.sampler.load_weights(run.model)
+    run.rollout.sampler.load_weights(trained_weights(run.model))
     return updater
 
 

@@ -35,6 +35,7 @@ from pipeline.grpo.updater import learning_rate_at
 from pipeline.learner import make_updater, start_stage
 from pipeline.models.loading import load_folder
 from pipeline.models.rotary import fix_rotary
+from pipeline.models.weights import trained_weights
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.session import Run, connect, start
 from pipeline.sft import warm_start
@@ -145,7 +146,7 @@ def give_warm_start(run: Run) -> None:
     run.model = load_folder(run.folder / "checkpoints" / "warm-start", run.config.model)
     fix_rotary(run.model, run.config.rollout.max_tokens)
     run.model.to(run.accelerator.device)
-    run.rollout.sampler.load_weights(run.model)
+    run.rollout.sampler.load_weights(trained_weights(run.model))
     gc.collect()  # the trainer's optimizer hangs in reference cycles
     if run.accelerator.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -200,7 +201,7 @@ def update(
             run.updater.update_policy(trajectories, advantages, learning_rate, kept)
             for _ in range(settings.num_iterations)
         ]
-        run.rollout.sampler.load_weights(run.model)
+        run.rollout.sampler.load_weights(trained_weights(run.model))
     statistics = over_iterations(found)
     warn_of_gap(run, statistics)
     return statistics

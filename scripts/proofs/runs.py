@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from pipeline import collect, session, train
 from pipeline.config.cli import parse
 from pipeline.data.rng import stream_key, uniforms
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.models.weights import trained_weights
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import cumulative
 from pipeline.rollout.trajectory import Trajectory
 from scripts.proofs.ranks import play_ranks
@@ -64,7 +67,7 @@ class Played:
         }
 
 
-class ForcedSampler(Sampler):
+class ForcedSampler(RowSampler):
     """The real sampler, made to say given tokens instead of those that it draws.
 
     `forced` holds, for each key, the tokens of its stream in order; other keys are drawn as ever.
@@ -144,14 +147,14 @@ def _run_on_this_rank(
             gap = np.linalg.norm(found - theirs) / np.linalg.norm(theirs)
             played.update_gap = max(played.update_gap, float(gap))
             vector_to_parameters(torch.from_numpy(theirs), run.model.parameters())
-            run.rollout.sampler.load_weights(run.model)
+            run.rollout.sampler.load_weights(trained_weights(run.model))
         elif run.ranks.is_main:
             np.save(run.folder / f"parameters-{run.state.step}.npy", found)
 
     collect.save_trajectories = train.save_trajectories = keep
     if forced is not None:
         ForcedSampler.forced = forced
-        session.Sampler = ForcedSampler
+        session.make_sampler = partial(make_sampler, row_sampler=ForcedSampler)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         train.main(parse(argv))
     played.parameters = flat(runs[-1].model)
