@@ -22,7 +22,9 @@ from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import uses_bf16
 from pipeline.models.rotary import fix_rotary
+from pipeline.models.weights import trained_weights
 from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.sampler import Sampler
 
 
 class Policy:
@@ -45,11 +47,9 @@ class Policy:
         self.accelerator, self._ranks, self._config = accelerator, ranks, config
         self.tokenizer = chat.tokenizer
         self.updater: Updater | None = None
-        self.model = self._placed(model)
-        dtype = torch.bfloat16 if uses_bf16(config.model) else torch.float32
-        sampler = make_sampler(self.model, chat, config.rollout, dtype, ranks.is_main)
+        self.model, self._make_sampler = self._placed(model), make_sampler
         self.rollout = Rollout(
-            sampler,
+            self._sampler(chat, ranks.is_main),
             chat,
             environments,
             config.rollout,
@@ -61,6 +61,13 @@ class Policy:
         fix_rotary(model, self._config.rollout.max_tokens)
         return model.to(self.accelerator.device)
 
+    def _sampler(self, chat: Chat, is_main: bool) -> Sampler:
+        dtype = torch.bfloat16 if uses_bf16(self._config.model) else torch.float32
+        sampler: Sampler = self._make_sampler(
+            self.model, chat, self._config.rollout, dtype, is_main
+        )
+        return sampler
+
     def replace(self, model: Any) -> None:
         """Go on with another model of the same shape."""
         self.model = self._placed(model)
@@ -68,7 +75,7 @@ class Policy:
 
     def load_weights(self) -> None:
         """Give the sampler the weights as they are now."""
-        self.rollout.sampler.load_weights(self.model)
+        self.rollout.sampler.load_weights(trained_weights(self.model))
 
     def make_updater(
         self,
@@ -79,12 +86,10 @@ class Policy:
     ) -> Updater:
         """Begin GRPO, with the model as it is or where the checkpoint to resume from stands."""
         config, resumed = self._config, checkpointer.resumed
-        if config.grpo.gradient_checkpointing:
-            recompute_layers(self.model)
         if config.model.use_peft:
-            base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
-            self.model = lora.attach(self.model, config.model, base, config.run.seed)
-            self.model.to(self.accelerator.device)
+            self._attach_adapters(checkpointer)
+        if config.grpo.gradient_checkpointing:  # after that: what samples recomputes nothing
+            recompute_layers(self.model)
         # What is sampled has no dropout, so what is trained, the reference and probes have none.
         module = TokenLogprobs(self.model, config.rollout.temperature).eval()
         if config.grpo.padding_free:
@@ -106,6 +111,13 @@ class Policy:
         self.load_weights()
         self.updater = updater
         return updater
+
+    def _attach_adapters(self, checkpointer: Checkpointer) -> None:
+        settings, seed, chat = self._config.model, self._config.run.seed, self.rollout.chat
+        base = base_of_adapters(self.model, settings, self._ranks, checkpointer)
+        self.model = lora.attach(self.model, settings, base, seed).to(self.accelerator.device)
+        del self.rollout.sampler  # its memory is for the one that takes adapters
+        self.rollout.sampler = self._sampler(chat, is_main=False)  # which says nothing twice
 
     def _set_weights(self, folder: Path | None) -> None:
         set_weights(self.model, folder, self._config, self.tokenizer)

@@ -85,14 +85,26 @@ def _check_targets(model: Any, targets: list[str]) -> None:
             )
 
 
-def merged_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def has_adapters(model: Any) -> bool:
+    return isinstance(model, PeftModel)
+
+
+def base_model(model: Any) -> Any:
+    """The model inside one with adapters, which sit in it still; any other model as it is."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The adapters, not copied, under the names of `adapter_model.safetensors`."""
+    own: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return own
+
+
+def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and parameters of the plain model, in its own order, LoRA's products added to them.
 
     One product is held at a time. UserError where an adapter would be left out.
     """
-    if not isinstance(model, PeftModel):
-        yield from model.named_parameters()
-        return
     layers = _layers(model)
     adapters = {p for layer in layers.values() for p in _pair(layer)}
     for name, parameter in model.get_base_model().named_parameters():
@@ -287,7 +299,7 @@ def _take(model: PeftModel, saved: dict[str, torch.Tensor]) -> bool:
 
     PEFT's own loading renames keys for some architectures, and may lose adapters by it.
     """
-    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    own = adapters_of(model)
     if {n: w.shape for n, w in saved.items()} != {n: w.shape for n, w in own.items()}:
         return False
     for name, values in own.items():

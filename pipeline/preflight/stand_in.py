@@ -26,8 +26,10 @@ from pipeline.models import lora
 from pipeline.models.capabilities import refuse_changed_logits, unserved
 from pipeline.models.layers import recompute_layers
 from pipeline.models.rotary import fix_rotary
+from pipeline.models.weights import trained_weights
 from pipeline.rollout.generate_sampler import GenerateSampler
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
 # Largest difference of a log-probability, in nats, at float32. Beyond the first, one is named;
@@ -115,15 +117,16 @@ def gap_of(config: Config, model: Any) -> float:
     """
     grpo, rollout = config.grpo, config.rollout
     generates = unserved(model.config.get_text_config()) is not None
-    make = GenerateSampler if generates else Sampler
-    sampler = make(model, 0, rollout.temperature, torch.float32)
     model = copy.deepcopy(model)
-    if grpo.gradient_checkpointing:
-        recompute_layers(model)
     if config.model.use_peft:
         model = lora.attach(model, config.model, "", config.run.seed)
+    kind = GenerateSampler if generates else RowSampler
+    sampler: Sampler = kind(model, 0, rollout.temperature, torch.float32)
+    if config.model.use_peft:
         lora.disturb(model, 1)
-    sampler.load_weights(model)
+    if grpo.gradient_checkpointing:
+        recompute_layers(model)
+    sampler.load_weights(trained_weights(model))
     trajectories = _converse(sampler, model.get_input_embeddings().num_embeddings)
     module = TokenLogprobs(model, rollout.temperature).eval()
     if grpo.padding_free:
@@ -139,7 +142,7 @@ def gap_of(config: Config, model: Any) -> float:
     return max(math.inf if math.isnan(gap) else gap for gap in gaps)
 
 
-def _converse(sampler: Sampler | GenerateSampler, vocabulary: int) -> list[Trajectory]:
+def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
     """Conversations of several turns: two that begin alike, and a shorter one beside them."""
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])

@@ -9,6 +9,7 @@ Legend: B sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,76 +18,57 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
+from pipeline.rollout.model_sampler import ModelSampler
 from pipeline.rollout.sequences import (
-    Sampled,
-    SamplerEpisode,
     logprobs_of,
-    own_copy,
     pick,
-    take_weights,
 )
+from pipeline.rollout.trajectory import Sampled
 
 TOKENS_PER_BATCH = 1 << 17  # of conversations computed side by side, padding included
 
 
-class GenerateSampler:
-    """The five calls of `Sampler`, and its draws, on transformers' own cache.
+@dataclass(kw_only=True, eq=False)
+class GenerateEpisode:
+    """One conversation inside the sampler, which is in no cache between messages."""
 
-    An episode is in no cache between messages: all its tokens are `pending`. Conversations that are
-    not equally long are padded on the left, unless `pads` is False, because that would change what
-    the model computes; then only equally long ones are computed side by side.
+    key: int  # of its stream of draws
+    ids: list[int]
+    num_sampled: int = 0  # draws used so far
+
+
+class GenerateSampler(ModelSampler):
+    """The calls of `Sampler`, and the draws of the row sampler, on transformers' own cache.
+
+    Conversations that are not equally long are padded on the left, unless `pads` is False, because
+    that would change what the model computes; then only equally long ones are computed side by
+    side.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        end_of_turn_id: int,
-        temperature: float,
-        dtype: torch.dtype,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        *,
-        other_stops: Sequence[int] = (),
-    ) -> None:
-        self.model = own_copy(model, next(model.parameters()).dtype)
+    def _prepare(self) -> None:
         # A checkpoint's own way to sample (top_k, penalties) would come on top of ours.
         self.model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
         self.pads = padding_is_harmless(self.model)
-        for parameter in self.model.parameters():  # not the buffers: rotary frequencies need fp32
-            parameter.data = parameter.data.to(dtype)
-        self.device = next(self.model.parameters()).device
-        self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
-        self.stops = np.array([end_of_turn_id, *other_stops])
-        self.top_k, self.top_p = top_k, top_p
-        self.num_tokens = self.num_padded_tokens = 0
 
-    @torch.no_grad()
-    def load_weights(self, model: Any) -> None:
-        """Take over the weights of the trained model; LoRA's are merged on the way.
-
-        Until the next call a later update changes those of equal type here as well.
-        """
-        take_weights(self.model, model)
-
-    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
+    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[GenerateEpisode]:
         """Start one conversation per prompt."""
         return [
-            SamplerEpisode(key=key, pending=list(prompt))
+            GenerateEpisode(key=key, ids=list(prompt))
             for prompt, key in zip(prompts, keys, strict=True)
         ]
 
-    def extend(self, episode: SamplerEpisode, ids: list[int]) -> None:
+    def extend(self, episode: GenerateEpisode, ids: list[int]) -> None:
         """Append the tokens of a reply."""
-        episode.pending += ids
+        episode.ids += ids
 
-    def close(self, episode: SamplerEpisode) -> None:
+    def close(self, episode: GenerateEpisode) -> None:
         """End a conversation."""
-        episode.pending = []
+        episode.ids = []
 
     @torch.no_grad()
     def sample(
         self,
-        episodes: Sequence[SamplerEpisode],
+        episodes: Sequence[GenerateEpisode],
         max_tokens: Sequence[int],
         greedy: bool = False,
         until: int | None = None,
@@ -101,13 +83,13 @@ class GenerateSampler:
             messages = self._generate(rows, [max_tokens[i] for i in batch], greedy)
             for i, message in zip(batch, messages, strict=True):
                 found[i] = message
-                episodes[i].pending += message.ids
+                episodes[i].ids += message.ids
                 episodes[i].num_sampled += len(message.ids)
         return found
 
-    def _batches(self, episodes: Sequence[SamplerEpisode]) -> Iterator[list[int]]:
+    def _batches(self, episodes: Sequence[GenerateEpisode]) -> Iterator[list[int]]:
         """Indices of the conversations to compute side by side, those of like lengths together."""
-        lengths = [len(episode.pending) for episode in episodes]
+        lengths = [len(episode.ids) for episode in episodes]
         batch: list[int] = []
         for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):
             if batch and (
@@ -121,9 +103,9 @@ class GenerateSampler:
             yield batch
 
     def _generate(
-        self, rows: Sequence[SamplerEpisode], limits: Sequence[int], greedy: bool
+        self, rows: Sequence[GenerateEpisode], limits: Sequence[int], greedy: bool
     ) -> list[Sampled]:
-        tokens_BT, mask_BT = padded([row.pending for row in rows])
+        tokens_BT, mask_BT = padded([row.ids for row in rows])
         picker = _Picker(self, rows, greedy)
         self.model.generate(
             tokens_BT.to(self.device),
@@ -143,7 +125,7 @@ class GenerateSampler:
             Sampled(
                 ids=ids[:count].tolist(),
                 logprobs=logprobs[:count].tolist(),
-                finished=ids[count - 1] in self.stops,
+                finished=ids[count - 1] in self.stop_ids,
             )
             for ids, logprobs, count in zip(picked, chosen, counts, strict=True)
         ]
@@ -156,7 +138,7 @@ class _Picker(LogitsProcessor):
     """
 
     def __init__(
-        self, sampler: GenerateSampler, rows: Sequence[SamplerEpisode], greedy: bool
+        self, sampler: GenerateSampler, rows: Sequence[GenerateEpisode], greedy: bool
     ) -> None:
         self.sampler, self.greedy = sampler, greedy
         self.keys: NDArray[np.uint64] = np.array([row.key for row in rows], dtype=np.uint64)

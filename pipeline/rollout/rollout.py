@@ -32,10 +32,8 @@ from pipeline.environments.tools import (
     tool_methods,
     tool_schemas,
 )
-from pipeline.rollout.generate_sampler import GenerateSampler
-from pipeline.rollout.row_sampler import Sampler
-from pipeline.rollout.sequences import Sampled, SamplerEpisode
-from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.rollout.sampler import Handle, Sampler
+from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
 NO_OUTCOME = Outcome(0.0, {}, {})
 UNKNOWN_TOOL = "unknown"  # what calls of tools that do not exist are counted under
@@ -64,7 +62,7 @@ class _Episode:
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    handle: SamplerEpisode | None = None
+    handle: Handle = None  # of its sampler, while the conversation is open there
     stop_reason: StopReason | None = None
     num_turns: int = 0
     num_malformed_calls: int = 0
@@ -137,7 +135,7 @@ class Rollout:
 
     def __init__(
         self,
-        sampler: Sampler | GenerateSampler,
+        sampler: Sampler,
         chat: Chat,
         environments: dict[str, type[Any]],
         limits: RolloutSettings,
@@ -259,7 +257,7 @@ class Rollout:
         limits = self.limits
         room = [min(limits.max_tokens_per_turn, limits.max_tokens - self._size(e)) for e in live]
         until = math.ceil(len(live) * TURN_SHARE)
-        sampled = self.sampler.sample([_handle(e) for e in live], room, greedy, until)
+        sampled = self.sampler.sample([e.handle for e in live], room, greedy, until)
         return [
             self._begin_turn(episode, message)
             for episode, message in zip(live, sampled, strict=True)
@@ -302,7 +300,7 @@ class Rollout:
             ids = self.chat.reply_ids(replies)
             if self._size(episode) + len(ids) < self.limits.max_tokens:
                 episode.append(ids)
-                self.sampler.extend(_handle(episode), ids)
+                self.sampler.extend(episode.handle, ids)
                 return True
             episode.stop_reason = StopReason.MAX_TOKENS
         self._close(episode)
@@ -359,8 +357,3 @@ class Rollout:
     def _reward(episode: _Episode, guard: Guard) -> None:
         episode.serves = ""
         episode.outcome = guard("get_reward", partial(outcome_of, episode.environment))
-
-
-def _handle(episode: _Episode) -> SamplerEpisode:
-    assert episode.handle is not None
-    return episode.handle

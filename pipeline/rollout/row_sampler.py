@@ -7,93 +7,67 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pipeline.models.capabilities import unserved
+from pipeline.models.weights import Weights
 from pipeline.rollout import sequences
 from pipeline.rollout.kv_cache import ROWS, RowCache
+from pipeline.rollout.model_sampler import ModelSampler
 from pipeline.rollout.sequences import (
     Ids,
     Row,
-    Sampled,
-    SamplerEpisode,
+    RowEpisode,
     append_sampled,
     common_stems,
     members_of,
     num_common,
-    own_copy,
     passes,
     row_of,
     streams_of,
-    take_weights,
 )
+from pipeline.rollout.trajectory import Sampled
 
 MIN_STEM = 64  # tokens that prompts must share at their start to have them computed once
 MIN_FILL = 0.85  # share of a batch's rows that must still go on; below it they are brought together
 STEPS_PER_LOOK = 8  # tokens between two looks at what a GPU has sampled
 
 
-class Sampler:
-    """Samples conversations from its own copy of the model, with one KV cache over all turns.
+class RowSampler(ModelSampler):
+    """Samples conversations with one KV cache over all their turns; the calls are `Sampler`'s.
 
-    Five calls: `load_weights` once per step, `open` conversations, `extend` them by replies,
-    `sample` their next messages, `close`. A token is the inverse of the cumulative distribution at
-    a counter-based draw, so what is sampled does not depend on which other conversations share the
-    batch, beyond rounding. Conversations of the same tokens share a row, in which they are computed
-    once, until their draws part them; not on a GPU, which would have to be asked after each token.
-    A message ends at the end of turn, at one of `other_stops` (ids, too), or at its limit.
-    Weights of `dtype` that the trained model has as well are shared, not copied. `num_tokens`
-    counts the tokens that the model was fed, `num_padded_tokens` padding, too.
+    A token is the inverse of the cumulative distribution at a counter-based draw, so what is
+    sampled does not depend on which other conversations share the batch, beyond rounding.
+    Conversations of the same tokens share a row, in which they are computed once, until their draws
+    part them; not on a GPU, which would have to be asked after each token.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        end_of_turn_id: int,
-        temperature: float,
-        dtype: torch.dtype,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        *,
-        other_stops: Sequence[int] = (),
-    ) -> None:
-        why = unserved(model.config.get_text_config())
+    def _prepare(self) -> None:
+        why = unserved(self.model.config.get_text_config())
         assert why is None, why
-        self.model = own_copy(model, dtype)
         self.model.set_attn_implementation("row_cache")
-        self.device = next(self.model.parameters()).device
-        self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
-        self.stop_ids = frozenset((end_of_turn_id, *other_stops))
-        self._stops = np.array(sorted(self.stop_ids))
-        self.top_k, self.top_p = top_k, top_p
-        self.num_tokens = self.num_padded_tokens = 0
         self.shares_rows = self.device.type != "cuda"
         self.steps_per_look = 1 if self.shares_rows else STEPS_PER_LOOK
         self._rows: dict[int, Row] = {}  # by place
         self._cache = RowCache(0, 0, 1, self.device)
         self._stems: dict[Ids, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    @torch.no_grad()
-    def load_weights(self, model: Any) -> None:
-        """Take over the weights of the trained model; LoRA's are merged on the way.
-
-        Until the next call a later update changes those of equal type here as well.
-        """
+    def load_weights(self, weights: Weights) -> None:
+        """See `Sampler`; what was kept of prompts is computed anew."""
         self._stems = {}
-        take_weights(self.model, model)
+        super().load_weights(weights)
 
     @torch.no_grad()
-    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[SamplerEpisode]:
+    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[RowEpisode]:
         """Start one conversation per prompt; what prompts share is computed once."""
         if not self._cache.layers:
             layers = self.model.config.get_text_config().num_hidden_layers
             self._cache = RowCache(layers, 0, 2 * max(map(len, prompts)), self.device)
         episodes = [
-            SamplerEpisode(key=key, pending=[prompt[-1]])
+            RowEpisode(key=key, pending=[prompt[-1]])
             for prompt, key in zip(prompts, keys, strict=True)
         ]
         rows: dict[Ids, Row] = {}  # the last token of a prompt is left for `sample`
@@ -106,11 +80,11 @@ class Sampler:
         self._prefill({prompt: row.place for prompt, row in rows.items() if prompt})
         return episodes
 
-    def extend(self, episode: SamplerEpisode, ids: list[int]) -> None:
+    def extend(self, episode: RowEpisode, ids: list[int]) -> None:
         """Append the tokens of a reply; they are computed with the next `sample`."""
         episode.pending += ids
 
-    def close(self, episode: SamplerEpisode) -> None:
+    def close(self, episode: RowEpisode) -> None:
         """End a conversation; a row without any is free."""
         row = row_of(episode)
         row.members.remove(episode)
@@ -129,7 +103,7 @@ class Sampler:
     @torch.no_grad()
     def sample(
         self,
-        episodes: Sequence[SamplerEpisode],
+        episodes: Sequence[RowEpisode],
         max_tokens: Sequence[int],
         greedy: bool = False,
         until: int | None = None,
@@ -150,16 +124,16 @@ class Sampler:
                 return [self._message(e) if self._ended(e) else None for e in episodes]
             self._decode(going, wanted - len(episodes) + len(going), greedy)
 
-    def _ended(self, episode: SamplerEpisode) -> bool:
+    def _ended(self, episode: RowEpisode) -> bool:
         ids = episode.ids
         return bool(ids) and (ids[-1] in self.stop_ids or len(ids) >= episode.room)
 
-    def _message(self, episode: SamplerEpisode) -> Sampled:
+    def _message(self, episode: RowEpisode) -> Sampled:
         ids, logprobs = episode.ids, episode.logprobs
         episode.ids, episode.logprobs = [], []
         return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
 
-    def _begin_messages(self, episodes: Sequence[SamplerEpisode], greedy: bool) -> None:
+    def _begin_messages(self, episodes: Sequence[RowEpisode], greedy: bool) -> None:
         """Feed what is pending and sample the first token of each message."""
         if not episodes:
             return
@@ -174,12 +148,12 @@ class Sampler:
         chosen = logprobs_BV.gather(-1, picked[:, None])
         append_sampled(members, picked[:, None].tolist(), chosen.tolist())
 
-    def _parted(self, episodes: Sequence[SamplerEpisode]) -> list[Row]:
+    def _parted(self, episodes: Sequence[RowEpisode]) -> list[Row]:
         """The rows of these conversations, which hold no other and are to be fed the same tokens.
 
         Conversations that part from others take a copy of their row.
         """
-        alike: dict[tuple[int, Ids], list[SamplerEpisode]] = {}
+        alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
             fed = tuple(episode.pending) if self.shares_rows else (id(episode),)
             alike.setdefault((id(episode.row), fed), []).append(episode)
@@ -202,7 +176,7 @@ class Sampler:
             self._cache.copy_rows(source, target, longest)
         return rows
 
-    def _decode(self, episodes: Sequence[SamplerEpisode], wanted: int, greedy: bool) -> None:
+    def _decode(self, episodes: Sequence[RowEpisode], wanted: int, greedy: bool) -> None:
         """Sample tokens until `wanted` messages are complete, too few rows go on, or one must part.
 
         Every conversation has one token to be fed.
@@ -238,7 +212,7 @@ class Sampler:
                 continue
             seen = step - 1 - (step - 1) % self.steps_per_look
             for number, ids in enumerate(torch.stack(picked[seen:]).cpu().numpy(), seen + 1):
-                ends = (ids[:, None] == self._stops).any(1) | (number >= left)
+                ends = (ids[:, None] == self.stops).any(1) | (number >= left)
                 lengths[ends & (lengths == 0)] = number
             goes_on = lengths == 0
             apart = (ids != ids[first][which]) | (goes_on != goes_on[first][which])

@@ -1,22 +1,19 @@
-"""What samplers share: conversations and their rows, weights, prompts, and how a token is drawn.
+"""Conversations in rows, what prompts begin with in common, and how a token is drawn.
 
 Legend: B sequences, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from pipeline.data.rng import uniforms
-from pipeline.models.lora import merged_parameters
 
 PASS_TOKENS = 128  # a pass through the model costs about as much as so many tokens more in another
 Ids = tuple[int, ...]
@@ -29,12 +26,12 @@ class Row:
 
     place: int
     length: int  # tokens in the cache
-    members: list[SamplerEpisode] = field(default_factory=list)
+    members: list[RowEpisode] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, eq=False)
-class SamplerEpisode:
-    """One conversation inside the sampler."""
+class RowEpisode:
+    """One conversation inside the row sampler."""
 
     key: int  # of its stream of draws
     pending: list[int]  # tokens to feed before the next one is sampled
@@ -45,47 +42,19 @@ class SamplerEpisode:
     logprobs: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """One assistant message as it was sampled; `finished` when its last id ends messages."""
-
-    ids: list[int]
-    logprobs: list[float]
-    finished: bool
-
-
-def own_copy(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of a model to sample from, which shares the weights that have the type already."""
-    shared = {  # not the buffers: rotary frequencies need fp32
-        id(p): nn.Parameter(p.data.to(dtype), requires_grad=False) for p in model.parameters()
-    }
-    return copy.deepcopy(model, shared).eval()
-
-
-def take_weights(own_model: Any, model: Any) -> None:
-    """Share or copy the weights of the trained model; LoRA's are merged on the way."""
-    named = zip(own_model.named_parameters(), merged_parameters(model), strict=True)
-    for (own_name, own), (name, trained) in named:
-        assert own_name == name, f"{own_name} cannot take the weights of {name}"
-        if own.dtype == trained.dtype:
-            own.data = trained.detach()
-        else:
-            own.copy_(trained)
-
-
-def row_of(episode: SamplerEpisode) -> Row:
+def row_of(episode: RowEpisode) -> Row:
     assert episode.row is not None
     return episode.row
 
 
-def members_of(rows: Sequence[Row]) -> tuple[list[SamplerEpisode], NDArray[np.int64]]:
+def members_of(rows: Sequence[Row]) -> tuple[list[RowEpisode], NDArray[np.int64]]:
     """The conversations of rows, and for each the index of its row."""
     which = np.repeat(np.arange(len(rows)), [len(row.members) for row in rows])
     return [episode for row in rows for episode in row.members], which
 
 
 def streams_of(
-    episodes: Sequence[SamplerEpisode],
+    episodes: Sequence[RowEpisode],
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """The key of each episode's draws, and how many it has used."""
     keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
@@ -93,7 +62,7 @@ def streams_of(
 
 
 def append_sampled(
-    episodes: Sequence[SamplerEpisode], ids: list[list[int]], logprobs: list[list[float]]
+    episodes: Sequence[RowEpisode], ids: list[list[int]], logprobs: list[list[float]]
 ) -> None:
     """Add sampled tokens to the messages under way; the last one is still to be fed."""
     for episode, new, theirs in zip(episodes, ids, logprobs, strict=True):

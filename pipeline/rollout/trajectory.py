@@ -1,7 +1,7 @@
-"""What flows: Trajectory, RunRecord, MicroBatch and PrefixTree.
+"""What flows from the sampler on: Sampled, Trajectory and RunRecord.
 
-A Trajectory is one played episode in tokens, a RunRecord its summary, a MicroBatch what one
-forward pass sees.
+Sampled is one message of the policy, a Trajectory one played episode in tokens, a RunRecord its
+summary.
 
 Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e]
 with loss_mask [1 1 1 1  0 0 0  1 1 1]: s sampled, e the sampled end of turn, t the tokens of a
@@ -29,6 +29,15 @@ class StopReason(StrEnum):
 # What failed of an environment that the policy is not answerable for: training leaves the episode
 # out. What follows the policy's own call (a tool past its deadline, get_reward) is no part of it.
 LEFT_OUT = ("reset", "reply", "outage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One assistant message as it was sampled; `finished` when its last id ends messages."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finished: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ class Bench:
         import torch
 
         from pipeline.models.tiny import tiny_model, tiny_tokenizer
-        from pipeline.rollout.row_sampler import Sampler
+        from pipeline.rollout.row_sampler import RowSampler
 
         self.options = options
         small = options.shape == "tiny"
@@ -72,7 +72,8 @@ class Bench:
         model.config.max_position_embeddings = 40960
         model = model.to(options.device).eval()
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        self.sampler = Sampler(model, -1, 1.0, dtype)  # no token ends a message: its limit does
+        # No token ends a message: its limit does.
+        self.sampler = RowSampler(model, -1, 1.0, dtype)
         self.model = copy.deepcopy(model).to(dtype)
         self.model.generation_config.eos_token_id = None
         self.batched = copy.deepcopy(self.model)
@@ -122,7 +123,9 @@ class Bench:
         return time.perf_counter() - begun
 
     def ours(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
-        self.sampler.load_weights(self.model)  # forgets prompts of the last repeat
+        from pipeline.models.weights import trained_weights
+
+        self.sampler.load_weights(trained_weights(self.model))  # forgets prompts of the last repeat
         episodes = self.sampler.open(prompts, range(len(prompts)))
         room = [self.options.message_tokens] * len(episodes)
         for reply in replies:

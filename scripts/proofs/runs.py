@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from pipeline.chat.template import Chat
 from pipeline.config.cli import parse
-from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key, uniforms
-from pipeline.rollout.row_sampler import Sampler
-from pipeline.rollout.sampler import other_stops
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import cumulative
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.train import Training, main
@@ -69,7 +67,7 @@ class Played:
         }
 
 
-class ForcedSampler(Sampler):
+class ForcedSampler(RowSampler):
     """The real sampler, made to say given tokens instead of those that it draws.
 
     `forced` holds, for each key, the tokens of its stream in order; other keys are drawn as ever.
@@ -157,7 +155,7 @@ def _run_on_this_rank(
     hooks: dict[str, Any] = {"on_batch": keep}
     if forced is not None:
         ForcedSampler.forced = forced
-        hooks["make_sampler"] = forced_sampler
+        hooks["make_sampler"] = partial(make_sampler, row_sampler=ForcedSampler)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         main(parse(argv), partial(Training, **hooks))
     played.parameters = flat(trainers[-1].policy.model)
@@ -166,16 +164,6 @@ def _run_on_this_rank(
         played.num_forced = len(misses)
         played.ties = [distance for distance in misses.values() if distance is not None]
     return played
-
-
-def forced_sampler(
-    model: Any, chat: Chat, settings: RolloutSettings, dtype: torch.dtype, is_main: bool
-) -> ForcedSampler:
-    stops = other_stops(model, chat)
-    limits = (settings.top_k, settings.top_p)
-    return ForcedSampler(
-        model, chat.end_of_turn_id, settings.temperature, dtype, *limits, other_stops=stops
-    )
 
 
 def flat(model: Any) -> np.ndarray[Any, Any]:

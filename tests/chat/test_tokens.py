@@ -27,7 +27,7 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, Start
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import Desk, call, chat, make_task, say, tokenizer
 
@@ -132,7 +132,7 @@ class Hostile:
         return 0.0
 
 
-class Talker(Sampler):
+class Talker(RowSampler):
     """The real sampler, made to say its scripts, but for what is FREE or comes after their end.
 
     It notes, by key, what it sampled and what it was fed.

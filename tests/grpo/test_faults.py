@@ -15,7 +15,8 @@ from pipeline.grpo.faults import is_out_of_memory, smaller_budget
 from pipeline.grpo.micro_batches import MicroBatch, micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.models.weights import trained_weights
+from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 
@@ -512,10 +513,10 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys)
 @pytest.mark.parametrize("greedy", [False, True], ids=["drawn", "greedy"])
 def test_with_weights_that_are_not_finite_messages_still_end(limits, greedy):
     model = small_model()
-    sampler = Sampler(model, 99, 1.0, torch.float32, **limits)
+    sampler = RowSampler(model, 99, 1.0, torch.float32, **limits)
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
-    sampler.load_weights(model)
+    sampler.load_weights(trained_weights(model))
     episodes = sampler.open([[1, 2, 3], [1, 4]], [7, 8])
     messages = sampler.sample(episodes, [5, 3], greedy)
     assert [len(message.ids) for message in messages] == [5, 3]

@@ -19,7 +19,6 @@ from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
-from pipeline.rollout.row_sampler import Sampler
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer
@@ -64,7 +63,7 @@ def measure(kind):
         model = model_of(kind, seed)
         full, half = TokenLogprobs(copy.deepcopy(model), 1.0), TokenLogprobs(model, 1.0)
         accelerator.prepare(half)
-        by_dtype = {d: sampled(Sampler(full.model, 0, 1.0, d)) for d in (torch.float32, BF16)}
+        by_dtype = {d: sampled(RowSampler(full.model, 0, 1.0, d)) for d in (torch.float32, BF16)}
         found.append(
             {
                 "fp32/fp32": errors(full, by_dtype[torch.float32]),
@@ -155,7 +154,7 @@ def test_under_bf16_everything_but_the_layers_is_fp32(use_peft):
 def speak():
     """Log-probabilities and entropies of training, and log-probabilities of sampling, in bf16."""
     accelerator, model = Accelerator(mixed_precision="bf16"), small_model()
-    rows = sampled(Sampler(model, 0, 1.0, BF16))
+    rows = sampled(RowSampler(model, 0, 1.0, BF16))
     module = TokenLogprobs(model, 0.7)
     accelerator.prepare(module)
     (batch,) = make_micro_batches([(row, 1.0, 1.0) for row in rows], 10**6, 0)

@@ -17,7 +17,7 @@ from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.capabilities import unserved
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sequences import cumulative, inverse_cdf
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import chat, tokenizer
@@ -26,8 +26,8 @@ END = 0  # the end of turn of the small models
 VOCABULARY = 16
 
 
-def sampler_of(model, temperature=1.0, dtype=torch.float32) -> Sampler:
-    return Sampler(model, END, temperature, dtype)
+def sampler_of(model, temperature=1.0, dtype=torch.float32) -> RowSampler:
+    return RowSampler(model, END, temperature, dtype)
 
 
 class Conversation:
@@ -366,7 +366,7 @@ def test_a_folder_can_be_the_model_of_a_recipe(tmp_path):
     messages = [{"role": "system", "content": "airline"}, {"role": "user", "content": "cancel K07"}]
     ids = own_chat.prompt_ids(messages, [])
     assert ids == chat().prompt_ids(messages, [])
-    sampler = Sampler(
+    sampler = RowSampler(
         load_model(settings, own_tokenizer, seed=5), own_chat.end_of_turn_id, 1.0, torch.float32
     )
     (episode,) = sampler.open([ids], [1])

@@ -42,7 +42,8 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.models.weights import trained_weights
+from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import tokenizer
 
@@ -285,17 +286,18 @@ def largest_gap(model, rows, temperature):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_sampler_speaks_as_the_unmerged_model_whose_weights_stay(kind):
-    sampler = Sampler(MODELS[kind](), 0, 0.8, torch.float32)
-    model = moved(attached(MODELS[kind]()))
+    model = attached(MODELS[kind]())
+    sampler = RowSampler(model, 0, 0.8, torch.float32)
+    moved(model)
     before = [p.clone() for p in model.parameters()]
-    sampler.load_weights(model)
+    sampler.load_weights(trained_weights(model))
     rows = sampled(sampler)
     gap, count = largest_gap(model, rows, 0.8)
     assert count > 400
     assert gap <= 1e-5
     with model.disable_adapter():
         assert largest_gap(model, rows, 0.8)[0] > 0.1, "the adapters have no effect"
-    sampler.load_weights(moved(model, seed=6))  # from the base again, not on top
+    sampler.load_weights(trained_weights(moved(model, seed=6)))  # from the base again, not on top
     assert largest_gap(model, sampled(sampler), 0.8)[0] <= 1e-5
     frozen = [p for p in model.parameters() if not p.requires_grad]
     kept = [b for b, p in zip(before, model.parameters(), strict=True) if not p.requires_grad]
@@ -304,8 +306,8 @@ def test_the_sampler_speaks_as_the_unmerged_model_whose_weights_stay(kind):
 
 def test_a_sampler_in_bf16_gets_products_that_were_added_in_fp32():
     model = moved(attached())
-    sampler = Sampler(small_model(4), 0, 1.0, torch.bfloat16)
-    sampler.load_weights(model)
+    sampler = RowSampler(model, 0, 1.0, torch.bfloat16)
+    sampler.load_weights(trained_weights(model))
     merged = lora.merged_parameters(model)
     assert all(
         torch.equal(own, whole.bfloat16())

@@ -6,7 +6,7 @@ import transformers
 
 from pipeline.errors import UserError
 from pipeline.models.rotary import fix_rotary
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.row_sampler import RowSampler
 from tests.rollout.test_generate_sampler import play, recomputed
 
 BORDER = 24  # tokens; the conversations that `play` makes have up to 88
@@ -38,7 +38,7 @@ def model_of(kind, **settings):
 
 def gap_of(model, numbers):
     """The largest difference in nats of conversations that are sampled beside each other."""
-    sampler = Sampler(model, 0, 1.0, torch.float32)
+    sampler = RowSampler(model, 0, 1.0, torch.float32)
     ours, theirs = recomputed(model, play(sampler, numbers))
     return float((ours - theirs).abs().max())
 

@@ -20,12 +20,13 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import capabilities
 from pipeline.models.capabilities import refuse_changed_logits
+from pipeline.models.weights import trained_weights
 from pipeline.preflight import check
 from pipeline.rollout import generate_sampler
 from pipeline.rollout.generate_sampler import GenerateSampler
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import kept
-from pipeline.session import make_sampler
 from scripts.proofs.grid import make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import chat, tokenizer
@@ -154,7 +155,7 @@ def test_a_model_that_both_can_serve_says_the_same_through_generate():
     model = small_model()
     (ours, theirs) = (
         play(make(model, END, 0.8, torch.float32), range(64), vocabulary=16)
-        for make in (GenerateSampler, Sampler)
+        for make in (GenerateSampler, RowSampler)
     )
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if ids_of(a) == ids_of(b)]
     assert len(same) >= 63
@@ -200,7 +201,7 @@ def test_a_message_ends_at_the_end_of_turn_or_at_its_limit():
     assert sampler.sample([], []) == []
 
 
-@pytest.mark.parametrize("make", [Sampler, GenerateSampler])
+@pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
 def test_another_stop_ends_a_message_as_the_end_of_turn_does(make):
     model, stops = small_model(), (3, 5)
     prompts, limits = [[1 + i % 15, 2] for i in range(48)], [5, 40] * 24
@@ -220,7 +221,7 @@ def test_another_stop_ends_a_message_as_the_end_of_turn_does(make):
     assert ends == {END, *stops, None}
 
 
-@pytest.mark.parametrize("make", [Sampler, GenerateSampler])
+@pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
 def test_top_k_and_top_p_bound_what_is_drawn_and_leave_its_logprobs(make):
     model = small_model()
     trajectories = play(make(model, END, 0.8, torch.float32, top_k=4, top_p=0.8), range(40), 16)
@@ -253,7 +254,7 @@ def test_new_weights_are_those_it_loads():
     sampler = sampler_of(model_of("Qwen3Next"))
     other = model_of("Qwen3Next", seed=1)
     before = play(sampler, range(6))
-    sampler.load_weights(other)
+    sampler.load_weights(trained_weights(other))
     trajectories = play(sampler, range(6))
     assert trajectories != before
     ours, theirs = recomputed(other, trajectories)
@@ -320,7 +321,7 @@ def made(model, is_main=True):
 
 
 def test_a_model_gets_the_sampler_that_can_serve_it_and_the_slower_is_told_once(capsys):
-    assert type(made(small_model())) is Sampler
+    assert type(made(small_model())) is RowSampler
     assert capsys.readouterr().out == ""
     sampler = made(model_of("Mistral"))
     assert type(sampler) is GenerateSampler

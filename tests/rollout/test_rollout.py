@@ -8,7 +8,6 @@ from importlib import import_module
 import pytest
 import torch
 
-from pipeline import session
 from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
@@ -19,7 +18,8 @@ from pipeline.errors import UserError
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, Start
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.sampler import make_sampler, other_stops
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say, tokenizer
@@ -111,12 +111,13 @@ def model_folder(folder, eos_token_id):
     return ModelSettings(model=str(folder))
 
 
-def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, monkeypatch, capsys):
+def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, capsys):
     settings = model_folder(tmp_path, [OTHER_END, END, 1_000_000])
     own = Chat(load_tokenizer(settings))
     model = load_model(settings, own.tokenizer, seed=1)
-    monkeypatch.setattr(session, "Sampler", ForcedSampler)
-    sampler = session.make_sampler(model, own, LIMITS, torch.float32, is_main=True)
+    sampler = make_sampler(
+        model, own, LIMITS, torch.float32, is_main=True, row_sampler=ForcedSampler
+    )
     told = "messages end at <|im_end|>, and by the model's files at '<|endoftext|>'\n"
     assert capsys.readouterr().out == told
     script = [call("look", item="lamp"), say("all done")]
@@ -144,21 +145,21 @@ def test_the_ends_of_messages_outlive_a_checkpoint(tmp_path):
     model = load_folder(tmp_path, settings)
     model.save_pretrained(tmp_path / "checkpoint")
     again = load_folder(tmp_path / "checkpoint", settings)
-    assert session.other_stops(model, chat()) == session.other_stops(again, chat()) == [OTHER_END]
+    assert other_stops(model, chat()) == other_stops(again, chat()) == [OTHER_END]
 
 
 def test_the_tokenizers_end_of_sequence_ends_messages_too():
     made = tiny_tokenizer()
     made.eos_token = "<|endoftext|>"
-    assert session.other_stops(tiny_model(tokenizer(), seed=1), Chat(made)) == [OTHER_END]
-    assert session.other_stops(tiny_model(tokenizer(), seed=1), chat()) == []
+    assert other_stops(tiny_model(tokenizer(), seed=1), Chat(made)) == [OTHER_END]
+    assert other_stops(tiny_model(tokenizer(), seed=1), chat()) == []
 
 
 @pytest.mark.parametrize("listed", ["</s>", [2, "</s>"], True, {"a": 1}])
 def test_ends_that_are_no_ids_are_refused_in_one_line(tmp_path, listed):
     model = load_folder(tmp_path, model_folder(tmp_path, listed))
     with pytest.raises(UserError, match="generation config") as caught:
-        session.make_sampler(model, chat(), LIMITS, torch.float32, is_main=False)
+        make_sampler(model, chat(), LIMITS, torch.float32, is_main=False)
     assert "\n" not in str(caught.value)
 
 
@@ -429,7 +430,7 @@ def test_the_real_sampler_plays_the_same_episodes_again():
     module = import_module("pipeline.embedded.retail")
     tasks = module.generate_tasks(5, 4, "train", "medium")
     model = tiny_model(tokenizer(), seed=1)
-    sampler = Sampler(model, chat().end_of_turn_id, 1.0, torch.float32)
+    sampler = RowSampler(model, chat().end_of_turn_id, 1.0, torch.float32)
     limits = RolloutSettings(max_tokens=120, max_tokens_per_turn=12)
     rollout = Rollout(sampler, chat(), environment_classes(["retail"], {}), limits)
     starts = [

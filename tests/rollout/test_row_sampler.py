@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from pipeline.models.weights import trained_weights
 from pipeline.rollout.kv_cache import attend
-from pipeline.rollout.row_sampler import Sampler
+from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sequences import common_stems, passes
 from scripts.proofs.grid import small_model
 
@@ -16,7 +17,7 @@ END = 0
 
 
 def sampler_of(model=None, dtype=torch.float32):
-    return Sampler(model or small_model(), END, 1.0, dtype)
+    return RowSampler(model or small_model(), END, 1.0, dtype)
 
 
 def prompt_of(number):
@@ -105,7 +106,7 @@ def test_what_prompts_begin_with_is_computed_once_until_the_weights_change():
     for episode in episodes:
         sampler.close(episode)
     fed.clear()
-    sampler.load_weights(small_model())
+    sampler.load_weights(trained_weights(small_model()))
     sampler.open([[*STEM, 9, 9]], [4])
     assert fed == [(1, 81)]
 
@@ -136,7 +137,7 @@ def test_weights_of_equal_type_are_shared_and_others_are_copied_when_told():
     assert not (own[1] == 0.5).all()
     other = small_model(seed=1)
     for sampler in (shared, copied):
-        sampler.load_weights(other)
+        sampler.load_weights(trained_weights(other))
     assert own[0].data_ptr() == other.model.layers[0].mlp.up_proj.weight.data_ptr()
     assert torch.equal(own[1], other.model.layers[0].mlp.up_proj.weight.bfloat16())
     episode = shared.open([[1, 2, 3]], [1])[0]

@@ -11,7 +11,8 @@ from typing import Any
 from pipeline.chat.template import Chat
 from pipeline.data.tasks import Message, Task
 from pipeline.models.tiny import tiny_tokenizer
-from pipeline.rollout.sequences import Sampled
+from pipeline.models.weights import Weights
+from pipeline.rollout.trajectory import Sampled
 
 
 @cache
@@ -100,8 +101,9 @@ class ScriptedSampler:
         self.contexts: dict[int, list[int]] = {}
         self.limits: list[int] = []
         self.num_open = self.most_open = 0
+        self.num_tokens = self.num_padded_tokens = 0
 
-    def load_weights(self, model: Any) -> None:
+    def load_weights(self, weights: Weights) -> None:
         pass
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
