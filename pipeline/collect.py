@@ -120,9 +120,7 @@ def _write_results(run: Run) -> None:
         "task_families": {
             d: {task.id: task.family for task in tasks} for d, tasks in run.parts.held_out.items()
         },
-        "floors": floors(
-            run.parts.environments, run.parts.held_out, run.config.rollout.call_timeout
-        ),
+        "floors": floors(run.parts.domains, run.parts.held_out, run.config.rollout.call_timeout),
         "faults": _faults(run),
         "training": run.state.training,
         "curriculum": stages,

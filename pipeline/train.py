@@ -133,9 +133,10 @@ def give_warm_start(run: Run) -> None:
             run.model,
             parts.tokenizer,
             parts.chat,
-            parts.environments,
+            parts.domains,
             run.ranks.num_ranks,
             lambda: _warm_start_step(run, progress),
+            run.ranks.alive,
         )
     keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
