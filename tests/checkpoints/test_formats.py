@@ -29,8 +29,8 @@ from pipeline.config.recipe import load_recipe
 from pipeline.data.tasks import load_tasks, save_tasks
 from pipeline.embedded.airline import generate_tasks
 from pipeline.errors import UserError
-from pipeline.report.run_files import load_run
 from pipeline.run import main
+from pipeline.tracking.run_files import load_run
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched
 
