@@ -2,33 +2,34 @@
 
 It runs through TRL's SFTTrainer, on the same ranks. Its rows are `input_ids` and `labels` made by
 the same `chat.py` code as rollouts, so the policy learns to continue exactly what it will be given.
-It shall leave a policy that is able but far from good: the embedded experts follow the policy's
+It shall leave a policy that is able but far from good: the domains' experts follow the policy's
 rules only in part (`warm_start.rule_share`), so that every branch of every decision stays likely
 and GRPO has something to sharpen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config
+from pipeline.config.settings import Config
 from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.distributed.gradients import kept_apart
-from pipeline.embedded.generation import MAX_TASKS
-from pipeline.embedded.scripted import play_expert
+from pipeline.environments.deadline import EnvironmentFault, alarms
+from pipeline.environments.domains import Domain, generated, try_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
+from pipeline.files.untrusted import one_line, shown
 from pipeline.models.loading import on_gpu, uses_bf16
 
 Row = dict[str, list[int]]
-NUM_TRIED = 100  # demonstrations that are tried before a run
+NUM_TRIED = 100  # demonstrations of a file that are tried before a run
+NUM_TRIED_BY_EXPERT = 8  # tasks of each domain that its expert must solve before a run
 IGNORED = -100  # the label of tokens that are not trained, as in transformers
 
 
@@ -37,19 +38,21 @@ def warm_start(
     model: Any,
     tokenizer: Any,
     chat: Chat,
-    environments: dict[str, type[Any]],
+    domains: Mapping[str, Domain],
     num_ranks: int,
     on_step: Callable[[], None],
+    alive: Callable[[], None] = lambda: None,
 ) -> float:
     """Train `model` in place; every rank calls it after the Accelerator was made.
 
-    `on_step` is called after each optimizer step. Returns the mean loss of the steps' last eighth.
+    `on_step` is called after each optimizer step, `alive` after each demonstration. Returns the
+    mean loss of the steps' last eighth.
     """
     from datasets import Dataset
     from transformers import PrinterCallback
     from trl import SFTTrainer
 
-    rows, size = demonstration_rows(config, chat, environments), config.warm_start.batch_size
+    rows, size = demonstration_rows(config, chat, domains, alive), config.warm_start.batch_size
     if config.run.deterministic:  # sums of shares would depend on the ranks: each does all the work
         rows, share = repeat_steps(rows, size, num_ranks), size
     else:
@@ -153,24 +156,50 @@ def pad_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]
     ]
 
 
-def check_demonstrations(config: Config) -> None:
+def check_demonstrations(config: Config, domains: Mapping[str, Domain]) -> None:
     """Raises UserError where the warm start would find faulty demonstrations, or none."""
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
         return
-    settings = config.warm_start
-    experts = set(config.data.domains) & set(EMBEDDED_DOMAINS)
-    if settings.data is not None:
-        read_demonstrations(settings.data)
-    elif not experts:
+    if config.warm_start.data is not None:
+        read_demonstrations(config.warm_start.data)
+        return
+    experts = _experts(domains)
+    if not experts:
         raise UserError(
-            "warm_start.data: missing, and only embedded domains have experts; give demonstrations "
-            "or warm_start.steps 0"
+            "warm_start.data: missing, and the module of no domain has an expert(agent, goal); "
+            "give demonstrations, add an expert, or set warm_start.steps 0"
         )
-    elif settings.steps * settings.batch_size > len(experts) * MAX_TASKS:
+    for domain in experts:
+        _check_expert(config, domain, _count_of_each(config, experts))
+
+
+def _experts(domains: Mapping[str, Domain]) -> list[Domain]:
+    return [domain for domain in domains.values() if domain.expert is not None]
+
+
+def _count_of_each(config: Config, experts: Sequence[Domain]) -> int:
+    """How many demonstrations of each expert the warm start takes."""
+    return -(-config.warm_start.steps * config.warm_start.batch_size // len(experts))
+
+
+def _check_expert(config: Config, domain: Domain, count: int) -> None:
+    """UserError where a domain makes too few tasks, or its expert does not solve some of them.
+
+    They are all made here only where the domain does not say how many it makes.
+    """
+    limit, settings = domain.max_tasks, config.warm_start
+    if limit is not None and count > limit:
         raise UserError(
             f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, but "
-            f"the experts give at most {MAX_TASKS} a domain; give fewer"
+            f"the experts give at most {limit} a domain; give fewer"
         )
+    num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
+    tasks = generated(config.data, domain, num_made, "train")
+    with alarms():
+        for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
+            try_expert(
+                domain, task, config.rollout.call_timeout, config.evaluation.success_threshold
+            )
 
 
 def try_demonstrations(config: Config, chat: Chat) -> None:
@@ -186,7 +215,12 @@ def try_demonstrations(config: Config, chat: Chat) -> None:
             raise UserError(f"{path}: {error}") from None
 
 
-def demonstration_rows(config: Config, chat: Chat, environments: dict[str, type[Any]]) -> list[Row]:
+def demonstration_rows(
+    config: Config,
+    chat: Chat,
+    domains: Mapping[str, Domain],
+    alive: Callable[[], None] = lambda: None,
+) -> list[Row]:
     """As many rows as the warm start will see, in its order.
 
     No row is used twice if enough can be made.
@@ -203,12 +237,15 @@ def demonstration_rows(config: Config, chat: Chat, environments: dict[str, type[
             for index in _order(config, len(rows), epoch)
         ]
         return [rows[index] for index in order[:count]]
-    domains = [domain for domain in config.data.domains if domain in EMBEDDED_DOMAINS]
-    assert domains, "check_demonstrations comes first"
-    per_domain = [
-        _expert_rows(config, chat, environments[d], d, -(-count // len(domains))) for d in domains
-    ]
-    rows = [row for domain_rows in per_domain for row in domain_rows]
+    experts = _experts(domains)
+    assert experts, "check_demonstrations comes first"
+    of_each = _count_of_each(config, experts)
+    rows = []
+    with alarms():
+        for domain in experts:
+            for row in _expert_rows(config, chat, domain, of_each):
+                rows.append(row)
+                alive()
     return [rows[index] for index in _order(config, len(rows), 0)][:count]
 
 
@@ -216,15 +253,17 @@ def _order(config: Config, count: int, epoch: int) -> list[int]:
     return permutation(count, config.run.seed, "warm start", epoch)
 
 
-def _expert_rows(
-    config: Config, chat: Chat, environment_class: type[Any], domain: str, count: int
-) -> Iterator[Row]:
-    module = import_module(f"pipeline.embedded.{domain}")
-    tasks = module.generate_tasks(config.data.task_seed, count, "train", config.data.difficulty)
-    environment, tools = environment_class(), tool_schemas(environment_class)
-    for task in tasks:
-        share, seed = config.warm_start.rule_share, config.run.seed
-        messages, _ = play_expert(environment, module.expert, task, share, seed)
+def _expert_rows(config: Config, chat: Chat, domain: Domain, count: int) -> Iterator[Row]:
+    tools, limit = tool_schemas(domain.environment), config.rollout.call_timeout
+    share, seed = config.warm_start.rule_share, config.run.seed
+    for task in generated(config.data, domain, count, "train"):
+        try:
+            messages, _ = domain.demonstrate(task, limit, share, seed)
+        except EnvironmentFault as fault:
+            raise UserError(
+                f"tasks of {domain.name}: the expert fails on task {shown(task.id)} "
+                f"({one_line(str(fault))}); mend the expert or the task"
+            ) from None
         yield encode(chat, messages, tools)
 
 

@@ -96,9 +96,10 @@ class Training(Trainer):
                 self.policy.model,
                 parts.tokenizer,
                 parts.chat,
-                parts.environments,
+                parts.domains,
                 self.ranks.num_ranks,
                 on_step,
+                self.ranks.alive,
             )
         keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
         self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})

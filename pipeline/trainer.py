@@ -333,7 +333,5 @@ class Trainer:
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
             parts, state = self.parts, self.state
-            environments, held_out = parts.environments, parts.held_out
-            write_results(
-                self.folder, self.config, state, self.stages, environments, held_out, facts
-            )
+            domains, held_out = parts.domains, parts.held_out
+            write_results(self.folder, self.config, state, self.stages, domains, held_out, facts)

@@ -1,45 +1,47 @@
-"""The shape of the package: imports go one way, ranks talk in one file, functions stay short."""
+"""The shape of the package: rooms in one order, each within its budget, and short functions."""
 
 import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
-LAYERS = (  # a module imports from earlier lines only
-    "config manifest sentinel",
-    "untrusted variables wandb_parts wandb_extras",
-    "draws recipe task_rows dataset_files wandb_feed",
-    "continual",
-    "transfer",
-    "tasks run_folder trackers afterwards",
-    "cli",
-    "trajectory",
-    "environments special_text tool_calls response_reader model_files layers",
-    "tiny lora probes flops picking prefixes row_cache rotary",
-    "policy conversations chat distributed exchange advantages",
-    "sampler generate_sampler watchdog",
-    "rollout grpo micro_batches curriculum error_shares",
-    "balance update_faults",
-    "updater",
-    "tracking checkpoint evaluate warm_start",
-    "prepare wandb_sync reporting stand_in",
-    "check",
-    "report",
-    "session",
-    "learner collect dynamic_sampling",
-    "validation",
-    "step_metrics profiling",
-    "launch train doctor",
-    "run",
-)
-LAYER = {name: number for number, line in enumerate(LAYERS) for name in line.split()}
-WITHOUT_TORCH = ("config", "recipe", "cli", "tasks", "draws", "run_folder", "environments")
+ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
+    "errors": 40,
+    "files": 400,
+    "distributed": 1150,
+    "config": 1250,
+    "data": 950,
+    "environments": 950,
+    "embedded": 1600,
+    "chat": 850,
+    "models": 1100,
+    "rollout": 1500,
+    "sft": 260,
+    "checkpoints": 800,
+    "grpo": 1500,
+    "evaluation": 1350,
+    "preflight": 1000,
+    "doctor": 800,
+    "tracking": 1600,
+    "plots": 750,
+    "report": 1400,
+    "trainer": 400,
+    "train": 240,
+    "run": 170,
+}
+MOST_LINES = {"environments": 2100}  # of rooms that may be larger than others
+MOST_LINES_OF_A_ROOM = 1600
+MOST_FILES_OF_A_FOLDER = 12
+WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
+TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "store")]
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all"),
     *("broadcast", "broadcast_object_list", "gather_object", "gather_for_metrics", "new_group"),
@@ -47,15 +49,20 @@ COLLECTIVES = {
 }
 
 
-def module_name(path: Path) -> str:
-    """`grpo`; the environments are one module, `environments`."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
 
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+MODULES = {module_of(path): path for path in FILES}
 EACH_FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+EACH_ROOM = pytest.mark.parametrize("room", ROOMS)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -69,55 +76,79 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def own_imports(path: Path) -> set[str]:
+    """The rooms that a file imports from."""
     names = (name.split(".") for name in imports(TREES[path]))
     return {parts[1] for parts in names if parts[0] == "pipeline" and len(parts) > 1}
 
 
-def test_every_module_has_its_place():
-    assert {module_name(path) for path in FILES} == set(LAYER)
+def own_modules(path: Path) -> set[str]:
+    """The modules of the package that a file imports, or imports names of."""
+    names = {name for name in imports(TREES[path]) if name.startswith("pipeline.")}
+    return {name if name in MODULES else name.rpartition(".")[0] for name in names} & set(MODULES)
+
+
+def test_every_file_has_its_room():
+    assert {room_of(path) for path in FILES} == set(ROOMS)
 
 
 @EACH_FILE
-def test_imports_go_one_way(path):
-    name = module_name(path)
-    allowed = {other for other in LAYER if LAYER[other] < LAYER[name]}
-    if (PACKAGE / name).is_dir():
-        allowed.add(name)
-    assert own_imports(path) <= allowed
+def test_a_room_imports_only_rooms_before_it(path):
+    order, room = list(ROOMS), room_of(path)
+    before = {*order[: order.index(room)]} if room in ROOMS else set()
+    assert own_imports(path) <= {*before, room}
+
+
+@EACH_ROOM
+def test_a_room_has_no_circle_of_imports(room):
+    inside = {name for name, path in MODULES.items() if room_of(path) == room}
+    graph = {name: own_modules(MODULES[name]) & inside - {name} for name in inside}
+    TopologicalSorter(graph).prepare()  # which raises CycleError
+
+
+@EACH_ROOM
+def test_a_room_keeps_its_budget(room):
+    assert ROOMS[room] <= MOST_LINES.get(room, MOST_LINES_OF_A_ROOM)
+    of_room = [path for path in FILES if room_of(path) == room]
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in of_room) <= ROOMS[room]
+
+
+def test_no_folder_has_more_than_12_files():
+    sizes = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    assert {at: size for at, size in sizes.items() if size > MOST_FILES_OF_A_FOLDER} == {}
 
 
 def test_domains_do_not_import_each_other_and_what_they_share_goes_one_way():
-    shared = ("deadline", "calls", "base", "experts", "cases", "generation")
+    shared = ("scripted", "generation")
     variant_of = {"telecom_chat": {"telecom"}}
-    for path in (PACKAGE / "environments").glob("*.py"):
-        inside = {name for name in imports(TREES[path]) if name.startswith("pipeline.environments")}
+    for path in (PACKAGE / "embedded").glob("*.py"):
+        inside = {name for name in own_modules(path) if name.startswith("pipeline.embedded.")}
         place = shared.index(path.stem) if path.stem in shared else len(shared)
         allowed = {*shared[:place], *variant_of.get(path.stem, ())}
         assert {name.split(".")[2] for name in inside} <= allowed
 
 
-def test_the_update_knows_no_environment_and_the_environments_no_model():
-    assert not own_imports(PACKAGE / "grpo.py") & {"environments", "rollout", "chat", "tasks"}
-    for path in (PACKAGE / "environments").glob("*.py"):
-        assert own_imports(path) <= {"environments", "config", "draws", "tasks"}
+def test_the_update_knows_no_environment_and_the_domains_no_settings():
+    of_update = ("algorithm", "micro_batches", "prefix_tree", "token_logprobs", "updater")
+    for name in of_update:
+        inside = own_imports(PACKAGE / "grpo" / f"{name}.py")
+        assert not inside & {"environments", "embedded", "chat", "data"}
+    for path in (PACKAGE / "embedded").glob("*.py"):
+        assert own_imports(path) <= {"embedded", "environments", "data"}
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_settings_tasks_and_environments_import_no_torch(name):
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_ground_and_report_import_no_torch(room):
     for path in FILES:
-        if module_name(path) == name:
-            heavy = {"torch", "accelerate", "trl"}
-            assert not {first for first in map(first_part, imports(TREES[path])) if first in heavy}
+        if room_of(path) == room and path.name != "variables.py":  # which pins torch on ranks
+            firsts = {name.split(".")[0] for name in imports(TREES[path])}
+            assert not firsts & {"torch", "accelerate", "trl"}
 
 
-def first_part(name: str) -> str:
-    return name.split(".")[0]
-
-
-def test_reading_the_command_line_loads_no_torch():
-    modules = ", ".join(f"pipeline.{name}" for name in WITHOUT_TORCH)
-    domains = "pipeline.embedded.airline, pipeline.embedded.retail"
-    code = f"import sys, {modules}, {domains}; print('torch' in sys.modules)"
+def test_reading_the_command_line_or_a_run_folder_loads_no_torch():
+    modules = {name for name, path in MODULES.items() if room_of(path) in WITHOUT_TORCH}
+    modules |= {"pipeline.checkpoints.run_folder", "pipeline.tracking.run_files", "pipeline.run"}
+    modules -= {"pipeline.report.__main__"}  # which is the command itself
+    code = f"import sys, {', '.join(sorted(modules))}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -126,7 +157,7 @@ def test_reading_the_command_line_loads_no_torch():
 
 @EACH_FILE
 def test_ranks_talk_in_distributed_alone(path):
-    if path.name == "distributed.py":
+    if path in TALKING:
         return
     elastic = "torch.distributed.elastic"  # the launcher's own exceptions
     talking = [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.checkpoints.manifest import newest_first, problem, put_aside
+from pipeline.config import former
 from pipeline.config.recipe import SETTINGS, Key, dump
 from pipeline.config.settings import Config
 from pipeline.errors import MachineError, UserError
@@ -159,7 +160,7 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint's state.json holds, `config` among it; UserError where it is not readable.
 
-    The first files named no format.
+    The first files named no format. Settings of earlier versions are translated.
     """
     name = f"resume_from_checkpoint: {checkpoint.name}"
     try:
@@ -176,7 +177,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"{name} has format {number}, and this version of the pipeline reads formats up to "
             f"{FORMAT}; resume it with the version that wrote it, or a newer one"
         )
-    return dict(found)
+    settings = {
+        section: former.translated(section, values) if isinstance(values, dict) else values
+        for section, values in config.items()
+    }
+    return {**found, "config": settings}
 
 
 def open_folder(config: Config) -> Opened:

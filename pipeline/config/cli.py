@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
+from pipeline.config.former import instead
 from pipeline.config.recipe import (
     SECTIONS,
     SETTINGS,
@@ -195,7 +196,7 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
             f"unexpected argument {shown(argument)}; lists are separated by commas, "
             "and a recipe is given as --config RECIPE"
         )
-    if why := per_device_refusal(name):
+    if why := per_device_refusal(name) or instead(name):
         return why
     known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
     plain = name.lstrip("-").replace("_", "-")

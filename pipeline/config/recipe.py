@@ -19,8 +19,10 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from pipeline.config import former
 from pipeline.config.settings import Config, Section
 from pipeline.errors import UserError, nearest
+from pipeline.files.layout import RUN_SETTINGS
 from pipeline.files.untrusted import is_plain, masked, one_line, open_file, shown, texts_in
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
@@ -70,7 +72,10 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The values of a recipe by section, every section present; names are checked, values not."""
+    """The values of a recipe by section, every section present; names are checked, values not.
+
+    In the settings that a run has saved, names of earlier versions are translated.
+    """
     tree = _parse(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: got no mapping; write sections ({', '.join(SECTIONS)})")
@@ -84,6 +89,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
                 f"{path}: {section}: got {shown(values)}, but {section} is a section; "
                 "write its settings below it, indented"
             )
+        if values and path.name == RUN_SETTINGS:
+            tree[section] = values = former.translated(section, values)
         for name in values or ():
             if (section, name) not in SETTINGS:
                 raise UserError(one_line(f"{path}: {unknown_name(str(name), section)}"))
@@ -154,7 +161,7 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 def unknown_name(name: str, section: str = "") -> str:
     """What to say of a name that `section` (the top of the recipe if empty) does not have."""
-    if why := per_device_refusal(name):
+    if why := per_device_refusal(name) or former.instead(name):
         return why
     plain = name.replace("-", "_").replace("group_size", "num_generations")
     kind = f"setting {section}.{name}" if section else f"section {name}"

@@ -28,7 +28,12 @@ from pydantic_core import PydanticCustomError
 from pipeline.errors import UserError
 
 DEFAULT_DOMAINS = ("airline", "retail", "telecom")
-EMBEDDED_DOMAINS = (*DEFAULT_DOMAINS, "telecom_chat")
+EMBEDDED_DOMAINS = {  # and their environment classes, as `environments` names one's own
+    "airline": "pipeline.embedded.airline:AirlineEnvironment",
+    "retail": "pipeline.embedded.retail:RetailEnvironment",
+    "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
+    "telecom_chat": "pipeline.embedded.telecom_chat:TelecomChatEnvironment",
+}
 RESERVED_STAGES = ("mixed", "interleaved")
 # Of evaluations, and of the metric `reward/mean` of all domains.
 RESERVED_NAMES = (*RESERVED_STAGES, "start", "warm_start", "mean")
@@ -98,14 +103,11 @@ class DataSettings(Section):
     task_seed: int = Field(
         0, description="seed of the generated tasks; `seed` does not change them"
     )
-    airline_tasks: str | None = Field(
-        None,
-        description="training tasks in place of generated ones: a JSON or JSONL file, or a dataset "
-        "(a folder or a hub id)",
+    tasks: dict[str, str] = Field(
+        {},
+        description="training tasks of a domain in place of generated ones: {bank: SOURCE}, a JSON "
+        "or JSONL file, or a dataset (a folder or a hub id)",
     )
-    retail_tasks: str | None = Field(None, description="the same for retail")
-    telecom_tasks: str | None = Field(None, description="the same for telecom")
-    telecom_chat_tasks: str | None = Field(None, description="the same for telecom_chat")
     dataset_train_split: str = Field("train", description="the split of such a dataset")
 
     @model_validator(mode="after")
@@ -141,12 +143,25 @@ class DataSettings(Section):
                 )
             if name in self.domains[:position]:
                 raise UserError(f"domains: got {name} twice; name each domain once")
+        for name, source in self.tasks.items():
+            if name not in self.domains:
+                raise UserError(
+                    f"tasks: got {name!r}, which is not among the domains "
+                    f"({', '.join(self.domains)}); add it there, or drop its tasks"
+                )
+            if not source:
+                raise UserError(f"tasks: {name}: got ''; give a file, a folder or a hub id")
         return self
+
+    @property
+    def import_strings(self) -> dict[str, str]:
+        """The environment class, as `module:Class`, of each domain that `domains` may name."""
+        return {**EMBEDDED_DOMAINS, **self.environments}
 
     @property
     def known_domains(self) -> tuple[str, ...]:
         """What `domains` may name: the embedded ones and the user's own."""
-        return (*EMBEDDED_DOMAINS, *self.environments)
+        return tuple(self.import_strings)
 
 
 class WarmStartSettings(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -9,7 +10,10 @@ from pydantic import BaseModel
 
 from pipeline.data.tasks import Task
 from pipeline.embedded.generation import IDS, Draft, Family, generate
-from pipeline.embedded.scripted import Agent, CaseEnvironment, Database, named_record
+from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
+from pipeline.embedded.scripted import CaseEnvironment, Database, named_record
+from pipeline.embedded.words import words_of
+from pipeline.environments.experts import Agent
 from pipeline.environments.tools import ToolError
 
 POLICY = """
@@ -280,6 +284,10 @@ FAMILIES = (
         easy={"flown": 0.10, "gold": 0.30, "silver": 0.30, "none": 0.30},
         draft=lambda random, branch: _draft(random, "bags", branch),
     ),
+)
+
+WORDS = partial(
+    words_of, "airline", AirlineEnvironment, FAMILIES, said=("Why?", "The fee is ", "sick", "none")
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -9,7 +10,10 @@ from pydantic import BaseModel
 
 from pipeline.data.tasks import Task
 from pipeline.embedded.generation import IDS, Draft, Family, generate
-from pipeline.embedded.scripted import Agent, CaseEnvironment, Database, named_record
+from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
+from pipeline.embedded.scripted import CaseEnvironment, Database, named_record
+from pipeline.embedded.words import words_of
+from pipeline.environments.experts import Agent
 from pipeline.environments.tools import ToolError
 
 POLICY = """
@@ -294,6 +298,14 @@ FAMILIES = (
         easy={"shipped": 0.22, "card": 0.26, "gift": 0.26, "cash": 0.26},
         draft=lambda random, branch: _draft(random, "refund", branch),
     ),
+)
+
+WORDS = partial(
+    words_of,
+    "retail",
+    RetailEnvironment,
+    FAMILIES,
+    said=("Why?", "The money goes to ", *CANCEL_REASONS),
 )
 
 

@@ -5,6 +5,7 @@ The phone is the customer's, and only they can touch it.
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -12,7 +13,10 @@ from pydantic import BaseModel
 
 from pipeline.data.tasks import Task
 from pipeline.embedded.generation import IDS, Draft, Family, generate
-from pipeline.embedded.scripted import Agent, CaseEnvironment, Database, named_record
+from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
+from pipeline.embedded.scripted import CaseEnvironment, Database, named_record
+from pipeline.embedded.words import words_of
+from pipeline.environments.experts import Agent
 from pipeline.environments.tools import ToolError
 
 POLICY = """
@@ -338,6 +342,15 @@ FAMILIES = (
         easy={"no_roaming": 0.30, "off": 0.70},
         draft=lambda random, branch: _draft(random, "abroad", branch),
     ),
+)
+
+WORDS = partial(
+    words_of,
+    "telecom",
+    TelecomEnvironment,
+    FAMILIES,
+    said=("How much?", "Added ", "sent", "fault", '{"fault": "'),
+    values=REMEDIES,
 )
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pipeline.data.tasks import Task
 from pipeline.embedded import telecom
-from pipeline.embedded.scripted import Agent
+from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
 from pipeline.embedded.telecom import (
     TelecomDatabase,
     TelecomEnvironment,
     UserAction,
     done_by_user,
 )
+from pipeline.embedded.words import words_of
+from pipeline.environments.experts import Agent
 from pipeline.environments.tools import User
 
 POLICY = """
@@ -74,7 +77,6 @@ WORDINGS: dict[UserAction, tuple[str, ...]] = {
 }
 TOLD = "It shows {}."
 DONE, PAID, NO_BILL = "Done.", "I have paid it.", "I have no bill."
-WORDS = (*REQUESTS.values(), *TOLD.split("{}"), DONE, PAID, NO_BILL)
 
 _VERBS = "|".join(sorted({text.split()[0] for texts in WORDINGS.values() for text in texts}))
 _ASKS = re.compile(
@@ -150,7 +152,7 @@ class _Talker:
 
     agent: Agent
 
-    def call(self, tool: str, **arguments: str) -> dict[str, str]:
+    def call(self, tool: str, **arguments: Any) -> Any:
         if tool != "ask_user":
             return self.agent.call(tool, **arguments)
         before, after = TOLD.split("{}")
@@ -170,6 +172,13 @@ def expert(agent: Agent, goal: dict[str, str]) -> str:
 
 
 FAMILIES = telecom.FAMILIES
+WORDS = partial(
+    words_of,
+    "telecom_chat",
+    TelecomChatEnvironment,
+    FAMILIES,
+    said=(*REQUESTS.values(), *TOLD.split("{}"), DONE, PAID, NO_BILL),
+)
 
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:

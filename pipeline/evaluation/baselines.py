@@ -13,9 +13,10 @@ from typing import Any
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.embedded.scripted import CaseEnvironment, play_expert
 from pipeline.environments.calls import Calls, Guard
 from pipeline.environments.deadline import alarms
+from pipeline.environments.domains import Domain
+from pipeline.environments.experts import goal_of, play_expert
 from pipeline.environments.tools import (
     EnvironmentFault,
     answer_call,
@@ -26,29 +27,30 @@ from pipeline.environments.tools import (
 
 LOOKUPS = ("find", "get")  # beginnings of tools that change nothing
 ID = r"\w*\d\w*"  # a word with a digit
-# Of each environment, the tasks of the last call and what their floors are.
-_FLOORS: dict[type[Any], tuple[list[Task], dict[str, float]]] = {}
+# Of each domain, the tasks of the last call and what their floors are.
+_FLOORS: dict[Domain, tuple[list[Task], dict[str, float]]] = {}
 
 
 def floors(
-    environments: Mapping[str, type[Any]],
+    domains: Mapping[str, Domain],
     tasks: Mapping[str, Sequence[Task]],
     call_timeout: float = RolloutSettings().call_timeout,
 ) -> dict[str, dict[str, float]]:
     """What policies earn that never read the record of a request.
 
-    They do nothing, always transfer (best single reason; in the embedded domains after the
-    lookups), or call every tool in turn. For the embedded domains, also the best of all such
-    policies (`environments.blind`). Where an environment fails, or a call of it takes more than so
+    They do nothing, always transfer (best single reason), or call every tool in turn. Where the
+    environment class says which tools show the record of a request (`record_tools`, the beginnings
+    of their names), transfers come after the lookups; where there is an expert as well, the best of
+    all such policies is added. Where an environment fails, or a call of it takes more than so
     many seconds, they earn nothing. Where nothing failed, the same tasks are not played again.
     """
     calls = Calls(call_timeout, lambda _: None)
     with alarms():
-        return {domain: _floor(calls, environments[domain], tasks[domain]) for domain in tasks}
+        return {name: _floor(calls, domains[name], tasks[name]) for name in tasks}
 
 
-def _floor(calls: Calls, environment_class: type[Any], tasks: Sequence[Task]) -> dict[str, float]:
-    known = _FLOORS.get(environment_class)
+def _floor(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
+    environment_class, known = domain.environment, _FLOORS.get(domain)
     if known and known[0] == list(tasks):
         return dict(known[1])
     failed: list[Task] = []
@@ -70,9 +72,9 @@ def _floor(calls: Calls, environment_class: type[Any], tasks: Sequence[Task]) ->
             reward or 0.0 for reward in played(partial(_play_blind, environment_class, schemas))
         )
 
-    is_embedded = issubclass(environment_class, CaseEnvironment)
+    record_tools = getattr(environment_class, "record_tools", ())
     schemas = [schema["function"] for schema in tool_schemas(environment_class)]
-    lookups = [s for s in schemas if is_embedded and s["name"].startswith(LOOKUPS)]
+    lookups = [s for s in schemas if record_tools and s["name"].startswith(LOOKUPS)]
     transfers = [schema for schema in schemas if schema["name"].startswith("transfer")][:1]
     fixed = [{**s, "fixed": reason} for s in transfers for reason in _first_enum(s)]
     found = {
@@ -80,17 +82,15 @@ def _floor(calls: Calls, environment_class: type[Any], tasks: Sequence[Task]) ->
         "transfer": max((earned([*lookups, transfer]) for transfer in fixed), default=0.0),
         "every_tool": earned(schemas),
     }
-    if is_embedded:
-        found |= blind_baselines(played(partial(_trace, environment_class)), tasks)
+    if record_tools and domain.expert is not None:
+        found |= blind_baselines(played(partial(_trace, domain)), tasks)
     if not failed:
-        _FLOORS[environment_class] = (list(tasks), dict(found))
+        _FLOORS[domain] = (list(tasks), dict(found))
     return found
 
 
-def _trace(
-    environment_class: type[Any], task: Task, outcome: list[Trace | None], guard: Guard
-) -> None:
-    outcome.append(guard("expert", partial(blind_trace, environment_class, task)))
+def _trace(domain: Domain, task: Task, outcome: list[Trace | None], guard: Guard) -> None:
+    outcome.append(guard("expert", partial(blind_trace, domain, task)))
 
 
 def _first_enum(schema: dict[str, Any]) -> list[str]:
@@ -135,17 +135,16 @@ Trace = tuple[tuple[str, str], ...]  # each step, and what the policy saw of its
 AN_ID = re.compile(r"\w*\d\w*")
 
 
-def blind_trace(environment_class: type[Any], task: Task) -> Trace | None:
+def blind_trace(domain: Domain, task: Task) -> Trace | None:
     """The expert's steps on a task, and what came of each but the lookup of the record.
 
     What the goal or an earlier outcome names is written as its role: `<record>`, `<free>`. None
     where no expert can earn the reward.
     """
-    goal = json.loads(task.payload).get("goal")
-    if not goal:
+    goal = goal_of(task)
+    if goal is None or domain.expert is None:
         return None
-    environment = environment_class()
-    messages, reward = play_expert(environment, environment._serve, task)
+    messages, reward = play_expert(domain.environment(), domain.expert, task)
     if reward < 1:
         return None
     roles = {value: f"<{key}>" for key, value in goal.items() if key != "family"}
@@ -153,7 +152,7 @@ def blind_trace(environment_class: type[Any], task: Task) -> Trace | None:
     said: Sequence[Message] = [*messages[len(task.prompt) :], {"role": "user", "content": ""}]
     for message, answer in pairwise(said):
         if message["role"] == "assistant":
-            is_record = answer.get("name", "").startswith("get_")
+            is_record = answer.get("name", "").startswith(domain.environment.record_tools)
             step = _step(message, roles)
             trace.append((step, "" if is_record else _outcome(answer["content"], roles)))
     return tuple(trace)

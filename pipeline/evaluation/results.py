@@ -12,6 +12,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
+from pipeline.environments.domains import Domain
 from pipeline.evaluation.baselines import floors
 from pipeline.evaluation.transfer import summary
 from pipeline.files.afterwards import may_fail
@@ -24,7 +25,7 @@ def write_results(
     config: Config,
     state: TrainState,
     stages: Sequence[Stage],
-    environments: dict[str, type[Any]],
+    domains: Mapping[str, Domain],
     held_out: Mapping[str, Sequence[Task]],
     facts: Mapping[str, Any],
 ) -> None:
@@ -42,7 +43,7 @@ def write_results(
         "task_families": {
             domain: {task.id: task.family for task in tasks} for domain, tasks in held_out.items()
         },
-        "floors": floors(environments, held_out, config.rollout.call_timeout),
+        "floors": floors(domains, held_out, config.rollout.call_timeout),
         "training": state.training,
         "curriculum": described,
         **facts,

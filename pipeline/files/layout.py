@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+RUN_SETTINGS = "config.yaml"
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config.settings import DEFAULT_DOMAINS, ModelSettings
+from pipeline.config.settings import ModelSettings
+from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import printable, reason_of, shown
@@ -26,7 +27,7 @@ from pipeline.models.files import missing_weights, problem_of_name, weights_in
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
 
-def load_tokenizer(settings: ModelSettings, domains: Sequence[str] = DEFAULT_DOMAINS) -> Any:
+def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> Any:
     """The tokenizer of a model, for these domains where it is made here.
 
     UserError where there is none.

@@ -30,12 +30,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def empty_model(config: Config) -> Any:
-    """The recipe's model without its weights."""
+def empty_model(config: Config, tokenizer: Any = None) -> Any:
+    """The recipe's model without its weights.
+
+    `tokenizer` is that of the run, after which a model that is made here has its vocabulary; None
+    is that of the default domains.
+    """
     name = config.model.model
     if name == "tiny":
         with torch.device("meta"):
-            return tiny_model(tiny_tokenizer(config.data.domains), 0)
+            return tiny_model(tokenizer or tiny_tokenizer(), 0)
     base, settings = name, config.model
     while lora.is_adapter(base):
         base = lora.base_of(base)

@@ -1,6 +1,6 @@
 """The embedded default model: a tiny Qwen3 and its tokenizer, made here, not downloaded.
 
-The tokenizer splits text into the words and JSON chunks of the embedded domains, one token each,
+The tokenizer splits text into the words of the domains (`Domain.words`), one token each,
 and everything else into bytes (byte-level BPE without merges). Its chat template is a compact form
 of Qwen's: it shows the first line of the policy and the names of the tools, because half a million
 parameters cannot read prose; what the policy says, such a model learns from demonstrations and
@@ -10,18 +10,15 @@ reward. Models loaded from elsewhere see the whole policy.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from importlib import import_module
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
-from pipeline.embedded.generation import IDS
-from pipeline.environments import environment_classes
-from pipeline.environments.tools import tool_schemas
+from pipeline.config.settings import DataSettings
+from pipeline.environments.domains import Domain, load_domains
 
 CHAT_TEMPLATE = """
 {%- macro names() -%}
@@ -61,12 +58,12 @@ RESPONSE_TEMPLATE = {
 }
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>")
-REPLIES = ("Done.", "Why?", "How much?", "The fee is ", "The money goes to ", "Added ", ".", "?")
+SYNTAX = ("system", "\ntools:", '\n{"name": "', '"}}\n', '"}', '": "', '", "', '{"error": "')
 ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", ", ", "no ")
 
 
-def tiny_tokenizer(domains: Collection[str] = DEFAULT_DOMAINS) -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with a token for every word, id and JSON chunk of embedded domains.
+def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer with a token for each of the words of these domains.
 
     Those of the default domains are always among them.
     """
@@ -124,65 +121,10 @@ def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def _chunks(domains: Collection[str]) -> Iterator[str]:
+def _chunks(domains: Iterable[Domain]) -> Iterator[str]:
     """Everything that shall be one token."""
     yield from (f"{role}\n" for role in ("system", "user", "assistant", "tool"))
-    yield from (
-        "system",
-        "\ntools:",
-        '\n{"name": "',
-        '"}}\n',
-        '"}',
-        '": "',
-        '", "',
-        '{"error": "',
-        "the one of ",
-    )
-    embedded = [d for d in EMBEDDED_DOMAINS if d in DEFAULT_DOMAINS or d in domains]
-    yield from (*IDS, *REPLIES, *ERRORS, *embedded)
-    for environment in environment_classes(embedded, {}).values():
-        module = import_module(environment.__module__)
-        yield from getattr(module, "WORDS", ())
-        keys, words = set(), set()
-        for schema in tool_schemas(environment):
-            function = schema["function"]
-            yield from (function["name"], f" {function['name']}")
-            for name, parameter in function["parameters"]["properties"].items():
-                keys.add(name)
-                words |= set(parameter.get("enum", []))
-        _walk(environment.database_class.model_json_schema(), keys, words)
-        # Words are keys too: flights come as {"free": ..., "full": ...}.
-        keys |= words | set(getattr(module, "REMEDIES", {}))
-        yield from (key for key in keys if key)
-        for key in keys:
-            yield from (f'", "arguments": {{"{key}": "', f'{{"{key}": "', f'", "{key}": "')
-        for family in module.FAMILIES:
-            yield family.name
-            for phrasing in family.phrasings:
-                yield from (piece for piece in re.split(r"\{\w+\}", phrasing) if piece)
-    yield from (
-        "ok",
-        '{"ok": "',
-        "yes",
-        "none",
-        "sick",
-        "late",
-        "wrong",
-        "price",
-        "sent",
-        "fault",
-        '{"fault": "',
-    )
-
-
-def _walk(schema: Any, keys: set[str], words: set[str]) -> None:
-    """Collect the field names and literal values of a JSON schema."""
-    if isinstance(schema, dict):
-        keys |= set(schema.get("properties", {}))
-        values = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
-        words |= {value for value in values if isinstance(value, str)}
-        for value in schema.values():
-            _walk(value, keys, words)
-    elif isinstance(schema, list):
-        for value in schema:
-            _walk(value, keys, words)
+    yield from (*SYNTAX, *ERRORS)
+    always = load_domains(DataSettings()).values()  # their tokens do not depend on the run
+    for domain in {domain.name: domain for domain in (*always, *domains)}.values():
+        yield from domain.words()

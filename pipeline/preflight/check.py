@@ -5,24 +5,22 @@ These are the settings, tasks, tokenizer, template and memory.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from importlib import import_module
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config
-from pipeline.data.tasks import count_by
-from pipeline.embedded.scripted import play_expert
+from pipeline.config.settings import Config
+from pipeline.data.tasks import Task, count_by
+from pipeline.environments.deadline import EnvironmentFault
+from pipeline.environments.domains import Domain
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import STARTED_BY_US, UserError
-from pipeline.files.untrusted import printable
+from pipeline.files.untrusted import one_line, printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
 from pipeline.models.files import refuse_misfits, refuse_other_vocabulary, weights_in
 from pipeline.models.layers import refuse_unlayered
 from pipeline.models.shapes import SHAPES, empty_model
-from pipeline.models.tiny import tiny_tokenizer
 from pipeline.preflight.memory import GIB, _num_trained, memory_of_a_rank, memory_per_rank
 from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.preflight.stand_in import try_architecture
@@ -38,7 +36,7 @@ def validate(config: Config) -> Prepared:
     if os.environ.get("RANK", "0") == "0" and STARTED_BY_US not in os.environ:
         for note in notes:
             print(f"warning: {note}", flush=True)
-    memory, have = memory_per_rank(config), memory_of_a_rank(config)
+    memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     need = sum(memory.values())
     if need > have:
         parts_of = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
@@ -60,7 +58,7 @@ def main(config: Config) -> int:
         if config.model.model not in SHAPES:
             raise
         unreachable = str(error)
-        parts = prepare(config, tokenizer=tiny_tokenizer(config.data.domains))
+        parts = prepare(config, with_tiny_tokenizer=True)
     why, notes = check_model(config, parts)
     print(f"recipe {config.recipe}: model {config.model.model}")
     if unreachable:
@@ -77,7 +75,7 @@ def main(config: Config) -> int:
     _print_tasks(config, parts)
     _print_stages(config, parts)
     _print_prompts(config, parts)
-    _print_memory(config)
+    _print_memory(config, parts)
     return 0
 
 
@@ -92,7 +90,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     while lora.is_adapter(name):
         lora.check_files(name)
         name = lora.base_of(name)
-    model = empty_model(config)
+    model = empty_model(config, parts.tokenizer)
     if config.grpo.gradient_checkpointing:
         refuse_unlayered(model)
     refuse_other_vocabulary(parts.tokenizer, model)
@@ -155,23 +153,29 @@ def _print_prompts(config: Config, parts: Prepared) -> None:
     for domain, longest in parts.longest_prompts().items():
         print(f"  {domain}: longest prompt {longest} tokens")
     for domain in config.data.domains:
-        task, environment = parts.train[domain][0], parts.environments[domain]
-        ids = parts.chat.prompt_ids(task.prompt, tool_schemas(environment))
+        task, known = parts.train[domain][0], parts.domains[domain]
+        ids = parts.chat.prompt_ids(task.prompt, tool_schemas(known.environment))
         text = f"--- a prompt of {domain} ({task.id}) ---\n{parts.tokenizer.decode(ids)}"
         print(f"\n{printable(text)}")
-        if domain not in EMBEDDED_DOMAINS or not json.loads(task.payload).get("goal"):
-            continue
-        expert = import_module(f"pipeline.embedded.{domain}").expert
-        messages, reward = play_expert(environment(), expert, task)
-        print(f"--- its expert, reward {reward:g} ---")
-        for message in messages[len(task.prompt) :]:
-            calls = [call["function"] for call in message.get("tool_calls", [])]
-            said = message["content"] or "; ".join(f"{c['name']}({c['arguments']})" for c in calls)
-            print(f"  {message['role']}: {printable(said)}")
+        if known.can_demonstrate(task):
+            _print_expert(known, task, limits.call_timeout)
 
 
-def _print_memory(config: Config) -> None:
-    need = memory_per_rank(config)
+def _print_expert(domain: Domain, task: Task, seconds: float) -> None:
+    try:
+        messages, reward = domain.demonstrate(task, seconds)
+    except EnvironmentFault as fault:
+        print(f"--- its expert fails: {printable(one_line(str(fault)))} ---")
+        return
+    print(f"--- its expert, reward {reward:g} ---")
+    for message in messages[len(task.prompt) :]:
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        said = message["content"] or "; ".join(f"{c['name']}({c['arguments']})" for c in calls)
+        print(f"  {message['role']}: {printable(said)}")
+
+
+def _print_memory(config: Config, parts: Prepared) -> None:
+    need = memory_per_rank(config, parts.tokenizer)
     total, have = sum(need.values()), memory_of_a_rank(config)
     print("\nmemory per rank, estimated")
     for name, size in need.items():

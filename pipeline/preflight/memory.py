@@ -18,9 +18,9 @@ from pipeline.models.shapes import empty_model
 GIB = 1 << 30
 
 
-def memory_per_rank(config: Config) -> dict[str, float]:
+def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
     """Bytes that a rank needs, by purpose, estimated from the model's shape and the limits."""
-    model = empty_model(config)
+    model = empty_model(config, tokenizer)
     shape, num_parameters = model.config.get_text_config(), model.num_parameters()
     size = 2 if uses_bf16(config.model) else 4
     layers, intermediate_size = shape.num_hidden_layers, _intermediate_size(shape)

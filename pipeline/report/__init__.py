@@ -1,1 +1,1 @@
-"""What `report.py` puts together: files as values, tables, plots, the page and its reader."""
+"""The report of a run and the comparison of runs: tables, the page and its reader."""

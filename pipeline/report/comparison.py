@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import SUCCESS, differences, summary
-from pipeline.report.run_files import Run, load_run
+from pipeline.plots.comparison import Row
 from pipeline.report.sections import Block, Picture, Section, Table
 from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, UNSIGNED, shown
+from pipeline.tracking.run_files import RunData, load_run
 
 # How a run is played and watched, not what it learns.
 IGNORED = ("run", "tracking")
@@ -27,22 +27,6 @@ IGNORED = ("run", "tracking")
 OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
 IN_TABLE = ("average_accuracy", "stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 FURTHER = ("total_gain", "learning_efficiency", "area_under_curve")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Runs with equal settings but for the seed, and their transfer numbers."""
-
-    label: str
-    runs: Sequence[Run]
-    transfer: Mapping[str, Any]  # `transfer.summary` of all seeds
-    is_mixed: bool
-    # Against mixed training with as many episodes; None where there is none, or this is it.
-    against_mixed: Mapping[str, Any] | None
-
-    @property
-    def episodes(self) -> int:
-        return int(self.transfer["episodes"])
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
@@ -54,7 +38,7 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
     return sorted(path.parent for path in folders[0].glob("*/config.yaml"))
 
 
-def finished(folders: Sequence[Path]) -> tuple[list[Run], list[Run]]:
+def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
     """The runs that were evaluated after every stage, and the others; UserError if there is none.
 
     Others were interrupted, or have no stages.
@@ -70,20 +54,20 @@ def finished(folders: Sequence[Path]) -> tuple[list[Run], list[Run]]:
     return done, [run for run in runs if run not in done]
 
 
-def _num_stages(run: Run) -> int:
+def _num_stages(run: RunData) -> int:
     return len(run.results.get("curriculum", {}).get("stages", ()))
 
 
-def _num_evaluated(run: Run) -> int:
+def _num_evaluated(run: RunData) -> int:
     return len(run.transfer.get("points", ())) - 1
 
 
-def rows_of(runs: Sequence[Run]) -> list[Row]:
+def rows_of(runs: Sequence[RunData]) -> list[Row]:
     """Mixed training first, then the others by their settings.
 
     Raises UserError for runs that cannot be put together.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunData]] = {}
     for run in runs:
         groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), []).append(run)
     labels = _labels([json.loads(key) for key in groups])
@@ -131,7 +115,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_mixed(run: Run) -> bool:
+def _is_mixed(run: RunData) -> bool:
     return bool(run.config["curriculum"].get("curriculum") == "mixed")
 
 
@@ -177,7 +161,7 @@ def _in_order(label: str) -> list[tuple[bool, float, str]]:
 
 
 def _against(
-    runs: Sequence[Run], transfer: Mapping[str, Any], mixed: Sequence[Sequence[Run]]
+    runs: Sequence[RunData], transfer: Mapping[str, Any], mixed: Sequence[Sequence[RunData]]
 ) -> dict[str, Any] | None:
     """Differences to mixed training with as many episodes and seeds, on the same tasks."""
     if _is_mixed(runs[0]):
@@ -194,7 +178,7 @@ def _against(
     return None
 
 
-def sections_of(rows: Sequence[Row], left_out: Sequence[Run] = ()) -> list[Section]:
+def sections_of(rows: Sequence[Row], left_out: Sequence[RunData] = ()) -> list[Section]:
     """The comparison in words, tables and the Pareto plot."""
     blocks: list[Block] = [
         "Runs with equal settings but for the seed are one row, named by the settings in which it "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from pipeline.report.pictures import inline_svg
+from pipeline.plots.pictures import inline_svg
 from pipeline.report.reader_data import Reader
 from pipeline.report.sections import Block, Picture, Section, Table
 

@@ -13,17 +13,17 @@ from typing import Any
 
 from pipeline.evaluation.transfer_metrics import wilson
 from pipeline.files.layout import METRICS, TIMINGS
-from pipeline.report.run_files import (
+from pipeline.report.sections import Block, Picture, Section, Table
+from pipeline.report.transfer_sections import HOW, shown, transfer_sections
+from pipeline.tracking.run_files import (
     Evaluation,
-    Run,
+    RunData,
     after_name,
     before_and_after,
     domains_of,
     number,
     rate,
 )
-from pipeline.report.sections import Block, Picture, Section, Table
-from pipeline.report.transfer_sections import HOW, shown, transfer_sections
 
 FLOORS = {
     "nothing": "doing nothing",
@@ -51,7 +51,7 @@ FILES = {
 }
 
 
-def sections_of(run: Run) -> list[Section]:
+def sections_of(run: RunData) -> list[Section]:
     found = [
         Section(title="", blocks=[_what_ran(run)]),
         *_before_and_after(run),
@@ -99,7 +99,7 @@ def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Ta
     return Table(header=["success", *kinds], rows=rows)
 
 
-def _what_ran(run: Run) -> str:
+def _what_ran(run: RunData) -> str:
     config, results = run.config, run.results
     data, grpo, rollout = config["data"], config["grpo"], config["rollout"]
     lines = [
@@ -131,7 +131,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _before_and_after(run: Run) -> list[Section]:
+def _before_and_after(run: RunData) -> list[Section]:
     if not run.evaluations:
         return []
     before, after = before_and_after(run.evaluations)
@@ -148,7 +148,7 @@ def _before_and_after(run: Run) -> list[Section]:
     return [Section(title=title, blocks=[change(run.evaluations, run.transfer), how])]
 
 
-def _evaluations(run: Run) -> list[Section]:
+def _evaluations(run: RunData) -> list[Section]:
     if not run.evaluations:
         return []
     domains = [*run.domains, "mean"]
@@ -168,7 +168,7 @@ def _evaluations(run: Run) -> list[Section]:
     return [Section(title="Every evaluation", blocks=blocks)]
 
 
-def _mean_rewards(run: Run) -> list[Section]:
+def _mean_rewards(run: RunData) -> list[Section]:
     """Of domains whose rewards are not all 0 or 1."""
     rewards = run.transfer.get("rewards", {})
     if not rewards:
@@ -194,7 +194,7 @@ def _cell(evaluation: Evaluation, domain: str, kind: str) -> str:
     return f"{value:.3f} [{low:.2f}, {high:.2f}]"
 
 
-def _families(run: Run) -> list[Section]:
+def _families(run: RunData) -> list[Section]:
     evaluations = [e for e in before_and_after(run.evaluations) if e]
     rows = []
     for domain, success in evaluations[-1]["success"].items() if evaluations else []:
@@ -219,7 +219,7 @@ def _rates(evaluations: list[Evaluation], domain: str, level: str, name: str) ->
     return [str(groups[-1]["num_tasks"]), *rates]
 
 
-def _floors(run: Run) -> list[Section]:
+def _floors(run: RunData) -> list[Section]:
     floors = run.results["floors"]
     if not floors:
         return []
@@ -233,7 +233,7 @@ def _floors(run: Run) -> list[Section]:
     return [Section(title="Floors", blocks=[text, table])]
 
 
-def _curriculum(run: Run) -> list[Section]:
+def _curriculum(run: RunData) -> list[Section]:
     if not run.stages:
         return []
     rows = []
@@ -251,7 +251,7 @@ def _curriculum(run: Run) -> list[Section]:
     return [Section(title="Curriculum", blocks=[table, replay])]
 
 
-def _stop_reasons(run: Run) -> list[Section]:
+def _stop_reasons(run: RunData) -> list[Section]:
     prefix = "rollout/stop/"
     rows = [
         [reason, *(f"{share:.1%}" for share in shares)]
@@ -267,7 +267,7 @@ def _stop_reasons(run: Run) -> list[Section]:
     return [Section(title=title, blocks=blocks)]
 
 
-def _left_out(run: Run) -> list[Block]:
+def _left_out(run: RunData) -> list[Block]:
     """How many episodes training left out, by domain and kind; nothing where there were none."""
     prefix, counts = "rollout/left_out/", Counter[str]()
     for record in run.train:
@@ -284,7 +284,7 @@ def _left_out(run: Run) -> list[Block]:
     return [text, Table(header=["domain", "what failed", "episodes"], rows=rows, num_left=2)]
 
 
-def _shares(run: Run, prefix: str) -> dict[str, list[float]]:
+def _shares(run: RunData, prefix: str) -> dict[str, list[float]]:
     """Means over each stage's steps of the metrics with a prefix, by what follows it."""
     keys = sorted({key for record in run.train for key in record if key.startswith(prefix)})
     return {
@@ -295,7 +295,7 @@ def _shares(run: Run, prefix: str) -> dict[str, list[float]]:
     }
 
 
-def _dead_groups(run: Run) -> list[Section]:
+def _dead_groups(run: RunData) -> list[Section]:
     kinds = {"all_failed": "all failed", "all_solved": "all solved"}
     if any(record.get("rollout/too_few_left") for record in run.train):
         kinds["too_few_left"] = "fewer than two left"
@@ -313,7 +313,7 @@ def _dead_groups(run: Run) -> list[Section]:
     return [Section(title="Dead groups", blocks=[text, picture, table])]
 
 
-def _time(run: Run) -> list[Section]:
+def _time(run: RunData) -> list[Section]:
     rows = []
     for key, name in PHASES.items():
         values = [record.get(f"perf/{key}") for record in run.timings]
@@ -333,7 +333,7 @@ def _time(run: Run) -> list[Section]:
     return [Section(title="Time and memory", blocks=[text, picture, table])]
 
 
-def _faults(run: Run) -> list[Section]:
+def _faults(run: RunData) -> list[Section]:
     """What went wrong and was dealt with; nothing where nothing did."""
     faults: dict[str, Any] = run.results.get("faults", {})
     texts = []
@@ -345,7 +345,7 @@ def _faults(run: Run) -> list[Section]:
     return [Section(title="Faults", blocks=texts)]
 
 
-def _files(run: Run) -> Section:
+def _files(run: RunData) -> Section:
     there = [name for name in FILES if name == "report.html" or (run.folder / name).exists()]
     lines = [f"- `{name}`: {FILES[name]}" for name in there]
     return Section(title="Files", blocks=["\n".join(lines)])

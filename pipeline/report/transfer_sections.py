@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.report.run_files import Run, after_name
 from pipeline.report.sections import Block, Picture, Section, Table
+from pipeline.tracking.run_files import RunData, after_name
 
 Number = Sequence[float | None]  # value, low, high
 
@@ -87,7 +87,7 @@ def reward_lines(transfer: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def transfer_sections(run: Run) -> list[Section]:
+def transfer_sections(run: RunData) -> list[Section]:
     transfer = run.transfer
     if not transfer:
         return []
@@ -156,7 +156,7 @@ def _by_column(transfer: Mapping[str, Any], kind: str, text: str, head: str) -> 
     return [text, Table(header=[head, *(title for title, *_ in columns)], rows=rows)]
 
 
-def _of_tools(run: Run) -> list[Section]:
+def _of_tools(run: RunData) -> list[Section]:
     """How often calls were answered without an error, held out and in training."""
     tools, training = run.transfer["tools"], _training_calls(run)
     if not tools["names"]:
@@ -188,7 +188,7 @@ def _of_tools(run: Run) -> list[Section]:
     ]
 
 
-def _training_calls(run: Run) -> dict[str, tuple[int, int]]:
+def _training_calls(run: RunData) -> dict[str, tuple[int, int]]:
     """Calls and errors of `domain/tool` over all stages."""
     found: dict[str, tuple[int, int]] = {}
     for stage in run.results.get("training", {}).values():

@@ -14,14 +14,15 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
-from pipeline.report import comparison, pictures
+from pipeline.plots import pictures
+from pipeline.plots.comparison import pareto
+from pipeline.report import comparison
 from pipeline.report.page import write_page
-from pipeline.report.plots_comparison import pareto
 from pipeline.report.reader_data import read_episodes
 from pipeline.report.report_sections import change, sections_of
-from pipeline.report.run_files import load_run
 from pipeline.report.sections import Picture, Section, markdown, text_table
 from pipeline.report.transfer_sections import reward_lines, terminal_lines
+from pipeline.tracking.run_files import load_run
 
 
 def write_report(folder: Path) -> None:

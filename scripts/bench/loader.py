@@ -103,16 +103,20 @@ def start_up(source: Path, num_tasks: int) -> dict[str, float]:
     """
     import datasets  # noqa: F401  (its import is not what is measured)
 
-    from pipeline.environments import environment_classes
-    from pipeline.preflight.prepare import generated, train_tasks
+    from pipeline.environments.domains import generated, load_domains
+    from pipeline.preflight.prepare import train_tasks
 
-    data = {"domains": ["airline"], "airline_tasks": str(source), "tasks_per_domain": num_tasks}
+    data = {
+        "domains": ["airline"],
+        "tasks": {"airline": str(source)},
+        "tasks_per_domain": num_tasks,
+    }
     config = Config.model_validate({"data": data})
-    environment = environment_classes(["airline"], {})["airline"]
-    held_out = generated(config, "airline", config.data.eval_tasks_per_domain, "test")
+    domain = load_domains(config.data)["airline"]
+    held_out = generated(config.data, domain, config.data.eval_tasks_per_domain, "test")
     resident, private = memory_mb("VmRSS"), memory_mb("RssAnon")
     begun, worked = perf_counter(), process_time()
-    tasks, _ = train_tasks(config, "airline", environment, held_out)
+    tasks, _ = train_tasks(config, domain, held_out)
     found = {"s": perf_counter() - begun, "cpu_s": process_time() - worked}
     assert len(tasks) == num_tasks
     memory = {

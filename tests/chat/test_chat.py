@@ -12,14 +12,14 @@ from pipeline.chat.escaping import STUB
 from pipeline.chat.parsing import Parsed, parse_hermes
 from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS
-from pipeline.embedded.scripted import play_expert
-from pipeline.environments import environment_classes
+from pipeline.environments.domains import environments_of
+from pipeline.environments.experts import play_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.support.helpers import call, chat, say, tokenizer
+from tests.support.helpers import call, chat, embedded, say, tokenizer
 
-CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
+CLASSES = environments_of(embedded())
 TOOLS = tool_schemas(CLASSES["airline"])
 ASKED = [{"role": "system", "content": "airline"}, {"role": "user", "content": "cancel K07"}]
 

@@ -21,12 +21,15 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, load_state
 from pipeline.checkpoints.manifest import write_manifest
-from pipeline.checkpoints.run_folder import FORMAT, read_state
+from pipeline.checkpoints.run_folder import FORMAT, open_folder, read_state
 from pipeline.config.cli import parse
+from pipeline.config.recipe import load_recipe
+from pipeline.data.tasks import load_tasks, save_tasks
+from pipeline.embedded.airline import generate_tasks
 from pipeline.errors import UserError
-from pipeline.report.run_files import load_run
 from pipeline.rollout.transcripts import _records_in
 from pipeline.run import main
+from pipeline.tracking.run_files import load_run
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched
 
@@ -75,6 +78,29 @@ def test_a_run_of_an_earlier_version_goes_on_and_trains(tmp_path, version):
     assert [e["after"] for e in state["evaluations"]] == ["start", "airline"]
     assert state["training"]["airline"]["episodes"] == 8  # those of before the resume among them
     assert read_state(run / "checkpoints" / "step-000002")["format"] == FORMAT
+
+
+def test_a_run_whose_settings_name_a_task_file_in_the_former_way_goes_on(tmp_path, monkeypatch):
+    """Its settings are translated where it saved them, in config.yaml and in the checkpoint."""
+    run, path = put_down("v1", tmp_path), tmp_path / "own.jsonl"
+    save_tasks(generate_tasks(5, 6, "train", "easy"), path)
+    former = f"airline_tasks: {path}"
+    settings = (run / "config.yaml").read_text().replace("airline_tasks: null", former)
+    (run / "config.yaml").write_text(settings)
+    (step,) = run.glob("checkpoints/step-*")
+    config = json.loads((step / "state.json").read_text())["config"]
+    config["data"]["airline_tasks"] = str(path)
+    changed(step, config=config)
+    assert play_ranks(go_on, 1, tmp_path) == [2]
+    assert load_recipe(run / "config.yaml").data.tasks == {"airline": str(path)}
+    (last,) = run.glob("trajectories/airline/step-000002.*")
+    with gzip.open(last, "rt") as file:
+        trained = {json.loads(line)["task_id"] for line in file}
+    assert trained <= {task.id for task in load_tasks(path, "airline")}
+    monkeypatch.chdir(tmp_path)
+    other = ["--output-dir", "run", "--resume-from-checkpoint", "step-000001", "--tasks", "{}"]
+    with pytest.raises(UserError, match=r"^tasks: got \{\}, but step-000001 was made with"):
+        open_folder(parse(other))
 
 
 def changed(checkpoint: Path, **changes) -> None:

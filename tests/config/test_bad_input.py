@@ -42,7 +42,7 @@ def _alone_on_cpu_without_network(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    for module in ("models.loading", "preflight.check", "preflight.prepare"):
+    for module in ("models.loading", "models.shapes", "data.datasets"):
         monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
 
 
@@ -385,7 +385,7 @@ def test_a_bad_task_file(case, refuse, tmp_path):
     content, message = case
     path = tmp_path / "in" / "own.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    line = refuse([*CHECK, "--airline-tasks", str(path)])
+    line = refuse([*CHECK, "--tasks", f"{{airline: {path}}}"])
     told = line.removeprefix("{at}/own.jsonl").removeprefix(", ").removeprefix(": ")
     assert told[: len(message)] == message
     assert len(line) < 1000
@@ -418,7 +418,7 @@ def of_images(path: Path) -> None:
     (path / "secret.png").write_bytes(b"")
 
 
-NO_FILE = "airline_tasks: got '{at}/own.jsonl', which is no file; give an existing file"
+NO_FILE = "tasks: airline: got '{at}/own.jsonl', which is no file; give an existing file"
 NO_DATA = "which is no file, nor a dataset that can be loaded with dataset_train_split train "
 TASK_SOURCES = [
     ("no file", "own.jsonl", lambda path: None, NO_FILE),
@@ -430,34 +430,34 @@ TASK_SOURCES = [
         "an empty folder",
         "own.jsonl",
         Path.mkdir,
-        f"airline_tasks: got '{{at}}/own.jsonl', {NO_DATA}",
+        f"tasks: airline: got '{{at}}/own.jsonl', {NO_DATA}",
     ),
     (
         "a folder that names a file elsewhere",
         "own",
         outside,
-        f"airline_tasks: got '{{at}}/own', {NO_DATA}(it names the file "
+        f"tasks: airline: got '{{at}}/own', {NO_DATA}(it names the file "
         "'{at}/own/../secret.jsonl' outside of it); give a file, a folder or a hub id",
     ),
     (
         "saved data that names a file elsewhere",
         "own",
         saved_outside,
-        f"airline_tasks: got '{{at}}/own', {NO_DATA}(state.json names '../x.arrow', which is no "
+        f"tasks: airline: got '{{at}}/own', {NO_DATA}(state.json names '../x.arrow', which is no "
         "file of its folder); give a file, a folder or a hub id",
     ),
     (
         "a split elsewhere",
         "own",
         split_outside,
-        f"airline_tasks: got '{{at}}/own', {NO_DATA}(dataset_dict.json names '../../elsewhere', "
+        f"tasks: airline: got '{{at}}/own', {NO_DATA}(dataset_dict.json names '../../elsewhere', "
         "which is no file of its folder); give a file, a folder or a hub id",
     ),
     (
         "files whose rows name files",
         "own",
         of_images,
-        f"airline_tasks: got '{{at}}/own', {NO_DATA}(its files are imagefolder, not json or "
+        f"tasks: airline: got '{{at}}/own', {NO_DATA}(its files are imagefolder, not json or "
         "parquet or csv or arrow); give a file, a folder or a hub id",
     ),
 ]
@@ -468,7 +468,7 @@ def test_a_bad_place_for_tasks(case, refuse, tmp_path):
     name, make, message = case
     path = tmp_path / "in" / name
     make(path)
-    assert refuse([*CHECK, "--airline-tasks", str(path)])[: len(message)] == message
+    assert refuse([*CHECK, "--tasks", f"{{airline: {path}}}"])[: len(message)] == message
 
 
 def test_a_file_of_one_endless_line_is_refused_without_reading_it(tmp_path):
@@ -1123,7 +1123,7 @@ LAUNCHES = {
     ),
     "a world": (["--seed", "1"], "WORLD_SIZE is 2 without RANK, LOCAL_RANK, MASTER_ADDR, "),
     "tasks": (
-        ["--num-gpus", "2", *SMALL, "--airline-tasks", "{at}/tasks.jsonl"],
+        ["--num-gpus", "2", *SMALL, "--tasks", "{airline: '{at}/tasks.jsonl'}"],
         "{at}/tasks.jsonl, line 2: task id 'a' was already used at {at}/tasks.jsonl, line 1; ",
     ),
     "a model": (

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.cli import parse
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, DataSettings
 from pipeline.errors import UserError
 from tests.support import ROOT
 
@@ -489,6 +489,45 @@ def test_batch_sizes_per_device_are_refused_with_the_reason(name, recipe):
     assert refusal(parse, [f"--{name}=4"]) == f"--{name}{PER_DEVICE}"
     assert refusal(load_recipe, recipe(f"grpo: {{{name}: 4}}")) == f"own.yaml: {name}{PER_DEVICE}"
     assert refusal(load_recipe, recipe(f"{name}: 4")) == f"own.yaml: {name}{PER_DEVICE}"
+
+
+@pytest.mark.parametrize("domain", ["airline", "retail", "telecom", "telecom_chat"])
+def test_the_former_settings_of_task_files_are_refused_with_the_form_of_today(domain, recipe):
+    name, now = f"{domain}_tasks", f"{{{domain}: SOURCE}}"
+    flag = f"--{name.replace('_', '-')}"
+    assert refusal(parse, [flag, "x.jsonl"]) == (
+        f"{flag} is an entry of tasks now; write --tasks '{now}'"
+    )
+    said = f"own.yaml: {name} is an entry of tasks now; write tasks: {now} in section data"
+    for value in ("x.jsonl", "null"):
+        assert refusal(load_recipe, recipe(f"data: {{{name}: {value}}}")) == said
+    assert refusal(load_recipe, recipe(f"{name}: x.jsonl")) == said
+
+
+def test_what_an_earlier_version_has_saved_is_translated(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text("data: {airline_tasks: a.jsonl, retail_tasks: null, dataset_train_split: dev}")
+    data = load_recipe(saved).data
+    assert (data.tasks, data.dataset_train_split) == ({"airline": "a.jsonl"}, "dev")
+    saved.write_text("data: {airline_tasks: null, retail_tasks: null}")
+    assert load_recipe(saved).data == DataSettings()
+    saved.write_text("data: {bank_tasks: null}")
+    assert "unknown setting data.bank_tasks" in refusal(load_recipe, saved)
+
+
+def test_task_files_are_named_by_domain():
+    own = ["--domains", "bank,airline", "--environments", "{bank: 'my_pkg.bank:Bank'}"]
+    assert parse([*own, "--tasks", "{bank: org/name}"]).data.tasks == {"bank": "org/name"}
+    assert refusal(parse, [*own, "--tasks", "{retail: a.jsonl}"]) == (
+        "tasks: got 'retail', which is not among the domains (bank, airline); add it there, or "
+        "drop its tasks"
+    )
+    assert refusal(parse, [*own, "--tasks", "{bank: ''}"]) == (
+        "tasks: bank: got ''; give a file, a folder or a hub id"
+    )
+    assert refusal(parse, [*own, "--tasks", "a.jsonl"]) == (
+        "--tasks: got 'a.jsonl'; give a mapping {name: value}, each value text"
+    )
 
 
 def test_settings_cannot_be_changed_after_parsing():

@@ -31,6 +31,7 @@ from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import train_tasks
 from tests.support import ROOT
+from tests.support.helpers import embedded
 
 PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
 ROW = {"id": "a", "prompt": PROMPT, "payload": {"card": "lost"}}
@@ -390,8 +391,9 @@ def test_a_dataset_whose_files_change_under_a_run_is_refused(tmp_path):
 
 
 def loaded(source, environment=AirlineEnvironment, held_out=(), **data):
-    settings = {"airline_tasks": str(source), **data}
-    return train_tasks(Config.model_validate({"data": settings}), "airline", environment, held_out)
+    settings = {"tasks": {"airline": str(source)}, **data}
+    domain = replace(embedded("airline")["airline"], environment=environment)
+    return train_tasks(Config.model_validate({"data": settings}), domain, held_out)
 
 
 def source_refusal(source, **given) -> str:
@@ -430,20 +432,20 @@ def test_files_and_folders_of_datasets_give_the_same_tasks(tmp_path, own_cache):
 
 def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, monkeypatch):
     assert source_refusal("missing.jsonl") == (
-        "airline_tasks: got 'missing.jsonl', which is no file; give an existing file"
+        "tasks: airline: got 'missing.jsonl', which is no file; give an existing file"
     )
     DatasetDict(dev=Dataset.from_list([ROW])).save_to_disk(tmp_path / "dev")
     assert source_refusal(tmp_path / "dev") == (
-        f"airline_tasks: got '{tmp_path}/dev', which is no file, nor a dataset that can be loaded "
+        f"tasks: airline: got '{tmp_path}/dev', which is no file, nor a dataset that can be loaded "
         "with dataset_train_split train (it has no split 'train' but dev); "
         "give a file, a folder or a hub id"
     )
     (tmp_path / "empty").mkdir()
     assert "empty doesn't contain any data files); give" in source_refusal(tmp_path / "empty")
     monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("pipeline.preflight.prepare.hub_reachable", lambda: False)
+    monkeypatch.setattr("pipeline.data.datasets.hub_reachable", lambda: False)
     said = source_refusal("org/name")
-    assert said.startswith("airline_tasks: got 'org/name', which is no file, nor a dataset that ")
+    assert said.startswith("tasks: airline: got 'org/name', which is no file, nor a dataset that ")
     assert "(Couldn't reach 'org/name' on the Hub" in said
     assert config.HF_HUB_OFFLINE  # so nothing was asked of a hub that is not there
 

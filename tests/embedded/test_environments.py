@@ -18,15 +18,16 @@ from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
 from pipeline.embedded.generation import IDS, Draft, Family, generate, quota
-from pipeline.embedded.scripted import Case, Database, ScriptedUser, play_expert
+from pipeline.embedded.scripted import Case, Database, ScriptedUser
 from pipeline.embedded.telecom_chat import REQUESTS
-from pipeline.environments import environment_classes
+from pipeline.environments.domains import environments_of
+from pipeline.environments.experts import play_expert
 from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
-from pipeline.errors import UserError
 from pipeline.evaluation.baselines import floors
 from tests.support import ROOT
+from tests.support.helpers import embedded
 
-CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
+CLASSES = environments_of(embedded())
 MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in EMBEDDED_DOMAINS}
 in_every_domain = pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 in_the_default_domains = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
@@ -129,7 +130,7 @@ def test_doing_nothing_earns_nothing_on_every_task():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_policies_that_never_look_stay_below_their_bounds(domain, seed):
     tasks = make_tasks(domain, 150, seed, split="test")
-    floor = floors(CLASSES, {domain: tasks})[domain]
+    floor = floors(embedded(), {domain: tasks})[domain]
     assert floor["nothing"] == 0
     assert 0.05 < floor["transfer"] <= 0.12
     assert floor["every_tool"] <= 0.05
@@ -138,7 +139,7 @@ def test_policies_that_never_look_stay_below_their_bounds(domain, seed):
 @in_every_domain
 @at_every_difficulty
 def test_always_transferring_stays_low_at_every_difficulty(domain, difficulty):
-    floor = floors(CLASSES, {domain: make_tasks(domain, 150, difficulty=difficulty)})[domain]
+    floor = floors(embedded(), {domain: make_tasks(domain, 150, difficulty=difficulty)})[domain]
     assert floor["nothing"] == 0
     assert floor["transfer"] <= 0.12
     assert floor["every_tool"] <= 0.05
@@ -601,7 +602,7 @@ def test_episodes_never_alter_a_task():
         row["prompt"].clear()
         row["payload"] = ""
     for domain in EMBEDDED_DOMAINS:
-        floors(CLASSES, {domain: [task for task in tasks if task.domain == domain]})
+        floors(embedded(), {domain: [task for task in tasks if task.domain == domain]})
     assert repr(tasks) == before
 
 
@@ -934,45 +935,6 @@ def test_a_domain_has_four_to_eight_documented_tools(domain):
     for function in functions:
         properties = function["parameters"]["properties"].values()
         assert all(text["description"] for text in (function, *properties))
-
-
-# Classes by name
-
-
-def test_a_domain_of_ones_own_is_found_by_its_import_string(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests")
-    classes = environment_classes(["airline", "bank"], {"bank": "test_environments:Bank"})
-    assert classes["airline"] is CLASSES["airline"]
-    assert classes["bank"].__name__ == "Bank"
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("nowhere.bank:Bank", "No module named 'nowhere'"),
-        ("json:Bank", "module 'json' has no attribute 'Bank'"),
-    ],
-)
-def test_a_class_that_cannot_be_imported_is_named(name, problem):
-    with pytest.raises(UserError) as caught:
-        environment_classes(["bank"], {"bank": name})
-    assert str(caught.value) == (
-        f"environments: bank: got '{name}' ({problem}); give an importable module:Class"
-    )
-
-
-def test_environments_import_neither_torch_nor_transformers():
-    program = (
-        "import sys\n"
-        "from pipeline.environments import environment_classes\n"
-        "import pipeline.environments.trl_adapter\n"
-        "environment_classes(['airline', 'retail', 'telecom'], {})\n"
-        "print({'torch', 'transformers', 'trl'} & set(sys.modules))"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert printed == "set()\n"
 
 
 def test_drafts_follow_the_random_numbers_alone():

@@ -7,13 +7,13 @@ import pytest
 from pipeline.config.cli import parse
 from pipeline.data.tasks import save_tasks
 from pipeline.embedded import telecom, telecom_chat
-from pipeline.embedded.scripted import play_expert
 from pipeline.embedded.telecom_chat import (
     REQUESTS,
     WORDINGS,
     TelecomChatEnvironment,
     asked_for,
 )
+from pipeline.environments.experts import play_expert
 from pipeline.environments.tools import call_tool, tool_methods
 from pipeline.preflight.prepare import prepare
 
@@ -227,7 +227,7 @@ def test_asking_for_all_remedies_at_once_earns_nothing():
 def test_a_run_takes_the_domain_by_its_name_with_its_words_and_its_task_file(tmp_path):
     save_tasks(tasks(6), tmp_path / "tasks.jsonl")
     words = ["--domains", "airline,telecom_chat", "--tasks-per-domain", "6"]
-    words += ["--telecom-chat-tasks", str(tmp_path / "tasks.jsonl")]
+    words += ["--tasks", f"{{telecom_chat: {tmp_path / 'tasks.jsonl'}}}"]
     parts = prepare(parse([*words, "--eval-tasks-per-domain", "3", "--eval-steps-tasks", "3"]))
     assert list(parts.environments) == ["airline", "telecom_chat"]
     assert parts.environments["telecom_chat"] is TelecomChatEnvironment

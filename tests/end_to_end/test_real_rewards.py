@@ -174,6 +174,6 @@ class Finished(train.Training):
     def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
         self.folder, self.ranks, self.log = folder, ranks, log
         self.state, self.config = TrainState(), parse([])
-        self.parts = SimpleNamespace(held_out={}, environments={}, stages=[])  # type: ignore[assignment]
+        self.parts = SimpleNamespace(held_out={}, domains={}, stages=[])  # type: ignore[assignment]
         self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
         self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]

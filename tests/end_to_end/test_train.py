@@ -411,7 +411,7 @@ def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path:
     from pipeline.embedded.airline import generate_tasks
 
     save_tasks(generate_tasks(5, 6, "train", "easy"), tmp_path / "airline.jsonl")
-    arguments = ["--domains", "airline", "--airline-tasks", "airline.jsonl"]
+    arguments = ["--domains", "airline", "--tasks", "{airline: airline.jsonl}"]
     done = run(*SHORT, *arguments, "--check", cwd=tmp_path)
     assert "airline: 6 to train" in done.stdout
     with (tmp_path / "airline.jsonl").open("a") as file:

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, Config, RolloutSettings
 from pipeline.data.demonstrations import read_demonstrations
 from pipeline.distributed.ranks import Ranks
-from pipeline.embedded.scripted import play_expert
-from pipeline.environments import environment_classes
+from pipeline.environments.domains import Domain, environments_of
+from pipeline.environments.experts import play_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model
@@ -26,9 +26,10 @@ from pipeline.sft import (
     warm_start,
 )
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import ScriptedSampler, call, chat, say, tokenizer
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, tokenizer
 
-ENVIRONMENTS = environment_classes(list(EMBEDDED_DOMAINS), {})
+DOMAINS = embedded()
+ENVIRONMENTS = environments_of(DOMAINS)
 
 
 def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, **warm):
@@ -42,7 +43,8 @@ def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, **warm):
 
 
 def rows_of(settings):
-    return demonstration_rows(settings, chat(), ENVIRONMENTS)
+    domains = {name: DOMAINS[name] for name in settings.data.domains}
+    return demonstration_rows(settings, chat(), domains)
 
 
 # Rows
@@ -142,15 +144,15 @@ def test_with_a_smaller_rule_share_part_of_the_demonstrations_break_the_rules(do
 
 
 def test_a_domain_without_an_expert_needs_demonstrations_or_no_warm_start():
-    bank = {"domains": ["bank"], "environments": {"bank": "my_pkg.bank:Bank"}}
+    bank = {"bank": Domain(name="bank", environment=Desk)}
     with pytest.raises(UserError) as refused:
-        check_demonstrations(config(**bank))
+        check_demonstrations(config(), bank)
     assert str(refused.value) == (
-        "warm_start.data: missing, and only embedded domains have experts; give demonstrations or "
-        "warm_start.steps 0"
+        "warm_start.data: missing, and the module of no domain has an expert(agent, goal); give "
+        "demonstrations, add an expert, or set warm_start.steps 0"
     )
-    check_demonstrations(config(**bank, steps=0))
-    check_demonstrations(config(domains=["airline", "bank"], environments=bank["environments"]))
+    check_demonstrations(config(steps=0), bank)
+    check_demonstrations(config(), embedded("airline") | bank)
 
 
 # Demonstrations of one's own
@@ -211,7 +213,7 @@ def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no demonstrations"):
         read_demonstrations(write(tmp_path / "empty.jsonl", "", ""))
     with pytest.raises(UserError, match="cannot be read"):
-        check_demonstrations(config(data=tmp_path / "nowhere.jsonl"))
+        check_demonstrations(config(data=tmp_path / "nowhere.jsonl"), DOMAINS)
 
 
 # Training
@@ -241,7 +243,13 @@ def train_on_this_rank(deterministic):
     run = settings.run.model_copy(update={"deterministic": deterministic})
     settings = settings.model_copy(update={"run": run})
     loss = warm_start(
-        settings, model, tokenizer(), chat(), ENVIRONMENTS, ranks.num_ranks, lambda: steps.append(1)
+        settings,
+        model,
+        tokenizer(),
+        chat(),
+        embedded(*DEFAULT_DOMAINS),
+        ranks.num_ranks,
+        lambda: steps.append(1),
     )
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

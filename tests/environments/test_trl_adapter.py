@@ -12,14 +12,14 @@ from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config.settings import DEFAULT_DOMAINS
-from pipeline.embedded.scripted import play_expert
-from pipeline.environments import environment_classes
+from pipeline.environments.domains import environments_of
+from pipeline.environments.experts import play_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.environments.trl_adapter import factories, outcome_reward, rows_without_user
 from pipeline.models.tiny import tiny_model
-from tests.support.helpers import call, chat, say, tokenizer
+from tests.support.helpers import call, chat, embedded, say, tokenizer
 
-CLASSES = environment_classes(list(DEFAULT_DOMAINS), {})
+CLASSES = environments_of(embedded(*DEFAULT_DOMAINS))
 MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in DEFAULT_DOMAINS}
 END = chat().end_of_turn_id
 in_every_domain = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)

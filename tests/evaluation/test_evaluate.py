@@ -15,14 +15,14 @@ from accelerate import Accelerator
 from pipeline.config.settings import EMBEDDED_DOMAINS, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.embedded import telecom
-from pipeline.environments import environment_classes
+from pipeline.environments import Domain
 from pipeline.environments.tools import call_tool, tool_schemas
 from pipeline.evaluation.baselines import floors, most_solved
 from pipeline.evaluation.evaluate import evaluate, failed_trials, success
 from pipeline.rollout.rollout import Rollout
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, chat, make_task, say
+from tests.support.helpers import Desk, ScriptedSampler, chat, embedded, make_task, say
 
 ALONE = Ranks(0, 1, 5)
 TASKS = [make_task(f"t{n}") for n in range(5)]
@@ -263,6 +263,11 @@ def test_sampled_and_greedy_success_stand_side_by_side():
 # Floors
 
 
+def domain_of(name, environment):
+    """A domain that offers nothing but its environment."""
+    return {name: Domain(name=name, environment=environment)}
+
+
 class Office(Desk):
     """Earns 1 for the closing word, and 1 more for a transfer with the task's own reason."""
 
@@ -283,12 +288,12 @@ class Office(Desk):
 def test_the_floor_of_transferring_takes_the_best_single_reason():
     reasons = ["lost", "lost", "lost", "angry"]
     tasks = [make_task(f"t{n}", payload=f'{{"reason": "{r}"}}') for n, r in enumerate(reasons)]
-    found = floors({"office": Office}, {"office": tasks})
+    found = floors(domain_of("office", Office), {"office": tasks})
     assert found == {"office": {"nothing": 0.0, "transfer": 0.75, "every_tool": 0.25}}
 
 
 def test_a_domain_without_a_transfer_has_none():
-    found = floors({"desk": Desk}, {"desk": [make_task()]})
+    found = floors(domain_of("desk", Desk), {"desk": [make_task()]})
     assert found == {"desk": {"nothing": 1.0, "transfer": 0.0, "every_tool": 1.0}}
 
 
@@ -303,10 +308,12 @@ def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
             return super().reset(**row)
 
     failing = [make_task(f"t{n}", payload=f'{{"fails": "{f}"}}') for n, f in enumerate(FAILURES)]
-    found = floors({"desk": Broken}, {"desk": failing}, 5)
+    found = floors(domain_of("desk", Broken), {"desk": failing}, 5)
     assert found["desk"]["nothing"] == found["desk"]["every_tool"] == 0.25
     calls.clear()
-    found = floors({"desk": Broken}, {"desk": [make_task("fine"), *[make_task("hangs")] * 9]}, 0.2)
+    found = floors(
+        domain_of("desk", Broken), {"desk": [make_task("fine"), *[make_task("hangs")] * 9]}, 0.2
+    )
     assert found["desk"]["nothing"] == 0.1
     assert calls == ["fine", "hangs", "hangs", "hangs"]  # then it is not called again
 
@@ -317,7 +324,7 @@ FAILURES = ("reset", "get_reward", "nothing", "reset")
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
     tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 400, "test", "medium")
-    floor = floors(environment_classes([domain], {}), {domain: tasks})[domain]
+    floor = floors(embedded(domain), {domain: tasks})[domain]
     assert floor["nothing"] == 0.0
     assert floor["transfer"] <= 0.12
     assert floor["every_tool"] <= 0.05
@@ -336,19 +343,19 @@ def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_no
         call_tool(environment, "ask_user", {"action": telecom.REMEDIES[fault]})
         environment.final_message = "Done."
         rewards.append(environment.get_reward())
-    found = floors({"telecom": telecom.TelecomEnvironment}, {"telecom": tasks})["telecom"]
+    found = floors(embedded("telecom"), {"telecom": tasks})["telecom"]
     assert found["unread"] == fmean(rewards) == 45 / 120
     more = telecom.generate_tasks(1, 400, "test", "medium")
-    found = floors({"telecom": telecom.TelecomEnvironment}, {"telecom": more})["telecom"]
+    found = floors(embedded("telecom"), {"telecom": more})["telecom"]
     assert found["unread"] >= 0.377
 
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
     """After all lookups that the request names; the closing words hold the chosen value."""
-    classes = environment_classes([domain], {})
+    domains, environment = embedded(domain), embedded(domain)[domain].environment
     tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 60, "test", "medium")
-    schemas = [schema["function"] for schema in tool_schemas(classes[domain])]
+    schemas = [schema["function"] for schema in tool_schemas(environment)]
     lookups = [s for s in schemas if s["name"].startswith("get_")]
     lookups += [s for s in schemas if s["name"].startswith("find_")]
     earned = {}
@@ -357,14 +364,13 @@ def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(d
         for values in product(*(p.get("enum", ["goal"]) for p in given.values())):
             arguments = dict(zip(given, values, strict=True))
             earned[schema["name"], values] = fmean(
-                blindly(classes[domain](), task, lookups, schema["name"], arguments)
-                for task in tasks
+                blindly(environment(), task, lookups, schema["name"], arguments) for task in tasks
             )
-    unread = floors(classes, {domain: tasks})[domain]["unread"]
+    unread = floors(domains, {domain: tasks})[domain]["unread"]
     assert len(earned) > 5
     assert 0.05 < max(earned.values()) <= unread
-    turned = floors(classes, {domain: tasks[::-1]})[domain]
-    assert turned == floors(classes, {domain: tasks})[domain]
+    turned = floors(domains, {domain: tasks[::-1]})[domain]
+    assert turned == floors(domains, {domain: tasks})[domain]
 
 
 def blindly(environment, task, lookups, tool, arguments):
@@ -405,10 +411,11 @@ def test_the_same_tasks_are_played_once():
             return super().reset(**row)
 
     tasks = telecom.generate_tasks(0, 4, "test", "medium")
-    first = floors({"telecom": Counted}, {"telecom": tasks})
+    counted = {"telecom": replace(embedded("telecom")["telecom"], environment=Counted)}
+    first = floors(counted, {"telecom": tasks})
     count = len(calls)
     assert count > 4
-    assert floors({"telecom": Counted}, {"telecom": list(tasks)}) == first
+    assert floors(counted, {"telecom": list(tasks)}) == first
     assert len(calls) == count
-    floors({"telecom": Counted}, {"telecom": tasks[:2]})
+    floors(counted, {"telecom": tasks[:2]})
     assert len(calls) > count

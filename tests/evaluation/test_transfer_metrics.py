@@ -176,3 +176,9 @@ def test_ratios_are_of_sums_and_undefined_without_a_call():
     assert samples[0, 0] == pytest.approx(4 / 5)
     found = estimate(samples[:, 1])
     assert np.isnan([found.value, found.low, found.high]).all()
+
+
+def test_the_interval_is_wilsons():
+    assert wilson(0.5, 100) == pytest.approx((0.40383, 0.59617), abs=1e-5)
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
+    assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)

@@ -25,12 +25,12 @@ from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config
 from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.tasks import load_tasks
-from pipeline.embedded.airline import AirlineEnvironment, generate_tasks
+from pipeline.embedded.airline import generate_tasks
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_MESSAGE, parse_json
 from pipeline.models.tiny import RESPONSE_TEMPLATE
 from pipeline.preflight.prepare import train_tasks
-from tests.support.helpers import chat, tokenizer
+from tests.support.helpers import chat, embedded, tokenizer
 
 _home = TemporaryDirectory(prefix="hypothesis-")  # what it writes goes with it
 set_hypothesis_home_dir(_home.name)
@@ -212,8 +212,8 @@ def test_any_json_is_tasks_or_a_mistake(tmp_path, rows, is_array):
 def test_any_change_of_a_task_leaves_one_that_can_be_played_or_a_mistake(tmp_path, text):
     path = tmp_path / "own.jsonl"
     path.write_text(text)
-    config = Config.model_validate({"data": {"airline_tasks": str(path)}})
-    refusal_of(lambda: train_tasks(config, "airline", AirlineEnvironment, []))
+    config = Config.model_validate({"data": {"tasks": {"airline": str(path)}}})
+    refusal_of(lambda: train_tasks(config, embedded("airline")["airline"], []))
 
 
 @fuzz

@@ -19,6 +19,7 @@ from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
+from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer

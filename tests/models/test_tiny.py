@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.chat.template import Chat
 from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
 from pipeline.embedded.generation import IDS
-from pipeline.embedded.scripted import play_expert
-from pipeline.environments import environment_classes
+from pipeline.environments.domains import Domain, environments_of
+from pipeline.environments.experts import play_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from tests.support import ROOT
-from tests.support.helpers import tokenizer
+from tests.support.helpers import Desk, embedded, tokenizer
 
-CLASSES = environment_classes(list(EMBEDDED_DOMAINS), {})
-ALL_WORDS = tiny_tokenizer(EMBEDDED_DOMAINS)
+CLASSES = environments_of(embedded())
+ALL_WORDS = tiny_tokenizer(embedded().values())
 
 
 def encode(text, made=None):
@@ -118,7 +118,7 @@ def test_what_is_said_in_the_domains_takes_few_tokens():
 
 
 def test_what_is_said_on_the_phone_is_one_token_where_the_run_has_telecom_chat():
-    made = tiny_tokenizer(["airline", "telecom_chat"])
+    made = tiny_tokenizer(embedded("airline", "telecom_chat").values())
     assert tokens("It shows old_apn.", made) == ["It shows ", "old_apn", "."]
     for words in ("Please reset the APN.", "I have paid it.", "telecom_chat", "Done.", "telecom"):
         assert tokens(words, made) == [words]
@@ -127,10 +127,26 @@ def test_what_is_said_on_the_phone_is_one_token_where_the_run_has_telecom_chat()
 def test_the_default_domains_have_the_same_tokens_whatever_they_are_called():
     """A run of them does not change because there are further domains."""
     vocabulary = tokenizer().get_vocab()
-    assert tiny_tokenizer(["retail"]).get_vocab() == vocabulary
-    assert tiny_tokenizer(["bank", *DEFAULT_DOMAINS]).get_vocab() == vocabulary
-    listed = str(sorted(vocabulary.items())).encode()
-    assert hashlib.sha256(listed).hexdigest()[:16] == "e07cfa2c8417f97b"
+    silent = Domain(name="bank", environment=Desk)
+    assert tiny_tokenizer(embedded("retail").values()).get_vocab() == vocabulary
+    assert tiny_tokenizer([silent]).get_vocab() == vocabulary
+    assert tiny_tokenizer([silent, *embedded("airline").values()]).get_vocab() == vocabulary
+    assert digest_of(vocabulary) == "e07cfa2c8417f97b"
+    assert digest_of(ALL_WORDS.get_vocab()) == "b6a80bf4c9a27903"
+
+
+def digest_of(vocabulary):
+    return hashlib.sha256(str(sorted(vocabulary.items())).encode()).hexdigest()[:16]
+
+
+def test_words_of_a_domain_of_ones_own_are_one_token_each():
+    bank = Domain(name="bank", environment=Desk, words=lambda: ["Which account?", "Zürich"])
+    made = tiny_tokenizer([bank])
+    for word in ("Which account?", "Zürich"):
+        assert tokens(word, made) == [word]
+        assert len(tokens(word)) > 1
+    assert len(made) == len(tokenizer()) + 2
+    assert tokens("cancel K07", made) == tokens("cancel K07")
 
 
 def test_any_unicode_text_survives():

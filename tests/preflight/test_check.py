@@ -31,7 +31,7 @@ QWEN = "qwen3_4b_8gpu"
 def on_cpu_without_network(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for module in ("models.loading", "preflight.check", "preflight.prepare"):
+    for module in ("models.loading", "models.shapes", "data.datasets"):
         monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
 
 
@@ -287,16 +287,15 @@ def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():
 def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
     tasks, path = generate_tasks(9, 8, "train", "easy"), tmp_path / "own.jsonl"
     save_tasks(tasks, path)
-    parts = prepare(config(data={"airline_tasks": str(path), "tasks_per_domain": 5}))
+    parts = prepare(config(data={"tasks": {"airline": str(path)}, "tasks_per_domain": 5}))
     assert list(parts.train["airline"]) == tasks[:5]
     assert len(parts.train["retail"]) == 5
 
 
 def test_a_file_for_a_domain_that_is_not_served_is_refused(tmp_path):
-    data = {"domains": ["airline"], "retail_tasks": str(tmp_path / "own.jsonl")}
-    assert refusal(prepare, config(data=data)) == (
-        "retail_tasks: given, but retail is not among the domains; add it or drop the file"
-    )
+    data = {"domains": ["airline"], "tasks": {"retail": str(tmp_path / "own.jsonl")}}
+    with pytest.raises(ValueError, match="tasks: got 'retail', which is not among the domains"):
+        config(data=data)
 
 
 def test_demonstrations_are_read_before_anything_runs(tmp_path):
@@ -367,7 +366,8 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatc
 def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
     message = refusal(prepare, bank(tmp_path, monkeypatch, "bare_bank", BANK))
     assert message == (
-        "environments: bare_bank has no generate_tasks(seed, n, split, difficulty); add it"
+        "tasks of bank: the module of bare_bank:Bank has no generate_tasks(seed, n, split, "
+        "difficulty), which makes the held-out tasks; add it"
     )
 
 
@@ -419,7 +419,7 @@ def test_a_task_file_that_its_environment_cannot_use_is_refused_by_name(tmp_path
     path = tmp_path / "airline.jsonl"
     row = {"id": "a1", "prompt": [{"role": "user", "content": "hello"}], "payload": {}}
     path.write_text(json.dumps(row) + "\n")
-    settings = config(data={"airline_tasks": str(path)})
+    settings = config(data={"tasks": {"airline": str(path)}})
     assert refusal(prepare, settings) == (
         f"{path}: task 'a1': its payload cannot be used (KeyError: 'database'); mend it"
     )
@@ -428,5 +428,5 @@ def test_a_task_file_that_its_environment_cannot_use_is_refused_by_name(tmp_path
 def test_a_task_file_that_holds_a_held_out_task_is_refused(tmp_path):
     path = tmp_path / "airline.jsonl"
     save_tasks(generate_tasks(0, 3, "test", "medium"), path)
-    settings = config(data={"airline_tasks": str(path)})
+    settings = config(data={"tasks": {"airline": str(path)}})
     assert "is also a held-out task" in refusal(prepare, settings)

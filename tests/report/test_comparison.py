@@ -9,9 +9,9 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.report import comparison
-from pipeline.report.run_files import load_run
 from pipeline.report.transfer_sections import shown
 from pipeline.report.write import main
+from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 
 

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from pipeline.report.page import data, rich
 from pipeline.report.reader_data import choose, read_episodes
-from pipeline.report.run_files import load_run
 from pipeline.report.token_texts import TokenTexts
 from pipeline.report.transfer_sections import shown
 from pipeline.report.write import write_report
+from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
     THREE,
     episode,

@@ -11,8 +11,8 @@ import torch
 from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
-from pipeline.embedded.scripted import play_expert
-from pipeline.environments import environment_classes
+from pipeline.environments.domains import environments_of
+from pipeline.environments.experts import play_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
@@ -22,7 +22,16 @@ from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import make_sampler, other_stops
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.runs import ForcedSampler
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say, tokenizer
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    call,
+    chat,
+    embedded,
+    make_task,
+    say,
+    tokenizer,
+)
 
 LIMITS = RolloutSettings(
     max_turns=6, max_tokens_per_turn=100, max_tokens=800, max_tool_result_tokens=120
@@ -409,7 +418,7 @@ def test_no_episodes_are_no_trajectories():
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
     module = import_module(f"pipeline.embedded.{domain}")
-    environments = environment_classes([domain], {})
+    environments = environments_of(embedded(domain))
     tasks = module.generate_tasks(5, 40, "train", "medium")
     scripts = {}
     for number, task in enumerate(tasks):
@@ -432,7 +441,7 @@ def test_the_real_sampler_plays_the_same_episodes_again():
     model = tiny_model(tokenizer(), seed=1)
     sampler = RowSampler(model, chat().end_of_turn_id, 1.0, torch.float32)
     limits = RolloutSettings(max_tokens=120, max_tokens_per_turn=12)
-    rollout = Rollout(sampler, chat(), environment_classes(["retail"], {}), limits)
+    rollout = Rollout(sampler, chat(), environments_of(embedded("retail")), limits)
     starts = [
         Start(task=task, trial=trial, key=stream_key(1, *task.key, trial))
         for task in tasks

@@ -9,7 +9,9 @@ from functools import cache
 from typing import Any
 
 from pipeline.chat.template import Chat
+from pipeline.config.settings import EMBEDDED_DOMAINS, DataSettings
 from pipeline.data.tasks import Message, Task
+from pipeline.environments import Domain, load_domains
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.models.weights import Weights
 from pipeline.rollout.trajectory import Sampled
@@ -23,6 +25,12 @@ def tokenizer() -> Any:
 @cache
 def chat() -> Chat:
     return Chat(tokenizer())
+
+
+@cache
+def embedded(*names: str) -> dict[str, Domain]:
+    """Embedded domains by name; all of them if none is named."""
+    return load_domains(DataSettings(domains=list(names or EMBEDDED_DOMAINS)))
 
 
 def make_task(name: str = "t1", request: str = "hello", **fields: Any) -> Task:

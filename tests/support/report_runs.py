@@ -142,6 +142,20 @@ def make_run(
     return folder
 
 
+def pay_any_rewards(folder: Path) -> None:
+    """Rewards of a run become any numbers, also negative, huge and equal ones."""
+    pays = {"airline": (-3.5, 7.2), "retail": (-1e30, 1e30), "telecom": (5.0, 5.0)}
+    results = json.loads((folder / "results.json").read_text())
+    for entry in results["evaluations"]:
+        for domain, of in entry["success"].items():
+            of["tasks"] = {t: [pays[domain][int(r)] for r in rs] for t, rs in of["tasks"].items()}
+    (folder / "results.json").write_text(json.dumps(results))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for n, line in enumerate(lines):
+        line |= {f"reward/{d}": of[n % 2] for d, of in pays.items() if f"reward/{d}" in line}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def _validation(
     stage: str, step: int, domains: Sequence[str], learned: Mapping[str, float]
 ) -> dict[str, Any]:

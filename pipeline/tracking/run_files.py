@@ -23,7 +23,7 @@ Evaluation = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunData:
     """What the files of a run folder say; a run that was interrupted has less."""
 
     folder: Path
@@ -63,7 +63,7 @@ class Run:
         return [record for record in self.train if record["stage"] == stage["name"]]
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> RunData:
     """Read a run folder; UserError if it holds no run."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
@@ -73,7 +73,7 @@ def load_run(folder: Path) -> Run:
     train = {record["step"]: record for record in metrics if record["kind"] == "train"}
     timings = {r["step"]: r for r in read_records(folder / TIMINGS) if r["kind"] == "train"}
     trained = {record["stage"] for record in train.values()}
-    return Run(
+    return RunData(
         folder=folder,
         config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
         results={"evaluations": [], "floors": {}, **results},

@@ -8,8 +8,9 @@ from itertools import cycle
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.evaluation.transfer import BEFORE_GRPO
 from pipeline.evaluation.transfer_metrics import wilson
-from pipeline.report.run_files import BEFORE_GRPO, Evaluation, Run
+from pipeline.tracking.run_files import Evaluation, RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +38,7 @@ GREEDY: Handle = (
 FLOOR: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
 
 
-def learning_curves(run: Run) -> Figure:
+def learning_curves(run: RunData) -> Figure:
     """One panel a domain: training reward, validation and held-out success over the steps.
 
     Below it, where validations measured it, how far the policy has moved on what it had learned.
@@ -66,7 +67,7 @@ def learning_curves(run: Run) -> Figure:
     return figure
 
 
-def _curve_panels(run: Run) -> tuple[Figure, list[Axes], dict[str, Axes]]:
+def _curve_panels(run: RunData) -> tuple[Figure, list[Axes], dict[str, Axes]]:
     """A wide panel for each domain, and a thin one below those that have a probe."""
     from matplotlib.figure import Figure
 
@@ -86,7 +87,7 @@ def _curve_panels(run: Run) -> tuple[Figure, list[Axes], dict[str, Axes]]:
     return figure, panels, probes
 
 
-def _probe(axes: Axes, run: Run, domain: str, colour: str) -> None:
+def _probe(axes: Axes, run: RunData, domain: str, colour: str) -> None:
     key = f"validation/{domain}/kl"
     points = [(r["step"], r[key]) for r in run.validation if r.get(key) is not None]
     style: dict[str, Any] = {"color": colour, "markersize": 4, "linewidth": 1, "clip_on": False}
@@ -96,7 +97,7 @@ def _probe(axes: Axes, run: Run, domain: str, colour: str) -> None:
     axes.locator_params(axis="y", nbins=2)
 
 
-def stage_bands(axes: Axes, run: Run, with_names: bool = True, lines: bool = False) -> None:
+def stage_bands(axes: Axes, run: RunData, with_names: bool = True, lines: bool = False) -> None:
     """Stages as grey bands behind the steps, or as lines between them; their names above."""
     last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
     for index, stage in enumerate(run.stages):
@@ -135,7 +136,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _points(axes: Axes, run: Run, domain: str, colour: str) -> None:
+def _points(axes: Axes, run: RunData, domain: str, colour: str) -> None:
     """Validation and the held-out evaluations (sampled)."""
     key = f"validation/{domain}/success"
     counts = {
@@ -154,7 +155,7 @@ def _points(axes: Axes, run: Run, domain: str, colour: str) -> None:
             _interval(axes, evaluation["step"], of, fmt="o", **dot)
 
 
-def _learning_handles(run: Run, has_probes: bool) -> list[Handle]:
+def _learning_handles(run: RunData, has_probes: bool) -> list[Handle]:
     handles: list[Handle] = []
     if run.train:
         handles.append(("training reward of a step", {"linewidth": 0.8, "alpha": 0.5}))
@@ -170,7 +171,7 @@ def _learning_handles(run: Run, has_probes: bool) -> list[Handle]:
     return [*handles, FLOOR] if run.results["floors"] else handles
 
 
-def stage_performance(run: Run) -> Figure:
+def stage_performance(run: RunData) -> Figure:
     """One panel a domain: sampled success after each stage as bars, greedy success as diamonds."""
     count, columns = len(run.evaluations), min(3, len(run.domains))
     size = (max(WIDTH / columns, 0.28 * count + 0.4), 3.0)
@@ -203,7 +204,7 @@ def _bar(axes: Axes, x: float, evaluation: Evaluation, domain: str, colour: str)
     axes.plot(x + 0.2, of["greedy"], "D", color="black", markerfacecolor="white", clip_on=False)
 
 
-def _floor(axes: Axes, run: Run, domain: str, colour: str) -> None:
+def _floor(axes: Axes, run: RunData, domain: str, colour: str) -> None:
     floor = max(run.results["floors"].get(domain, {}).values(), default=None)
     if floor is not None:
         axes.axhline(floor, color=colour, linestyle=":", linewidth=1)
@@ -218,7 +219,7 @@ def _interval(axes: Axes, x: float, of: Mapping[str, Any], **style: Any) -> None
 
 
 def _panels(
-    run: Run, columns: int, size: tuple[float, float], words: str
+    run: RunData, columns: int, size: tuple[float, float], words: str
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a panel of `size` inches for each domain, all on the same axes."""
     from matplotlib.figure import Figure
@@ -246,7 +247,7 @@ def tidy(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def title(figure: Figure, run: Run, words: str) -> None:
+def title(figure: Figure, run: RunData, words: str) -> None:
     name = f"{run.config['recipe']}, seed {run.config['run']['seed']}"
     figure.suptitle(f"{name}: {words}", wrap=True, fontsize="medium")
 

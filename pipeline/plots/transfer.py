@@ -7,8 +7,8 @@ from itertools import cycle
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.plots import COLOURS, DARK_INK, LIGHT_INK, WIDTH, tidy, title
-from pipeline.report.run_files import Run, after_name
+from pipeline.plots.plots import COLOURS, DARK_INK, LIGHT_INK, WIDTH, tidy, title
+from pipeline.tracking.run_files import RunData, after_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ Number = Sequence[float | None]
 Bar = tuple[str, Number, str]  # name, value with its interval, colour
 
 
-def accuracy_matrix(run: Run) -> Figure:
+def accuracy_matrix(run: RunData) -> Figure:
     """Success of each domain (columns) after each stage (rows), in per cent with intervals."""
     transfer = run.transfer
     names, points = transfer["domains"]["names"], transfer["points"]
@@ -41,7 +41,7 @@ def accuracy_matrix(run: Run) -> Figure:
     return figure
 
 
-def tools(run: Run) -> Figure:
+def tools(run: RunData) -> Figure:
     """Share of each tool's calls without an error (rows) after each stage (columns)."""
     transfer = run.transfer
     of = transfer["tools"]
@@ -101,7 +101,7 @@ def _heat_map(
     return figure, axes
 
 
-def transfer(run: Run) -> Figure:
+def transfer(run: RunData) -> Figure:
     """What each stage changed, and backward transfer, forward transfer and forgetting, as bars."""
     from matplotlib.figure import Figure
 
@@ -119,7 +119,7 @@ def transfer(run: Run) -> Figure:
     return figure
 
 
-def _bar_panels(run: Run) -> list[tuple[str, list[Bar], str]]:
+def _bar_panels(run: RunData) -> list[tuple[str, list[Bar], str]]:
     of = run.transfer["domains"]
     colours = dict(zip(of["names"], cycle(COLOURS), strict=False))
     bars: list[Bar] = []

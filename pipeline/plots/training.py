@@ -7,8 +7,8 @@ from itertools import chain, repeat
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.plots import COLOURS, WIDTH, Handle, legend, stage_bands, tidy, title
-from pipeline.report.run_files import Run
+from pipeline.plots.plots import COLOURS, WIDTH, Handle, legend, stage_bands, tidy, title
+from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ PALE = "#999999"
 Layer = tuple[str, Sequence[float], str]  # name, value of each step, colour
 
 
-def stop_reasons(run: Run) -> Figure:
+def stop_reasons(run: RunData) -> Figure:
     """Shares of the reasons for which episodes ended, step by step."""
     prefix = "rollout/stop/"
     reasons = sorted({key for record in run.train for key in record if key.startswith(prefix)})
@@ -32,7 +32,7 @@ def stop_reasons(run: Run) -> Figure:
     return _shares(run, shown, "why episodes ended", "episodes")
 
 
-def dead_groups(run: Run) -> Figure:
+def dead_groups(run: RunData) -> Figure:
     """Shares of groups that are all solved, all failed, too small, and that have a signal."""
     failed = _column(run.train, "rollout/all_failed")
     solved = _column(run.train, "rollout/all_solved")
@@ -47,7 +47,7 @@ def dead_groups(run: Run) -> Figure:
     return _shares(run, layers, "groups without a signal", "groups")
 
 
-def time_and_memory(run: Run) -> Figure:
+def time_and_memory(run: RunData) -> Figure:
     """Seconds of each phase and the peak memory of a rank, step by step."""
     from matplotlib.figure import Figure
 
@@ -82,7 +82,7 @@ def time_and_memory(run: Run) -> Figure:
     return figure
 
 
-def _shares(run: Run, layers: Sequence[Layer], words: str, of: str) -> Figure:
+def _shares(run: RunData, layers: Sequence[Layer], words: str, of: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 2.7), layout="constrained")

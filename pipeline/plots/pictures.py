@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.report.plots import COLOURS, FONT_SIZE, learning_curves, stage_performance
-from pipeline.report.plots_training import dead_groups, stop_reasons, time_and_memory
-from pipeline.report.plots_transfer import accuracy_matrix, tools, transfer
-from pipeline.report.run_files import Run
+from pipeline.plots.plots import COLOURS, FONT_SIZE, learning_curves, stage_performance
+from pipeline.plots.training import dead_groups, stop_reasons, time_and_memory
+from pipeline.plots.transfer import accuracy_matrix, tools, transfer
+from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,9 +21,9 @@ DPI = 175
 PAPER, INK = "#ffffff", "#000000"
 
 
-def pictures_of(run: Run) -> dict[str, Figure]:
+def pictures_of(run: RunData) -> dict[str, Figure]:
     """Those that have something to show, by the names of their files."""
-    drawn: dict[str, Callable[[Run], Figure]] = {
+    drawn: dict[str, Callable[[RunData], Figure]] = {
         "learning_curves": learning_curves,
         "stage_performance": stage_performance,
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.comparison import Row
-from pipeline.report.plots import COLOURS, WIDTH, tidy
+from pipeline.plots.plots import COLOURS, WIDTH, tidy
+from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
 LEAST = 5.0  # percentage points from end to end of an axis
 MARKERS = "osD^vPX<>ph"
 MIXED = {"marker": "*", "color": "black", "markersize": 13}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Runs with equal settings but for the seed, and their transfer numbers."""
+
+    label: str
+    runs: Sequence[RunData]
+    transfer: Mapping[str, Any]  # `transfer.summary` of all seeds
+    is_mixed: bool
+    # Against mixed training with as many episodes; None where there is none, or this is it.
+    against_mixed: Mapping[str, Any] | None
+
+    @property
+    def episodes(self) -> int:
+        return int(self.transfer["episodes"])
 
 
 def pareto(rows: Sequence[Row]) -> Figure:

@@ -1,0 +1,191 @@
+"""Domains: an environment class and what its module offers besides, resolved once for a run.
+
+A domain is named by the import string of its environment class, `my_pkg.bank:BankEnvironment`. The
+class's module may hold `generate_tasks(seed, n, split, difficulty)`, an `expert` for the warm start
+(`experts.py`), `WORDS` for the tiny tokenizer (texts, or a function that returns them), and
+`MAX_TASKS`, how many tasks it generates at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from pipeline.config.settings import DataSettings
+from pipeline.data.tasks import Message, Task
+from pipeline.environments.deadline import EnvironmentFault, describe, guarded, only_faults
+from pipeline.environments.experts import Expert, goal_of, play_expert
+from pipeline.environments.tools import started, tool_schemas
+from pipeline.errors import UserError
+from pipeline.files.untrusted import one_line, shown
+
+GenerateTasks = Callable[[int, int, str, str], list[Task]]  # (seed, n, split, difficulty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """One domain of a run; what its module does not offer is None, or empty."""
+
+    name: str
+    environment: type[Any]
+    generate_tasks: GenerateTasks | None = None
+    expert: Expert | None = None
+    words: Callable[[], Iterable[str]] = tuple  # one token each in the tiny tokenizer
+    max_tasks: int | None = None  # of one call of generate_tasks; None: not stated
+
+    def demonstrate(
+        self, task: Task, seconds: float, rule_share: float = 1.0, seed: int = 0
+    ) -> tuple[list[Message], float]:
+        """The expert's conversation on a task and its reward, with a deadline for all of it.
+
+        Raises EnvironmentFault.
+        """
+        assert self.expert is not None, f"{self.name} has no expert"
+        play = partial(play_expert, expert=self.expert, task=task, rule_share=rule_share, seed=seed)
+        found: tuple[list[Message], float] = guarded(
+            "expert", seconds, lambda: play(self.environment())
+        )
+        return found
+
+    def can_demonstrate(self, task: Task) -> bool:
+        """Whether there is an expert, and a goal in the task that it can serve."""
+        return self.expert is not None and goal_of(task) is not None
+
+
+def load_domains(data: DataSettings) -> dict[str, Domain]:
+    """The domains of a run, by name and in their order.
+
+    Raises UserError where one cannot be imported, or is none.
+    """
+    return {name: _load(name, data.import_strings[name]) for name in data.domains}
+
+
+def _load(name: str, target: str) -> Domain:
+    where = f"environments: {name}: got {target!r}"
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = import_module(module_name)
+        environment = getattr(module, attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{where} ({one_line(str(error))}); give an importable module:Class"
+        ) from None
+    except BaseException as error:  # whatever a module does when it is imported
+        why = describe(only_faults(error))
+        raise UserError(f"{where}, which fails on import ({why}); mend it") from None
+    _check_environment(where, environment)
+    max_tasks = getattr(module, "MAX_TASKS", None)
+    if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
+        raise UserError(f"{where}, whose MAX_TASKS is {shown(max_tasks)}; give a whole number")
+    return Domain(
+        name=name,
+        environment=environment,
+        generate_tasks=_function(where, module, "generate_tasks"),
+        expert=_function(where, module, "expert"),
+        words=partial(_words, where, getattr(module, "WORDS", ())),
+        max_tasks=max_tasks,
+    )
+
+
+def _check_environment(where: str, environment: Any) -> None:
+    if not isinstance(environment, type):
+        raise UserError(f"{where}, which is {shown(environment)}; name a class")
+    for name in ("reset", "get_reward"):
+        if not callable(getattr(environment, name, None)):
+            raise UserError(f"{where}, which has no {name}(); add it")
+    try:
+        tool_schemas(environment)
+    except BaseException as error:
+        why = describe(only_faults(error))
+        raise UserError(
+            f"{where}, whose tools cannot be told to a model ({why}); give each public "
+            "method type hints and a Google docstring, or a name with _"
+        ) from None
+
+
+def _function(where: str, module: ModuleType, name: str) -> Any:
+    found = getattr(module, name, None)
+    if found is not None and not callable(found):
+        raise UserError(f"{where}, whose module has {name} {shown(found)}; make it a function")
+    return found
+
+
+def _words(where: str, given: Any) -> list[str]:
+    try:
+        texts = list(given() if callable(given) else given)
+    except BaseException as error:
+        why = describe(only_faults(error))
+        raise UserError(f"{where}, whose WORDS fail ({why}); give a list of texts") from None
+    if isinstance(given, str) or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f"{where}, whose WORDS are {shown(given)}; give a list of texts")
+    return texts
+
+
+def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
+    """Tasks of a domain's own `generate_tasks(seed, n, split, difficulty)`."""
+    if domain.generate_tasks is None:
+        raise UserError(
+            f"tasks of {domain.name}: the module of {data.import_strings[domain.name]} has no "
+            "generate_tasks(seed, n, split, difficulty), which makes the held-out tasks; add it"
+        )
+    arguments = (data.task_seed, count, split, data.difficulty)
+    call = f"generate_tasks{arguments}"
+    try:
+        tasks = domain.generate_tasks(*arguments)
+    except ValueError as error:
+        raise UserError(f"tasks of {domain.name}: {one_line(str(error))}") from None
+    except BaseException as error:
+        why = describe(only_faults(error))
+        raise UserError(f"tasks of {domain.name}: {call} fails ({why}); mend it") from None
+    if not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
+        raise UserError(
+            f"tasks of {domain.name}: {call} gave {shown(tasks)}; return a list of Task"
+        )
+    if other := next((task for task in tasks if task.domain != domain.name), None):
+        raise UserError(
+            f"tasks of {domain.name}: {call} gave one of the domain {shown(other.domain)}; return "
+            f"tasks of {domain.name}"
+        )
+    return tasks
+
+
+def try_task(domain: Domain, task: Task, source: str, seconds: float, success: float) -> None:
+    """UserError where a task cannot be started, or its domain's expert cannot solve it."""
+    where = f"{source}: task {shown(task.id)}"
+    try:
+        guarded("reset", seconds, partial(started, domain.environment, task.row()))
+    except EnvironmentFault as fault:
+        reason = one_line(str(fault))
+        raise UserError(f"{where}: its payload cannot be used ({reason}); mend it") from None
+    if domain.can_demonstrate(task) and (why := _unsolved(domain, task, seconds, success)):
+        raise UserError(
+            f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
+            "mend goal, database or expected"
+        )
+
+
+def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> None:
+    """UserError where a domain's expert cannot solve a task that the domain generates."""
+    if why := _unsolved(domain, task, seconds, success):
+        raise UserError(
+            f"tasks of {domain.name}: the expert does not solve task {shown(task.id)} ({why}); "
+            "mend the expert or the task"
+        )
+
+
+def _unsolved(domain: Domain, task: Task, seconds: float, success: float) -> str:
+    """Why the expert's episode of a task is no success; empty if it is one."""
+    try:
+        _, reward = domain.demonstrate(task, seconds)
+    except EnvironmentFault as fault:
+        return one_line(str(fault))
+    return "" if reward >= success else f"reward {reward:g}"
+
+
+def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:
+    """The environment class of each domain."""
+    return {name: domain.environment for name, domain in domains.items()}

@@ -1,0 +1,1 @@
+"""The pictures of a run folder and of a comparison of runs."""

@@ -1,0 +1,189 @@
+"""Which files and rooms one warm optimizer step opens: what a reader of a step has to open.
+
+`python scripts/bench/step_trace.py [--checkout FOLDER]` plays a small run on two ranks, in which
+tools are called and every group trains, and notes whose functions rank 0 calls between the second
+optimizer step and the third. What evaluates, saves, tracks or watches is left aside, together with
+all that it calls. It prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from itertools import count, cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_RANKS = 2
+WARM_START = 12  # optimizer steps of the warm start, until the model ends its messages
+FLAGS = [
+    *("--model", "tiny", "--domains", "airline", "--tasks-per-domain", "40"),
+    *("--warm-start-steps", str(WARM_START), "--max-steps", "4", "--save-steps", "0"),
+    *("--tasks-per-step", "2", "--num-generations", "4", "--eval-steps", "0"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--report-to", "none"),
+    *("--num-gpus", str(NUM_RANKS), "--output-dir", "out"),
+]
+# Rooms and files that are left aside: the second line holds those of before there were rooms.
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+ASIDE = (
+    *("evaluation", "checkpoints", "tracking"),
+    *("distributed/watchdog.py", "distributed/store.py", "distributed/sentinel.py"),
+    *("evaluate.py", "validation.py", "continual.py", "error_shares.py", "checkpoint.py"),
+    *("manifest.py", "run_folder.py", "tracking.py", "trackers.py", "step_metrics.py"),
+    *("profiling.py", "flops.py", "watchdog.py", "sentinel.py"),
+)
+ASIDE_FUNCTIONS = ("save_trajectories", "save_when_due")  # what a module of before rooms saved
+
+
+@cache
+def is_aside(file: str, function: str) -> bool:
+    """Whether a function of a file of the package, or all of the file, is left aside."""
+    named = any(file == name or file.startswith(f"{name}/") for name in ASIDE)
+    return named or file.startswith("wandb_") or function in ASIDE_FUNCTIONS
+
+
+def traced(checkout: Path) -> dict[str, Any]:
+    """The files and rooms of one warm step of the package in `checkout`."""
+    with TemporaryDirectory() as folder:
+        place = {"WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS, "MASTER_PORT": free_port()}
+        shared = {"PYTHONPATH": checkout, "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
+        ranks = []
+        for rank in range(NUM_RANKS):
+            of_rank = {**place, **shared, "RANK": rank, "LOCAL_RANK": rank}
+            environment = {**os.environ, **{name: str(value) for name, value in of_rank.items()}}
+            command = [sys.executable, str(Path(__file__).resolve()), "--inside", f"{rank}.json"]
+            ranks.append(subprocess.Popen(command, cwd=folder, env=environment, **PIPES))
+        said = [rank.communicate()[0] for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise RuntimeError("the run failed:\n" + "\n".join(said))
+        files = json.loads((Path(folder) / "0.json").read_text(encoding="utf-8"))
+    rooms = sorted({file.split("/")[0].removesuffix(".py") for file in files})
+    return {"num_rooms": len(rooms), "rooms": rooms, "num_files": len(files), "files": files}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Trace:
+    """Notes the functions of the package that are called while it is `on`."""
+
+    def __init__(self, package: Path) -> None:
+        self._package, self.on = f"{package}{os.sep}", False
+        self.called: dict[str, set[str]] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if not self.on or event != "call" or not (file := self._file_of(frame)):
+            return
+        name = frame.f_code.co_name
+        if name in self.called.get(file, ()) or name == "<module>":  # which is an import
+            return
+        within: FrameType | None = frame
+        while within is not None:
+            if (of := self._file_of(within)) and is_aside(of, within.f_code.co_name):
+                return
+            within = within.f_back
+        self.called.setdefault(file, set()).add(name)
+
+    def _file_of(self, frame: FrameType) -> str:
+        """The frame's file in the package; empty for another's."""
+        name = frame.f_code.co_filename
+        return name[len(self._package) :] if name.startswith(self._package) else ""
+
+    def by_file(self) -> dict[str, list[str]]:
+        return {file: sorted(names) for file, names in sorted(self.called.items())}
+
+
+def play(output: Path) -> None:
+    """The run, traced between two optimizer steps."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    import pipeline
+    from pipeline import run
+
+    trace, num_steps = Trace(Path(str(pipeline.__file__)).parent), 0
+
+    def stepped(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        trace.on = num_steps == WARM_START + 2
+        if trace.on:
+            sys.setprofile(trace)
+        elif num_steps == WARM_START + 3:
+            sys.setprofile(None)
+            output.write_text(json.dumps(trace.by_file()), encoding="utf-8")
+
+    threading.setprofile(trace)
+    register_optimizer_step_post_hook(stepped)
+    make_groups_live()
+    make_messages_call_tools()
+    code = run.main(FLAGS)
+    if code == 0 and num_steps < WARM_START + 3:
+        raise RuntimeError(f"there were {num_steps} optimizer steps with the warm start")
+    run.leave(code)
+
+
+def make_groups_live() -> None:
+    """Rewards of siblings become 0 and 1 in turns, whatever the model has learned."""
+    rewards = cycle((0.0, 1.0))
+    environment = first_of("embedded.airline", "environments.airline").AirlineEnvironment
+    of_domain = environment.get_reward
+
+    def get_reward(self: Any) -> float:
+        of_domain(self)
+        return next(rewards)
+
+    environment.get_reward = get_reward
+
+
+def make_messages_call_tools() -> None:
+    """Every message that the model ends is read as a call, of a tool that finds or does not."""
+    chat, numbers = first_of("chat.template", "chat").Chat, count()
+    of_chat = chat.parse
+
+    def parse(self: Any, ids: list[int], tools: Any = (), finished: bool | None = None) -> Any:
+        if finished:
+            number = next(numbers)
+            day = '{"name": "find_flights", "arguments": {"day": "mon"}}'
+            missing = f'{{"name": "find_reservation", "arguments": {{"customer": "c{number}"}}}}'
+            text = f"<tool_call>{(day, missing)[number % 2]}</tool_call>"
+            ids = [*self.tokenizer.encode(text, add_special_tokens=False), ids[-1]]
+        return of_chat(self, ids, tools, finished)
+
+    chat.parse = parse
+
+
+def first_of(*modules: str) -> Any:
+    """The first module of the package that is there: those that come later are of older commits."""
+    for module in modules:
+        with suppress(ModuleNotFoundError):
+            return import_module(f"pipeline.{module}")
+    raise ModuleNotFoundError(" or ".join(modules))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="root of a repository")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        sys.path.pop(0)  # the folder of this script
+        play(options.inside.resolve())
+    print(json.dumps(traced(options.checkout.resolve()), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,441 @@
+"""Domains: an embedded one and one's own are resolved alike, and serve wherever they offer it."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
+from pipeline.data.tasks import save_tasks
+from pipeline.environments import Domain, load_domains
+from pipeline.environments.domains import generated
+from pipeline.environments.experts import play_expert
+from pipeline.errors import UserError
+from pipeline.evaluation.baselines import floors
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.preflight import check
+from pipeline.preflight.prepare import prepare
+from pipeline.sft import IGNORED, demonstration_rows, warm_start
+from scripts.proofs.ranks import play_ranks
+from tests.support import ROOT
+from tests.support.helpers import embedded, tokenizer
+
+BANK = '''
+import json
+
+from pipeline.data.tasks import Task
+from pipeline.environments import Agent, Outage, ToolError
+
+WORDS = ("bank", "freeze", "Which account?", "frozen", '{"account": "')
+
+
+class Customer:
+    def __init__(self, account: str) -> None:
+        self.account = account
+
+    async def reply(self, message: str) -> str | None:
+        return self.account if "?" in message else None
+
+
+class BankEnvironment:
+    """Its tool answers in plain words, its reset adds to the request."""
+
+    record_tools = ("show",)
+
+    async def reset(self, **row) -> str:
+        self.account = json.loads(row["payload"])["goal"]["account"]
+        self.user, self.frozen, self.final_message = Customer(self.account), [], ""
+        return " now"
+
+    def show(self, account: str) -> dict:
+        """Show an account.
+
+        Args:
+            account: Account id.
+        """
+        return {"status": "open"}
+
+    def freeze(self, account: str) -> str:
+        """Freeze an account.
+
+        Args:
+            account: Account id.
+        """
+        if account != self.account:
+            raise ToolError("no such account")
+        self.frozen.append(account)
+        return "frozen"
+
+    async def get_reward(self) -> float:
+        return float(self.frozen == [self.account] and self.final_message == "Done.")
+
+
+def expert(agent: Agent, goal: dict) -> str:
+    account = agent.ask("Which account?")
+    assert agent.call("show", account=account) == {"status": "open"}
+    agent.call("freeze", account=agent.decide(account, [account, "K00"]))
+    return "Done."
+
+
+def generate_tasks(seed, n, split, difficulty):
+    prompt = ({"role": "system", "content": "bank"}, {"role": "user", "content": "freeze it"})
+    return [
+        Task(
+            domain="bank",
+            id=f"{split}-{i}",
+            prompt=prompt,
+            payload=json.dumps({"goal": {"account": f"K{i % 60:02d}"}, "number": f"{split}-{i}"}),
+        )
+        for i in range(n)
+    ]
+'''
+
+
+def write(folder: Path, name: str, code: str = BANK) -> dict[str, str]:
+    """What `environments` says of a bank in a module of this name."""
+    (folder / f"{name}.py").write_text(code)
+    return {"bank": f"{name}:BankEnvironment"}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Makes the settings of a run with a bank, whose module has a name of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    def make(code=BANK, name="own_bank", domains=("bank",), tasks=None, **sections):
+        data = {
+            "domains": list(domains),
+            "environments": write(tmp_path, name, code),
+            "tasks": tasks or {},
+            "tasks_per_domain": 6,
+            "eval_tasks_per_domain": 3,
+        }
+        warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1, **sections.pop("warm_start", {})}
+        return Config.model_validate({**sections, "data": data, "warm_start": warm})
+
+    yield make
+    for name in [name for name, module in sys.modules.items() if is_in(module, tmp_path)]:
+        del sys.modules[name]
+
+
+def is_in(module, folder) -> bool:
+    return str(getattr(module, "__file__", None) or "").startswith(str(folder))
+
+
+def refusal(call, *arguments) -> str:
+    with pytest.raises(UserError) as refused:
+        call(*arguments)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+# Who asks what is embedded
+
+
+def test_one_place_asks_whether_a_domain_is_embedded():
+    """The settings' validator, which keeps the names; the import strings are joined beside it."""
+    places = []
+    for path in sorted((ROOT / "pipeline").rglob("*.py")):
+        name = str(path.relative_to(ROOT / "pipeline"))
+        for where, node in inside_functions(ast.parse(path.read_text(encoding="utf-8"))):
+            if mentions_embedded(node) and not name.startswith("embedded/"):
+                places.append((name, where))
+    settings = "config/settings.py"
+    assert places == [
+        *[(settings, "")] * (1 + len(EMBEDDED_DOMAINS)),  # the table itself
+        (settings, "_domains_are_known_and_unique"),
+        (settings, "import_strings"),
+    ]
+
+
+def inside_functions(tree, where=""):
+    """Every node, with the name of the function that it stands in."""
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield where, node
+        yield from inside_functions(node, node.name if is_function else where)
+
+
+def mentions_embedded(node) -> bool:
+    """The table, the embedded room as import or import string, or the class of its environments."""
+    named = (getattr(node, field, None) for field in ("id", "attr", "module", "name", "value"))
+    texts = [text for text in named if isinstance(text, str)]
+    return any(
+        text in ("EMBEDDED_DOMAINS", "CaseEnvironment") or text.startswith("pipeline.embedded")
+        for text in texts
+    )
+
+
+def test_domains_are_imported_without_torch():
+    modules = ", ".join(target.partition(":")[0] for target in EMBEDDED_DOMAINS.values())
+    program = (
+        f"import sys, pipeline.environments, pipeline.environments.trl_adapter, {modules}\n"
+        "print({'torch', 'transformers', 'trl'} & set(sys.modules))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == "set()\n"
+
+
+# Resolved alike
+
+
+def test_what_a_module_offers_belongs_to_its_domain(own):
+    domains = load_domains(own(domains=("bank", "airline")).data)
+    assert list(domains) == ["bank", "airline"]
+    module = sys.modules["own_bank"]
+    bank, airline = domains.values()
+    assert (bank.environment, bank.expert) == (module.BankEnvironment, module.expert)
+    assert bank.generate_tasks is module.generate_tasks
+    assert (list(bank.words()), bank.max_tasks) == (list(module.WORDS), None)
+    assert airline.expert is sys.modules["pipeline.embedded.airline"].expert
+    assert airline.max_tasks == 100_000
+    assert "find_reservation" in airline.words()
+
+
+def test_an_embedded_domain_is_one_that_is_named_by_its_import_string():
+    """Under a name of its own, with the same parts."""
+    target = EMBEDDED_DOMAINS["retail"]
+    own = load_domains(DataSettings(domains=["shop"], environments={"shop": target}))["shop"]
+    retail = embedded("retail")["retail"]
+    assert (own.environment, own.expert) == (retail.environment, retail.expert)
+    assert set(own.words()) == set(retail.words())
+
+
+def test_a_module_need_not_offer_anything(own):
+    code = BANK[: BANK.index("def expert")].replace("WORDS =", "_words =")
+    bank = load_domains(own(code, "silent_bank").data)["bank"]
+    assert bank == Domain(name="bank", environment=bank.environment, words=bank.words)
+    assert list(bank.words()) == []
+    vocabulary = tiny_tokenizer([bank]).get_vocab()
+    assert vocabulary == tokenizer().get_vocab()
+
+
+def test_words_may_be_a_function(own):
+    code = BANK.replace("WORDS = (", "WORDS = lambda: (")
+    (bank,) = load_domains(own(code, "lazy_bank").data).values()
+    assert "Which account?" in bank.words()
+
+
+# What one's own domain gets
+
+
+def test_a_domain_of_ones_own_has_task_files_and_datasets(own, tmp_path):
+    tasks = generated(own().data, load_domains(own().data)["bank"], 4, "train")
+    save_tasks(tasks, path := tmp_path / "bank.jsonl")
+    rows = [{**task.row(), "family": task.family, "branch": task.branch} for task in tasks]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "folder")
+    for source in (path, tmp_path / "folder"):
+        parts = prepare(own(tasks={"bank": str(source)}))
+        assert list(parts.train["bank"]) == tasks
+        assert [task.id for task in parts.held_out["bank"]] == ["test-0", "test-1", "test-2"]
+
+
+def test_the_demonstrations_are_what_a_rollout_would_hold(own):
+    """With what `reset` adds to the request, and a tool's words that are no JSON."""
+    (bank,) = load_domains(own().data).values()
+    task = generated(own().data, bank, 2, "train")[1]
+    messages, reward = play_expert(bank.environment(), bank.expert, task)
+    assert reward == 1.0
+    said = [(message["role"], message["content"]) for message in messages]
+    assert said == [
+        ("system", "bank"),
+        ("user", "freeze it now"),
+        ("assistant", "Which account?"),
+        ("user", "K01"),
+        ("assistant", ""),
+        ("tool", '{"status": "open"}'),
+        ("assistant", ""),
+        ("tool", "frozen"),
+        ("assistant", "Done."),
+    ]
+    assert task.prompt[-1]["content"] == "freeze it"
+    wrong = [play_expert(bank.environment(), bank.expert, task, 0.0, seed)[1] for seed in range(20)]
+    assert 0.0 in wrong
+
+
+def test_an_own_expert_gives_the_warm_start_its_share_of_rows(own):
+    config = own(domains=("bank", "airline"))
+    parts = prepare(config)
+    rows = demonstration_rows(config, parts.chat, parts.domains)
+    starts = [parts.tokenizer.decode(row["input_ids"]).split("\n")[1] for row in rows]
+    assert sorted(starts) == ["airline"] * 6 + ["bank"] * 6
+    trained = [
+        parts.tokenizer.decode([token for token in row["labels"] if token != IGNORED])
+        for row, start in zip(rows, starts, strict=True)
+        if start == "bank"
+    ]
+    assert all(text.startswith("Which account?<|im_end|><tool_call>") for text in trained)
+
+
+def warm_started(config) -> tuple[float, float, list[str]]:
+    """The mean loss of the first steps and of the last, and the tasks that GRPO would train on."""
+    accelerator = Accelerator()
+    parts = prepare(config)
+    losses = []
+    for steps in (1, 12):
+        torch.manual_seed(0)
+        warm = config.warm_start.model_copy(update={"steps": steps})
+        settings, model = (
+            config.model_copy(update={"warm_start": warm}),
+            tiny_model(parts.tokenizer, 0),
+        )
+        count = accelerator.num_processes
+        losses.append(
+            warm_start(
+                settings, model, parts.tokenizer, parts.chat, parts.domains, count, lambda: None
+            )
+        )
+    return losses[0], losses[1], [task.id for task in parts.train["bank"]]
+
+
+def test_a_warm_start_learns_from_an_own_expert_beside_a_file_of_own_tasks(own, tmp_path):
+    tasks = generated(own().data, load_domains(own().data)["bank"], 9, "train")[5:]
+    save_tasks(tasks, path := tmp_path / "bank.jsonl")
+    config = own(tasks={"bank": str(path)}, run={"output_dir": str(tmp_path / "out")})
+    (found,) = play_ranks(warm_started, 1, config)
+    assert isinstance(found, tuple), found
+    first, last, trained = found
+    assert 0 < last < 0.8 * first
+    assert trained == ["train-5", "train-6", "train-7", "train-8"]
+
+
+def test_own_words_are_tokens_of_the_tiny_model(own):
+    parts = prepare(own())
+    ids = parts.tokenizer("Which account?", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 1
+    assert len(parts.tokenizer) == len(tokenizer()) + 3  # "bank" and "frozen" are words of others
+
+
+def test_the_check_shows_what_an_own_expert_does(own, capsys):
+    check.main(own())
+    said = capsys.readouterr().out
+    assert "--- its expert, reward 1 ---" in said
+    assert "  tool: frozen\n" in said
+
+
+def test_policies_that_never_look_are_measured_where_a_domain_says_what_shows_the_record(own):
+    domains = load_domains(own().data)
+    tasks = {"bank": generated(own().data, domains["bank"], 5, "test")}
+    assert floors(domains, tasks)["bank"]["unread"] == 1.0  # nothing depends on the record
+    silent = {"bank": Domain(name="bank", environment=domains["bank"].environment)}
+    assert set(floors(silent, tasks)["bank"]) == {"nothing", "transfer", "every_tool"}
+
+
+# What is refused
+
+NO_EXPERT = BANK[: BANK.index("def expert")] + BANK[BANK.index("def generate_tasks") :]
+MODULES = [
+    ("fails on import", "1 / 0" + BANK, "which fails on import (ZeroDivisionError: division"),
+    ("exits on import", "raise SystemExit(3)" + BANK, "which fails on import (SystemExit: 3"),
+    ("imports what is not there", "import nowhere" + BANK, "(No module named 'nowhere'); give an"),
+    ("has no class", BANK.replace("BankEnv", "Env"), "has no attribute 'BankEnvironment'); give"),
+    ("holds no class", BANK + "\nBankEnvironment = 3", "which is 3; name a class"),
+    ("has no reset", BANK.replace("def reset", "def start"), "which has no reset(); add it"),
+    ("has no reward", BANK.replace("def get_reward", "def rate"), "which has no get_reward(); add"),
+    (
+        "has a bare tool",
+        BANK.replace("account: str) -> str:", "account):"),
+        "whose tools cannot be ",
+    ),
+    ("has an odd expert", BANK + "\nexpert = 'me'", "whose module has expert 'me'; make it a func"),
+    ("has odd words", BANK + "\nWORDS = 'bank'", "whose WORDS are 'bank'; give a list of texts"),
+    ("has empty words", BANK + "\nWORDS = ['']", "whose WORDS are ['']; give a list of texts"),
+    ("has failing words", BANK + "\nWORDS = 3", "whose WORDS fail (TypeError: 'int' object is not"),
+    ("has an odd limit", BANK + "\nMAX_TASKS = 'a'", "whose MAX_TASKS is 'a'; give a whole number"),
+]
+GENERATORS = [
+    ("has no generator", BANK.replace("def generate_tasks", "def make"), "has no generate_tasks("),
+    (
+        "fails to generate",
+        BANK + "\ndef generate_tasks(*_): return {}[0]",
+        "generate_tasks(0, 12, 'train', 'medium') fails (KeyError: 0); mend it",
+    ),
+    (
+        "generates nothing",
+        BANK + "\ndef generate_tasks(*_): return []",
+        "gave []; return a list of Task",
+    ),
+    (
+        "generates for another domain",
+        BANK.replace('domain="bank"', 'domain="desk"'),
+        "gave one of the domain 'desk'; return tasks of bank",
+    ),
+    (
+        "refuses to generate",
+        BANK + "\ndef generate_tasks(*_): raise ValueError('no\\nmore')",
+        "tasks of bank: no more",
+    ),
+    (
+        "has a lazy expert",
+        BANK.replace('agent.call("freeze"', 'str("freeze"').replace(", account=agent", ", agent"),
+        "the expert does not solve task 'train-0' (",
+    ),
+    (
+        "has an expert that says the wrong thing",
+        BANK.replace('return "Done."', 'return "Bye."'),
+        "the expert does not solve task 'train-0' (reward 0); mend the expert or the task",
+    ),
+    (
+        "has an expert that fails",
+        BANK.replace("account = agent.ask", "agent.ask('Hm.'); account = agent.ask"),
+        "the expert does not solve task 'train-0' (ValueError: nobody answers 'Hm.'); mend",
+    ),
+    (
+        "has tasks without a goal",
+        BANK.replace('"goal": {"account"', '"aim": {"account"').replace('["goal"]', '["aim"]'),
+        "the expert does not solve task 'train-0' (ValueError: its payload has no goal); mend",
+    ),
+    ("has no expert", NO_EXPERT, "warm_start.data: missing, and the module of no domain has an "),
+    (
+        "makes too few tasks",
+        BANK + "\nMAX_TASKS = 11",
+        "warm_start: got 3 steps of 4 demonstrations, but the experts give at most 11 a domain; ",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(row, id=row[0]) for row in [*MODULES, *GENERATORS]])
+def test_a_module_that_cannot_serve_is_refused_in_one_line(case, own):
+    """Each module has a name of its own: a module is imported once a process."""
+    name = "bank_that_" + case[0].replace(" ", "_")
+    said = refusal(prepare, own(case[1], name))
+    assert case[2] in said
+    if case in MODULES:
+        assert said.startswith(f"environments: bank: got '{name}:BankEnvironment'")
+
+
+def test_an_expert_that_fails_in_the_warm_start_is_one_line(own):
+    """On a task that was not tried before."""
+    code = BANK.replace('return "Done."', 'return "Done." if goal["account"] != "K09" else 1 / 0')
+    config = own(code, "late_bank")
+    parts = prepare(config)
+    said = refusal(demonstration_rows, config, parts.chat, parts.domains)
+    assert said == (
+        "tasks of bank: the expert fails on task 'train-9' (ZeroDivisionError: division by zero); "
+        "mend the expert or the task"
+    )
+
+
+def test_a_file_whose_task_the_own_expert_cannot_solve_is_refused(own, tmp_path):
+    row = {"id": "b", "prompt": [{"role": "user", "content": "freeze"}]}
+    path = tmp_path / "bank.jsonl"
+    path.write_text(json.dumps({**row, "payload": {"goal": {"account": ["K1"]}}}))
+    said = refusal(prepare, own(tasks={"bank": str(path)}))
+    assert said.startswith(f"{path}: task 'b': the actions that serve its goal do not lead to ")
+
+
+def test_a_success_is_what_the_threshold_says(own):
+    code = BANK.replace("return float(self.frozen", "return 0.5 * float(self.frozen")
+    evaluation = {"success_threshold": 0.5}
+    assert prepare(own(code, "half_bank", evaluation=evaluation)).domains["bank"].expert
+    assert "(reward 0.5); mend the expert or the task" in refusal(prepare, own(code, "half_bank"))

@@ -1,0 +1,105 @@
+"""Pictures of runs of any kind: drawn in the colours of their domains, and nothing is cut off."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from pipeline.plots.pictures import pictures_of, save
+from pipeline.plots.plots import smooth
+from pipeline.plots.training import dead_groups
+from pipeline.tracking.run_files import load_run
+from tests.support.report_runs import (  # noqa: F401
+    THREE,
+    make_run,
+    matplotlib_home,
+    pay_any_rewards,
+)
+
+
+def draw(folder: Path) -> None:
+    save(pictures_of(load_run(folder)), folder)
+
+
+def assert_nothing_is_cut_off(path: Path) -> numpy.ndarray:
+    """A picture of some size with a white edge; returns its pixels."""
+    pixels = numpy.asarray(Image.open(path).convert("RGB"))
+    height, width, _ = pixels.shape
+    assert width >= 900
+    assert height >= 200
+    for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
+        assert (edge == 255).all(), f"{path.name} is cut off"
+    assert (pixels != 255).any(), f"{path.name} is empty"
+    return pixels
+
+
+def assert_is_a_whole_picture(path: Path, num_colours: int) -> None:
+    """Drawn in the colours of its domains."""
+    pixels = assert_nothing_is_cut_off(path)
+    palette = ["0072B2", "D55E00", "009E73", "CC79A7", "E69F00"]
+    found = [(pixels == list(bytes.fromhex(colour))).all(axis=2).sum() for colour in palette]
+    assert all(count > 50 for count in found[:num_colours]), found
+    assert not any(found[num_colours:]), found
+
+
+def test_pictures_of_a_sequential_run_are_whole(tmp_path):
+    folder = make_run(tmp_path / "run", THREE)
+    draw(folder)
+    for name in ("learning_curves", "stage_performance", "transfer"):
+        assert_is_a_whole_picture(folder / f"{name}.png", 3)
+    for name in ("accuracy_matrix", "tools", "stop_reasons", "dead_groups", "time_and_memory"):
+        assert_nothing_is_cut_off(folder / f"{name}.png")
+
+
+@pytest.mark.parametrize(
+    ("stages", "domains", "validation"),
+    [
+        (("mixed",), THREE, True),
+        (("airline",), ("airline",), False),
+        (
+            (*THREE, "bank", "hospital-appointments"),
+            (*THREE, "bank", "hospital-appointments"),
+            True,
+        ),
+    ],
+    ids=["mixed", "one domain, no validation", "five domains"],
+)
+def test_pictures_are_whole_for_other_runs(tmp_path, stages, domains, validation):
+    folder = make_run(tmp_path / "run", stages, domains, validation)
+    draw(folder)
+    assert_is_a_whole_picture(folder / "learning_curves.png", len(domains))
+    assert_is_a_whole_picture(folder / "stage_performance.png", len(domains))
+    for path in folder.glob("*.png"):
+        assert_nothing_is_cut_off(path)
+
+
+def test_an_evaluation_only_has_its_points(tmp_path):
+    folder = make_run(tmp_path / "run", ())
+    draw(folder)
+    assert_is_a_whole_picture(folder / "learning_curves.png", 3)
+    assert (folder / "stage_performance.png").stat().st_size > 5_000
+
+
+def test_rewards_of_any_size_have_an_axis(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    pay_any_rewards(folder)
+    draw(folder)
+    for name in ("learning_curves", "stage_performance", "accuracy_matrix"):
+        assert_nothing_is_cut_off(folder / f"{name}.png")
+
+
+def test_groups_of_which_too_few_were_left_have_a_layer_of_their_own(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[0]["rollout/too_few_left"] = 0.25
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (legend,) = dead_groups(load_run(folder)).legends
+    assert [line.get_text() for line in legend.get_texts()][-1] == "fewer than two left"
+
+
+def test_smoothing_keeps_a_line_straight_and_its_ends_in_place():
+    assert smooth([0.5] * 20) == [0.5] * 20
+    assert smooth([0.0, 1.0]) == [0.5, 0.5]
+    assert smooth(list(range(20)))[4:16] == [float(i) for i in range(4, 16)]
