@@ -46,11 +46,13 @@ def summed_over_ranks(module: Any) -> Any:
     """Make DDP add the ranks' gradients up, where it would average them; returns the module.
 
     A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
-    the number of ranks.
+    the number of ranks. `module.add_up` may be replaced, to measure it.
     """
     if isinstance(module, DistributedDataParallel):
+        wrapped: Any = module
+        wrapped.add_up = add_up
         # DDP does not take a function whose annotations are text, as they are here.
-        module.register_comm_hook(None, lambda _, bucket: _add_up(bucket))
+        wrapped.register_comm_hook(None, lambda _, bucket: wrapped.add_up(bucket))
     return module
 
 
@@ -66,7 +68,7 @@ def _as_it_is(bucket: dist.GradBucket) -> Any:
     return done
 
 
-def _add_up(bucket: dist.GradBucket) -> Any:
+def add_up(bucket: dist.GradBucket) -> Any:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])

@@ -9,21 +9,19 @@ from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import common  # noqa: F401  # puts the repository on the path
 import numpy as np
 import torch
 from turns import Gate, Work, script_of, siblings, without_users
 
-from pipeline import session, train
 from pipeline.config.cli import parse
 from pipeline.data.curriculum import tasks_of_step
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.tools import tool_schemas
-from pipeline.grpo.dynamic_sampling import play_step
-from pipeline.learner import make_updater
+from pipeline.grpo.collect import RolloutBatch, collect_rollouts
 from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.train import Training, connect
 
 
 class Scripted:
@@ -58,15 +56,20 @@ class Scripted:
 
 def main(work: Work, gate: Gate) -> None:
     config = parse(work.flags)
-    accelerator, ranks = session.connect(config)
-    run = session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
+    accelerator, ranks = connect(config)
+    kind = Stepped if work.kind == "step" else Training
+    run = kind(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     run.parts = without_users(run.parts)
     if work.forced:
-        Scripted(run.rollout.sampler, scripts_of(run, work.num_units))
-    {"step": steps, "sampling": sampling, "update": updates}[work.kind](run, work, gate)
+        Scripted(run.policy.rollout.sampler, scripts_of(run, work.num_units))
+    if isinstance(run, Stepped):
+        run.gate = gate
+        run.train()
+    else:
+        {"sampling": sampling, "update": updates}[work.kind](run, work, gate)
 
 
-def scripts_of(run: session.Run, num_units: int) -> dict[tuple[int, ...], list[list[int]]]:
+def scripts_of(run: Training, num_units: int) -> dict[tuple[int, ...], list[list[int]]]:
     """The forced tokens of every sibling of every prompt of the steps to come."""
     parts, found, size = run.parts, {}, run.config.rollout.num_generations
     for step in range(num_units):
@@ -78,45 +81,52 @@ def scripts_of(run: session.Run, num_units: int) -> dict[tuple[int, ...], list[l
     return found
 
 
-def steps(run: session.Run, work: Work, gate: Gate) -> None:
-    """The whole loop, from where one step writes its timings to where the next does."""
-    seen, sampled_s, write = 0, 0.0, run.log.timings
+class Stepped(Training):
+    """The whole loop, from where one step has written its lines to where the next has."""
 
-    def arrive(record: Mapping[str, Any]) -> None:
-        nonlocal seen, sampled_s
-        write(record)
-        seconds = run.ranks.seconds["sample"]
-        gate({**counts(run.records[seen:]), "sample_s": seconds - sampled_s})
-        seen, sampled_s = len(run.records), seconds
+    gate: Gate
+    sampled_s = 0.0
 
-    with patch.object(run.log, "timings", arrive):
-        train.train(run)
+    def record(self, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
+        metrics = super().record(stage, batch, statistics, meter)
+        seconds = self.ranks.seconds["sample"]
+        records = self.records[-len(batch.trajectories) :]
+        self.gate({**counts(records), "sample_s": seconds - self.sampled_s})
+        self.sampled_s = seconds
+        return metrics
 
 
-def sampling(run: session.Run, work: Work, gate: Gate) -> None:
+def collect(run: Training, step: int) -> RolloutBatch:
+    stage = run.parts.stages[0]
+    sources = run.parts.sources(stage)
+    return collect_rollouts(run.policy.rollout, run.ranks, run.config, stage, step, sources)
+
+
+def sampling(run: Training, work: Work, gate: Gate) -> None:
     """The episodes of one step after the other, from the same weights."""
     for step in range(work.num_units):
-        seen = len(run.records)
-        play_step(run, run.parts.stages[0], step)
-        gate(counts(run.records[seen:]))
+        batch = collect(run, step)
+        gate(counts([t.record() for t in batch.trajectories]))
 
 
-def updates(run: session.Run, work: Work, gate: Gate) -> None:
+def updates(run: Training, work: Work, gate: Gate) -> None:
     """Updates on the episodes of the first step, which are left for the other side.
 
     A micro-batch may hold as many tokens as the other side's, padding included.
     """
     stage = run.parts.stages[0]
-    played = play_step(run, stage, 0)
-    leave(played.trajectories, Path(work.exchange) / f"{run.ranks.rank}.json")
-    rewards = train.rewards_of(run, played, 0)
-    run.updater = make_updater(run)
-    budget = work.microbatch_tokens or work.batch * longest(played.trajectories)
-    run.updater.max_tokens_per_microbatch = budget
+    batch = collect(run, 0)
+    leave(batch.trajectories, Path(work.exchange) / f"{run.ranks.rank}.json")
+    run.begin_grpo()
+    run.begin_stage(stage)
+    updater = run.policy.updater
+    assert updater is not None
+    budget = work.microbatch_tokens or work.batch * longest(batch.trajectories)
+    updater.max_tokens_per_microbatch = budget
     for _ in range(work.num_units):
-        advantages, kept = train.advantages_of(run, played, rewards)
-        train.update(run, stage, played.trajectories, advantages, kept)
-        gate(counts(run.records))
+        advantages, kept = run.advantages(batch, 0)
+        run.update(stage, batch, advantages, kept)
+        gate(counts([t.record() for t in batch.trajectories]))
 
 
 def longest(trajectories: Sequence[Trajectory]) -> int:

@@ -7,28 +7,25 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 from zlib import crc32
 
 import common  # noqa: F401  # puts the repository on the path
 import torch
 from common import ready, seconds_of
-from our_side import Scripted, counts, scripts_of
+from our_side import Scripted, collect, counts, scripts_of
 from turns import Gate, Work, without_users
 
-from pipeline import session, train
-from pipeline.collect import save_trajectories
 from pipeline.config.cli import parse
-from pipeline.data.tasks import shard_tasks
-from pipeline.distributed import gradients as distributed
+from pipeline.distributed import gradients
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.grpo import dynamic_sampling
 from pipeline.grpo.micro_batches import packed
+from pipeline.rollout.transcripts import save_transcripts
+from pipeline.train import Training, connect
 
 LARGE = ("gradients", "messages")  # kinds of what ranks give each other
 
@@ -52,14 +49,14 @@ class Exchange:
     """
 
     def __init__(self, device: str) -> None:
-        self._device, self._add_up = device, distributed._add_up
+        self._device = device
         self._times: list[tuple[Any, Any]] = []
         self.bytes = 0
 
     def __call__(self, bucket: Any) -> Any:
         buffer, begun = bucket.buffer(), self._now()
         self.bytes += buffer.numel() * buffer.element_size()
-        future = self._add_up(bucket)
+        future = gradients.add_up(bucket)
         if not bucket.is_last():
             return future
 
@@ -86,20 +83,18 @@ class Exchange:
 def main(work: Share, gate: Gate) -> None:
     take_place(work)
     config = parse(work.flags)
-    accelerator, ranks = session.connect(config)
-    run = session.start(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
+    accelerator, ranks = connect(config)
+    if ranks.num_ranks == 1:  # apart: it plays one rank's share of a step, and talks to nobody
+        ranks.shard = lambda count: range(work.rank, count, work.of)  # type: ignore[method-assign]
+    run = Measured(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     if work.forced:
         run.parts = without_users(run.parts)
-        Scripted(run.rollout.sampler, scripts_of(run, run.config.grpo.max_steps))
-    if run.ranks.num_ranks > 1:
-        {"steps": steps, "transfers": transfers}[work.kind](run, work, gate)
-        return
-
-    def share(count: int, *_: int) -> range:
-        return shard_tasks(count, work.rank, work.of)
-
-    with patch.object(dynamic_sampling, "shard_tasks", share):
-        steps(run, work, gate)
+        Scripted(run.policy.rollout.sampler, scripts_of(run, run.config.grpo.max_steps))
+    if work.kind == "transfers":
+        transfers(run, work, gate)
+    else:
+        run.work, run.gate = work, gate
+        run.train()
 
 
 def take_place(work: Share) -> None:
@@ -113,34 +108,44 @@ def take_place(work: Share) -> None:
     os.sched_setaffinity(0, {cores[(rank * threads + i) % len(cores)] for i in range(threads)})
 
 
-def steps(run: session.Run, work: Share, gate: Gate) -> None:
+class Measured(Training):
     """The whole loop, let on at every `block`-th step's end."""
-    exchange, write = Exchange(work.device), run.log.timings
-    sampled_s, seen = [0.0], 0  # at the end of each step of the block, and before it
-    before: dict[str, float] = {}
 
-    def counters() -> dict[str, float]:
-        given = run.ranks.bytes
+    work: Share
+    gate: Gate
+
+    def begin_grpo(self) -> Any:
+        meter = super().begin_grpo()
+        updater = self.policy.updater
+        assert updater is not None
+        self.exchange = Exchange(self.work.device)
+        if self.ranks.num_ranks > 1:
+            updater.exchange.add_up = self.exchange
+        self.sampled_s = [0.0]  # at the end of each step of the block, and before it
+        self.seen, self.before = 0, self.counters()
+        return meter
+
+    def counters(self) -> dict[str, float]:
+        given = self.ranks.bytes
         return {
-            "wait_s": run.ranks.seconds["wait"],
-            "exchange_s": exchange.seconds(),
-            "exchange_bytes": exchange.bytes,
+            "wait_s": self.ranks.seconds["wait"],
+            "exchange_s": self.exchange.seconds(),
+            "exchange_bytes": self.exchange.bytes,
             "control_bytes": sum(n for kind, n in given.items() if kind not in LARGE),
             "moved_bytes": given["messages"],
         }
 
-    def arrive(record: Mapping[str, Any]) -> None:
-        nonlocal sampled_s, seen, before
-        write(record)
-        sampled_s.append(run.ranks.seconds["sample"])
-        if len(sampled_s) <= work.block:
-            return
-        now = counters()
-        records = run.records[seen:]
+    def record(self, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
+        metrics = super().record(stage, batch, statistics, meter)
+        self.sampled_s.append(self.ranks.seconds["sample"])
+        if len(self.sampled_s) <= self.work.block:
+            return metrics
+        now, before = self.counters(), self.before
+        records = self.records[self.seen :]
         # A sum that is the same on as many ranks as you like only if all play the same episodes.
         played = sum(crc32(f"{r.domain} {r.task_id} {r.trial}".encode()) for r in records)
-        spent = {f"sample_{i}_s": b - a for i, (a, b) in enumerate(pairwise(sampled_s))}
-        gate(
+        spent = {f"sample_{i}_s": b - a for i, (a, b) in enumerate(pairwise(self.sampled_s))}
+        self.gate(
             {
                 **counts(records),
                 "played": played,
@@ -148,20 +153,17 @@ def steps(run: session.Run, work: Share, gate: Gate) -> None:
                 **{name: now[name] - before[name] for name in now},
             }
         )
-        before, seen, sampled_s = now, len(run.records), sampled_s[-1:]
-
-    before = counters()
-    with patch.object(distributed, "_add_up", exchange), patch.object(run.log, "timings", arrive):
-        train.train(run)
+        self.before, self.seen, self.sampled_s = now, len(self.records), self.sampled_s[-1:]
+        return metrics
 
 
-def transfers(run: session.Run, work: Share, gate: Gate) -> None:
+def transfers(run: Training, work: Share, gate: Gate) -> None:
     """Milliseconds and bytes of this rank for what crosses ranks, or would, once each."""
-    trajectories = dynamic_sampling.play_step(run, run.parts.stages[0], 0).trajectories
+    trajectories = collect(run, 0).trajectories
     # Copied step by step: pickle writes a text that records share only once.
     step = pickle.dumps([trajectory.record() for trajectory in trajectories])
     records = [record for _ in range(work.stage_steps) for record in pickle.loads(step)]
-    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     gradient = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
     numbers = [0.0] * 16
     group = packed([(t, 0.0, 0.0) for t in trajectories[: run.config.rollout.num_generations]])
@@ -174,8 +176,9 @@ def transfers(run: session.Run, work: Share, gate: Gate) -> None:
             seconds.append(seconds_of(transfer, work.device))
         return median(seconds) * 1e3
 
+    folder = run.folder / "trajectories" / "measured"
     facts = {
-        "gradient_ms": ms_of(lambda: distributed.sum_over_ranks(gradient)),
+        "gradient_ms": ms_of(lambda: gradients.sum_over_ranks(gradient)),
         "gradient_bytes": gradient.numel() * gradient.element_size(),
         "numbers_ms": ms_of(lambda: run.ranks.sum(numbers)),
         "numbers_bytes": len(numbers) * 8,
@@ -185,9 +188,9 @@ def transfers(run: session.Run, work: Share, gate: Gate) -> None:
         "records_bytes": len(pickle.dumps(records)),
         "objects_ms": ms_of(lambda: run.ranks.all_gather_objects(trajectories, "trajectories")),
         "objects_bytes": len(pickle.dumps(trajectories)),
-        "disk_ms": ms_of(lambda: save_trajectories(run, "measured", trajectories)),
+        "disk_ms": ms_of(lambda: save_transcripts(folder, 0, run.ranks.rank, trajectories)),
     }
-    written = (run.folder / "trajectories" / "measured").glob(f"*rank-{run.ranks.rank}.*")
+    written = folder.glob(f"*rank-{run.ranks.rank}.*")
     gate({**facts, "disk_bytes": sum(path.stat().st_size for path in written)})
 
 
