@@ -20,8 +20,8 @@ from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.distributed.gradients import kept_apart
-from pipeline.environments.deadline import EnvironmentFault, alarms
 from pipeline.environments.domains import Domain, generated, try_expert
+from pipeline.environments.timeouts import EnvironmentFault, alarms
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown

@@ -37,6 +37,7 @@ from pipeline.files.afterwards import may_fail
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.grpo.policy import Policy
 from pipeline.grpo.updater import learning_rate_at
+from pipeline.models.weights import trained_weights
 from pipeline.preflight.check import validate
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
@@ -185,11 +186,16 @@ class Trainer:
         self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
     ) -> dict[str, float]:
         """Train on the batch, then sample with the new weights; returns statistics of all ranks."""
-        step = self.state.step
+        step, updater = self.state.step, self.policy.updater
+        assert updater is not None
         done, peak = step - stage.first_step, self._peak
         learning_rate = learning_rate_at(done, stage.num_steps, peak, self.config.grpo)
         with self.ranks.phase("update", stage.name, step + 1):
-            found = self.policy.update(batch, advantages, kept, learning_rate)
+            found = [
+                updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
+                for _ in range(self.config.grpo.num_iterations)
+            ]
+            self.policy.rollout.sampler.load_weights(trained_weights(self.policy.model))
         statistics = over_iterations(found)
         self._warn_of_gap(statistics.get("train/logprob_gap", 0.0))
         return statistics

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.chat.escaping import STUB
-from pipeline.chat.parsing import Parsed
+from pipeline.chat.text import STUB, Parsed
 from pipeline.data.tasks import Message
 
 ASKED: Message = {"role": "user", "content": "-"}

@@ -19,16 +19,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from pipeline.chat.escaping import GUARD, STUB, Guards, Special
-from pipeline.chat.parsing import (
-    Parsed,
-    ResponseTemplate,
-    is_call,
-    parse_hermes,
-    steady,
-    take_from_trl,
-    values_are_text,
-)
 from pipeline.chat.probes import (
     ANSWER,
     ASKED,
@@ -42,6 +32,19 @@ from pipeline.chat.probes import (
     in_hermes,
     lost_arguments,
     unread_call,
+)
+from pipeline.chat.text import (
+    GUARD,
+    STUB,
+    Guards,
+    Parsed,
+    ResponseTemplate,
+    Special,
+    is_call,
+    parse_hermes,
+    steady,
+    take_from_trl,
+    values_are_text,
 )
 from pipeline.data.tasks import Message
 from pipeline.errors import STARTED_BY_US, UserError

@@ -1,8 +1,8 @@
 """What a module of a domain imports; `domains.py` says what it may offer. Imports no torch."""
 
-from pipeline.environments.deadline import Outage
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.experts import Agent, Expert, play_expert
+from pipeline.environments.timeouts import Outage
 from pipeline.environments.tools import ToolError, User, call_tool, tool_schemas
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Any
 
 from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.deadline import EnvironmentFault, describe, guarded, only_faults
 from pipeline.environments.experts import Expert, goal_of, play_expert
+from pipeline.environments.timeouts import EnvironmentFault, describe, guarded, only_faults
 from pipeline.environments.tools import started, tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown

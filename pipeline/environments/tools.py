@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.environments.deadline import EnvironmentFault as EnvironmentFault
-from pipeline.environments.deadline import Outage as Outage
-from pipeline.environments.deadline import guarded as guarded
-from pipeline.environments.deadline import is_outage, only_faults, text_of, writable
-from pipeline.environments.deadline import settled as settled
+from pipeline.environments.timeouts import EnvironmentFault as EnvironmentFault
+from pipeline.environments.timeouts import Outage as Outage
+from pipeline.environments.timeouts import guarded as guarded
+from pipeline.environments.timeouts import is_outage, only_faults, text_of, writable
+from pipeline.environments.timeouts import settled as settled
 
 Value = TypeVar("Value")
 MAX_DIFFERENCES, MAX_SHOWN = 20, 200  # of an episode; characters of a value

@@ -13,10 +13,9 @@ from typing import Any
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import Calls, Guard
-from pipeline.environments.deadline import alarms
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of, play_expert
+from pipeline.environments.timeouts import Calls, Guard, alarms
 from pipeline.environments.tools import (
     EnvironmentFault,
     answer_call,

@@ -112,10 +112,11 @@ def grpo_loss(
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
     advantages, counted = batch.advantages, batch.weights > 0
-    low, high = 1 - settings.epsilon, 1 + settings.upper_clip
+    upper = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
+    low, high = 1 - settings.epsilon, 1 + upper
     if settings.loss_type == "cispo":
-        per_token = -ratio.clamp(max=settings.upper_clip).detach() * advantages * logprobs
-        outside = (ratio > settings.upper_clip) & (advantages > 0)
+        per_token = -ratio.clamp(max=upper).detach() * advantages * logprobs
+        outside = (ratio > upper) & (advantages > 0)
     else:
         bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
         per_token = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)

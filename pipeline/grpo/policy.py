@@ -15,7 +15,6 @@ from pipeline.checkpoints.resume import base_of_adapters, folder_of_reference, s
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
@@ -121,22 +120,3 @@ class Policy:
 
     def _set_weights(self, folder: Path | None) -> None:
         set_weights(self.model, folder, self._config, self.tokenizer)
-
-    def update(
-        self,
-        batch: RolloutBatch,
-        advantages: Sequence[float],
-        kept: Sequence[bool],
-        learning_rate: float,
-    ) -> list[dict[str, float]]:
-        """`num_iterations` optimizer updates; then the sampler gets the new weights.
-
-        Returns the statistics of each update.
-        """
-        assert self.updater is not None
-        found = [
-            self.updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
-            for _ in range(self._config.grpo.num_iterations)
-        ]
-        self.load_weights()
-        return found

@@ -85,10 +85,6 @@ def _check_targets(model: Any, targets: list[str]) -> None:
             )
 
 
-def has_adapters(model: Any) -> bool:
-    return isinstance(model, PeftModel)
-
-
 def base_model(model: Any) -> Any:
     """The model inside one with adapters, which sit in it still; any other model as it is."""
     return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -20,7 +20,7 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Every parameter under the model's own name, tied ones once; of a model with LoRA the adapters
     alone, under PEFT's names, which are those of `adapter_model.safetensors`.
     """
-    if lora.has_adapters(model):
+    if has_adapters(model):
         yield from lora.adapters_of(model).items()
     else:
         for name, parameter in model.named_parameters():
@@ -36,7 +36,7 @@ class SamplingCopy:
     """
 
     def __init__(self, model: Any) -> None:
-        adapted = lora.has_adapters(model)
+        adapted = has_adapters(model)
         # Not the buffers, which are copied: they keep their type, and rotary frequencies need fp32.
         shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
         plain = copy.deepcopy(model, shared)
@@ -82,3 +82,7 @@ def _paired(
     if left:
         names = f"{next(iter(left))} and {len(left) - 1} more are"
         raise ValueError(f"weights: {names if len(left) > 1 else f'{next(iter(left))} is'} missing")
+
+
+def has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config")

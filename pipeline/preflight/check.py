@@ -11,8 +11,8 @@ import shutil
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Task, count_by
-from pipeline.environments.deadline import EnvironmentFault
 from pipeline.environments.domains import Domain
+from pipeline.environments.timeouts import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import STARTED_BY_US, UserError
 from pipeline.files.untrusted import one_line, printable

@@ -17,7 +17,6 @@ from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import Row
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.deadline import alarms
 from pipeline.environments.domains import (
     Domain,
     environments_of,
@@ -25,6 +24,7 @@ from pipeline.environments.domains import (
     load_domains,
     try_task,
 )
+from pipeline.environments.timeouts import alarms
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from pipeline.rollout.model_sampler import ModelSampler
 from pipeline.rollout.sequences import (
+    ModelSampler,
     logprobs_of,
     pick,
 )

@@ -14,12 +14,11 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from pipeline.chat.parsing import Parsed
 from pipeline.chat.template import Chat
+from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import Calls, Guard, Work
-from pipeline.environments.deadline import alarms
+from pipeline.environments.timeouts import Calls, Guard, Work, alarms
 from pipeline.environments.tools import (
     EnvironmentFault,
     Outcome,

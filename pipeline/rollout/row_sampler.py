@@ -16,9 +16,9 @@ from pipeline.models.capabilities import unserved
 from pipeline.models.weights import Weights
 from pipeline.rollout import sequences
 from pipeline.rollout.kv_cache import ROWS, RowCache
-from pipeline.rollout.model_sampler import ModelSampler
 from pipeline.rollout.sequences import (
     Ids,
+    ModelSampler,
     Row,
     RowEpisode,
     append_sampled,

@@ -43,7 +43,7 @@ ASIDE = (
     *("manifest.py", "run_folder.py", "tracking.py", "trackers.py", "step_metrics.py"),
     *("profiling.py", "flops.py", "watchdog.py", "sentinel.py"),
 )
-ASIDE_FUNCTIONS = ("save_trajectories", "save_when_due")  # what a module of before rooms saved
+ASIDE_FUNCTIONS = ("save_trajectories", "save_when_due", "save_transcripts")  # what is written
 
 
 @cache
@@ -119,6 +119,8 @@ def play(output: Path) -> None:
     def stepped(*_: object) -> None:
         nonlocal num_steps
         num_steps += 1
+        if num_steps == 1:  # by then the run has tried its tasks
+            make_groups_live()
         trace.on = num_steps == WARM_START + 2
         if trace.on:
             sys.setprofile(trace)
@@ -128,7 +130,6 @@ def play(output: Path) -> None:
 
     threading.setprofile(trace)
     register_optimizer_step_post_hook(stepped)
-    make_groups_live()
     make_messages_call_tools()
     code = run.main(FLAGS)
     if code == 0 and num_steps < WARM_START + 3:

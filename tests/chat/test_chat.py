@@ -8,9 +8,8 @@ import pytest
 import trl
 from tokenizers import AddedToken
 
-from pipeline.chat.escaping import STUB
-from pipeline.chat.parsing import Parsed, parse_hermes
 from pipeline.chat.template import Chat
+from pipeline.chat.text import STUB, Parsed, parse_hermes
 from pipeline.config.settings import EMBEDDED_DOMAINS
 from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import play_expert

@@ -17,8 +17,8 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.chat.parsing import Parsed
 from pipeline.chat.template import Chat
+from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import generator, stream_key
 from pipeline.environments.tools import tool_schemas

@@ -19,8 +19,8 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils
 
-from pipeline.chat.parsing import MAX_NOTATION, Parsed, parse_hermes, steady
 from pipeline.chat.template import Chat
+from pipeline.chat.text import MAX_NOTATION, Parsed, parse_hermes, steady
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config
 from pipeline.data.demonstrations import read_demonstrations

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.models import lora
-from pipeline.models.weights import SamplingCopy, trained_weights
+from pipeline.models.weights import SamplingCopy, has_adapters, trained_weights
 from scripts.proofs.grid import small_model
 from tests.models.test_lora import IDS, MODELS, attached, logits, moved
 
@@ -103,7 +103,7 @@ def test_the_copy_computes_alone():
     model = moved(attached())
     expected = logits(model)
     copied = SamplingCopy(model)
-    assert not lora.has_adapters(copied.model)
+    assert not has_adapters(copied.model)
     assert not [name for name, _ in copied.model.named_modules() if "lora" in name]
     assert torch.equal(logits(model), expected)
     with model.disable_adapter(), torch.no_grad():

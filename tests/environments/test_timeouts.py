@@ -13,9 +13,8 @@ from functools import partial
 
 import pytest
 
-from pipeline.environments import calls, deadline
-from pipeline.environments.calls import Calls
-from pipeline.environments.deadline import CallTimeout, EnvironmentFault, guarded, settled
+from pipeline.environments import timeouts
+from pipeline.environments.timeouts import Calls, CallTimeout, EnvironmentFault, guarded, settled
 from pipeline.errors import CtrlC
 from tests.support import ROOT
 
@@ -52,7 +51,7 @@ def test_a_call_that_hangs_is_interrupted_at_its_deadline(never):
 
 
 def test_a_call_that_swallows_exceptions_is_interrupted_all_the_same(never, monkeypatch):
-    monkeypatch.setattr(deadline, "REPEAT_S", 0.05)
+    monkeypatch.setattr(timeouts, "REPEAT_S", 0.05)
     swallowed = []
 
     def swallow():
@@ -96,11 +95,11 @@ def test_a_late_call_that_answers_an_alarm_is_late_whatever_it_answers(never):
 
 
 def test_no_alarm_reaches_code_after_its_call():
-    with deadline.alarms():
+    with timeouts.alarms():
         for seconds in [1e-6, 1e-5, 3e-5, 1e-4] * 500:  # the alarm comes as the call ends
             with pytest.raises(EnvironmentFault, match="CallTimeout"):
                 guarded("look", seconds, lambda seconds=seconds: time.sleep(seconds))
-    assert signal.getitimer(signal.ITIMER_REAL)[1] != deadline.REPEAT_S
+    assert signal.getitimer(signal.ITIMER_REAL)[1] != timeouts.REPEAT_S
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def test_the_alarms_of_others_go_on_after_a_call(others_alarm, never):
     assert signal.getsignal(signal.SIGALRM) is handler
     left, interval = signal.getitimer(signal.ITIMER_REAL)
     assert 900 < left < 1000 and interval == 0
-    with deadline.alarms():
+    with timeouts.alarms():
         guarded("look", LONG_S, lambda: None)
         signal.raise_signal(signal.SIGALRM)
     assert others_alarm == ["rung"]
@@ -133,7 +132,7 @@ def test_a_call_that_sets_alarms_of_its_own_leaves_the_next_one_its_deadline(nev
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose action is to end the process
         signal.alarm(0)
 
-    with deadline.alarms():
+    with timeouts.alarms():
         guarded("look", LONG_S, own_alarm)
         with pytest.raises(EnvironmentFault, match="CallTimeout"):
             guarded("look", SHORT_S, never.wait)
@@ -187,7 +186,7 @@ def test_an_async_call_that_hangs_is_cancelled(here):
 
 
 def test_an_async_call_that_holds_the_event_loop_up_does_not_hold_up_later_ones(never, monkeypatch):
-    monkeypatch.setattr(deadline, "GRACE_S", 0.1)
+    monkeypatch.setattr(timeouts, "GRACE_S", 0.1)
 
     async def hold_up():
         never.wait()
@@ -316,7 +315,7 @@ def test_a_call_in_the_background_is_timed_from_its_own_start():
 
 
 def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_BESIDE", 2)
+    monkeypatch.setattr(timeouts, "MAX_BESIDE", 2)
     background, found = Calls(DEADLINE_S, lambda key: None), []
 
     def start(function):
@@ -360,7 +359,7 @@ def test_a_work_that_was_given_up_does_nothing_more(late):
 
 
 def test_idle_threads_end(monkeypatch):
-    monkeypatch.setattr(calls, "IDLE_S", 0.01)
+    monkeypatch.setattr(timeouts, "IDLE_S", 0.01)
     background, threads = Calls(LONG_S, lambda key: None), []
 
     def work(guard):
@@ -376,7 +375,7 @@ def test_idle_threads_end(monkeypatch):
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     code = """
 import threading
-from pipeline.environments.calls import Calls
+from pipeline.environments.timeouts import Calls
 wait = Calls(0.2, print).beside(("bank", "t1"), lambda g: g("look", threading.Event().wait))
 try:
     wait()
