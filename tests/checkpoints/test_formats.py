@@ -34,7 +34,7 @@ from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched
 
 KEPT = Path(__file__).parent
-VERSIONS = [path.name for path in sorted(KEPT.iterdir())]
+VERSIONS = [path.name for path in sorted(KEPT.glob("v*"))]
 
 
 def put_down(version: str, at: Path) -> Path:
