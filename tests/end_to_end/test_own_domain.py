@@ -36,8 +36,8 @@ def code() -> str:
 
 def flags() -> list[str]:
     """The flags with which the README starts it, with another domain beside it."""
-    (block,) = re.findall(r"```sh\n(python pipeline/run\.py --domains bank .*?)```", README, re.DOTALL)
-    words = shlex.split(block.replace("\\\n", " "))
+    (line,) = re.findall(r"```sh\n(python pipeline/run\.py --domains bank .*)\n```", README)
+    words = shlex.split(line)
     assert words[:4] == ["python", "pipeline/run.py", "--domains", "bank"]
     return ["--domains", "bank,airline", *words[4:]]
 
