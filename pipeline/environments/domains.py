@@ -127,13 +127,13 @@ def _words(where: str, given: Any) -> list[str]:
 
 def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
     """Tasks of a domain's own `generate_tasks(seed, n, split, difficulty)`."""
+    module = data.import_strings[domain.name].partition(":")[0]
     if domain.generate_tasks is None:
         raise UserError(
-            f"tasks of {domain.name}: the module of {data.import_strings[domain.name]} has no "
-            "generate_tasks(seed, n, split, difficulty), which makes the held-out tasks; add it"
+            f"environments: {module} has no generate_tasks(seed, n, split, difficulty); add it"
         )
     arguments = (data.task_seed, count, split, data.difficulty)
-    call = f"generate_tasks{arguments}"
+    call = f"{module}.generate_tasks{arguments}"
     try:
         tasks = domain.generate_tasks(*arguments)
     except ValueError as error:

@@ -223,14 +223,14 @@ def test_another_process_makes_the_same_tokenizer_and_model():
     """Whatever its hash seed and the state of its generator."""
     program = (
         "import torch; torch.manual_seed(99)\n"
-        "from test_tiny import hash_of, tiny_model, tiny_tokenizer\n"
+        "from tests.models.test_tiny import hash_of, tiny_model, tiny_tokenizer\n"
         "tokenizer = tiny_tokenizer()\n"
         "print(hash_of(tiny_model(tokenizer, 3)))\n"
         "print(sorted(tokenizer.get_vocab().items()))"
     )
     printed = subprocess.run(
         [sys.executable, "-c", program],
-        env={"PATH": "", "PYTHONHASHSEED": "77", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env={"PATH": "", "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,

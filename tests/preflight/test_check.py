@@ -366,8 +366,7 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatc
 def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
     message = refusal(prepare, bank(tmp_path, monkeypatch, "bare_bank", BANK))
     assert message == (
-        "tasks of bank: the module of bare_bank:Bank has no generate_tasks(seed, n, split, "
-        "difficulty), which makes the held-out tasks; add it"
+        "environments: bare_bank has no generate_tasks(seed, n, split, difficulty); add it"
     )
 
 
