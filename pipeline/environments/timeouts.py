@@ -2,7 +2,7 @@
 
 In the main thread an alarm interrupts the call. Elsewhere Python can interrupt nothing: there the
 call is told late when it comes back, and whoever waits for it must give it up. What is awaited is
-cancelled in the event loop. `Calls` plays calls in the main thread, or beside each other in threads.
+cancelled in the event loop. `Calls` plays calls here, or beside each other in threads.
 """
 
 from __future__ import annotations
