@@ -43,6 +43,7 @@ class SamplingCopy:
         self.model: Any = (plain.unload() if adapted else plain).eval()
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         self._adapted: Any = copy.deepcopy(model, frozen) if adapted else None
+        self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
         """Give the parameters a type; what is loaded later gets it as well."""
@@ -57,7 +58,7 @@ class SamplingCopy:
         part of the weights may be the new ones.
         """
         if self._adapted is not None:
-            for own, tensor in _paired(lora.adapters_of(self._adapted), weights):
+            for own, tensor in _paired(self._adapters, weights):
                 own.copy_(tensor)
             weights = lora.merged_parameters(self._adapted)
         for own, tensor in _paired(dict(self.model.named_parameters()), weights):

@@ -208,25 +208,6 @@ class Rollout:
                 episode.handle = handle
         return begun
 
-    def _begin(self, episode: _Episode, work: Work) -> Callable[[], None]:
-        """Do an environment's work, now or in the background; what is returned waits for it.
-
-        What goes wrong in it ends the episode.
-        """
-        key = episode.start.task.key
-        if episode.beside:
-            return partial(self._attempt, episode, self._calls.beside(key, work))
-        self._attempt(episode, partial(self._calls.here, key, work))
-        return _nothing
-
-    def _attempt(self, episode: _Episode, work: Callable[[], None]) -> None:
-        begun = time.perf_counter()
-        try:
-            work()
-        except EnvironmentFault as fault:  # of code that is not ours: the run goes on
-            episode.fail(fault)
-        self.environment_s += time.perf_counter() - begun
-
     def _reset(self, episode: _Episode, guard: Guard) -> None:
         task = episode.start.task
         start = partial(started, self.environments[task.domain], task.row())
@@ -245,10 +226,6 @@ class Rollout:
         episode.prompt_ids = self.chat.prompt_ids(episode.messages, tools)
         if self._size(episode) >= self.limits.max_tokens:
             episode.stop_reason = StopReason.MAX_TOKENS
-
-    @staticmethod
-    def _size(episode: _Episode) -> int:
-        return len(episode.prompt_ids) + len(episode.completion_ids)
 
     def _sample(self, live: Sequence[_Episode], greedy: bool) -> list[_Turn]:
         """Sample until a share of the messages is complete; returns their turns."""
@@ -286,35 +263,6 @@ class Rollout:
             limited=bool(parsed.calls),
         )
 
-    def _go_on(self, turn: _Turn) -> bool:
-        """Feed the replies to the sampler; False where the episode has ended."""
-        turn.wait()
-        episode, replies = turn.episode, turn.replies
-        if turn.limited:
-            replies = [self._limited(reply) for reply in replies]
-        episode.messages += replies
-        if episode.stop_reason is None and episode.num_turns >= self.limits.max_turns:
-            episode.stop_reason = StopReason.MAX_TURNS
-        if episode.stop_reason is None:
-            ids = self.chat.reply_ids(replies)
-            if self._size(episode) + len(ids) < self.limits.max_tokens:
-                episode.append(ids)
-                self.sampler.extend(episode.handle, ids)
-                return True
-            episode.stop_reason = StopReason.MAX_TOKENS
-        self._close(episode)
-        return False
-
-    def _close(self, episode: _Episode) -> None:
-        handle, episode.handle = episode.handle, None
-        if handle is not None:
-            self.sampler.close(handle)
-
-    def _limited(self, reply: Message) -> Message:
-        if self.chat.num_content_tokens(reply["content"]) <= self.limits.max_tool_result_tokens:
-            return reply
-        return {**reply, "content": error_result("result too long")}
-
     def _refuse(self, episode: _Episode, malformed: str) -> list[Message]:
         episode.num_malformed_calls += 1
         if episode.num_malformed_calls > self.limits.max_malformed_calls:
@@ -346,6 +294,35 @@ class Rollout:
             else:
                 replies.append({"role": "user", "content": reply})
 
+    def _go_on(self, turn: _Turn) -> bool:
+        """Feed the replies to the sampler; False where the episode has ended."""
+        turn.wait()
+        episode, replies = turn.episode, turn.replies
+        if turn.limited:
+            replies = [self._limited(reply) for reply in replies]
+        episode.messages += replies
+        if episode.stop_reason is None and episode.num_turns >= self.limits.max_turns:
+            episode.stop_reason = StopReason.MAX_TURNS
+        if episode.stop_reason is None:
+            ids = self.chat.reply_ids(replies)
+            if self._size(episode) + len(ids) < self.limits.max_tokens:
+                episode.append(ids)
+                self.sampler.extend(episode.handle, ids)
+                return True
+            episode.stop_reason = StopReason.MAX_TOKENS
+        self._close(episode)
+        return False
+
+    def _limited(self, reply: Message) -> Message:
+        if self.chat.num_content_tokens(reply["content"]) <= self.limits.max_tool_result_tokens:
+            return reply
+        return {**reply, "content": error_result("result too long")}
+
+    def _close(self, episode: _Episode) -> None:
+        handle, episode.handle = episode.handle, None
+        if handle is not None:
+            self.sampler.close(handle)
+
     def _score(self, episodes: Sequence[_Episode]) -> list[Trajectory]:
         played = [e for e in episodes if e.stop_reason is not StopReason.ENVIRONMENT_ERROR]
         for wait in [self._begin(e, partial(self._reward, e)) for e in played]:
@@ -356,3 +333,26 @@ class Rollout:
     def _reward(episode: _Episode, guard: Guard) -> None:
         episode.serves = ""
         episode.outcome = guard("get_reward", partial(outcome_of, episode.environment))
+
+    def _begin(self, episode: _Episode, work: Work) -> Callable[[], None]:
+        """Do an environment's work, now or in the background; what is returned waits for it.
+
+        What goes wrong in it ends the episode.
+        """
+        key = episode.start.task.key
+        if episode.beside:
+            return partial(self._attempt, episode, self._calls.beside(key, work))
+        self._attempt(episode, partial(self._calls.here, key, work))
+        return _nothing
+
+    def _attempt(self, episode: _Episode, work: Callable[[], None]) -> None:
+        begun = time.perf_counter()
+        try:
+            work()
+        except EnvironmentFault as fault:  # of code that is not ours: the run goes on
+            episode.fail(fault)
+        self.environment_s += time.perf_counter() - begun
+
+    @staticmethod
+    def _size(episode: _Episode) -> int:
+        return len(episode.prompt_ids) + len(episode.completion_ids)
