@@ -18,17 +18,17 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "files": 400,
     "distributed": 1150,
     "config": 1250,
-    "data": 950,
-    "environments": 950,
+    "data": 1000,
+    "environments": 1250,
     "embedded": 1600,
     "chat": 850,
     "models": 1100,
-    "rollout": 1500,
-    "sft": 260,
-    "checkpoints": 800,
-    "grpo": 1500,
-    "evaluation": 1350,
-    "preflight": 1000,
+    "rollout": 1600,
+    "sft": 300,
+    "checkpoints": 950,
+    "grpo": 1600,
+    "evaluation": 1400,
+    "preflight": 850,
     "doctor": 800,
     "tracking": 1600,
     "plots": 750,
@@ -118,7 +118,7 @@ def test_no_folder_has_more_than_12_files():
 
 
 def test_domains_do_not_import_each_other_and_what_they_share_goes_one_way():
-    shared = ("scripted", "generation")
+    shared = ("scripted", "generation", "words")
     variant_of = {"telecom_chat": {"telecom"}}
     for path in (PACKAGE / "embedded").glob("*.py"):
         inside = {name for name in own_modules(path) if name.startswith("pipeline.embedded.")}
