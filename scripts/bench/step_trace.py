@@ -34,16 +34,16 @@ FLAGS = [
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--report-to", "none"),
     *("--num-gpus", str(NUM_RANKS), "--output-dir", "out"),
 ]
-# Rooms and files that are left aside: the second line holds those of before there were rooms.
+# Rooms and files that are left aside; the last lines hold those of before there were rooms.
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 ASIDE = (
-    *("evaluation", "checkpoints", "tracking"),
+    *("evaluation", "checkpoints", "tracking", "rollout/transcripts.py"),
     *("distributed/watchdog.py", "distributed/store.py", "distributed/sentinel.py"),
     *("evaluate.py", "validation.py", "continual.py", "error_shares.py", "checkpoint.py"),
     *("manifest.py", "run_folder.py", "tracking.py", "trackers.py", "step_metrics.py"),
     *("profiling.py", "flops.py", "watchdog.py", "sentinel.py"),
 )
-ASIDE_FUNCTIONS = ("save_trajectories", "save_when_due", "save_transcripts")  # what is written
+ASIDE_FUNCTIONS = ("save_trajectories", "save_when_due", "_save_transcripts")
 
 
 @cache
@@ -119,7 +119,7 @@ def play(output: Path) -> None:
     def stepped(*_: object) -> None:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == 1:  # by then the run has tried its tasks
+        if num_steps == WARM_START:
             make_groups_live()
         trace.on = num_steps == WARM_START + 2
         if trace.on:

@@ -29,7 +29,7 @@ from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, Start
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, call, chat, make_task, say, tokenizer
+from tests.support.helpers import Desk, call, chat, make_task, say, says, tokenizer
 
 NUM_EPISODES = 520
 NUM_TURNS = 3000  # at least
@@ -544,10 +544,7 @@ def test_a_template_whose_replies_depend_on_earlier_text_is_refused(what):
     template = CHAT_TEMPLATE.replace(*DEPENDENT[what])
     with pytest.raises(UserError) as caught:
         Chat(tokenizer_of(template), tool_call_format="hermes")
-    assert str(caught.value) == (
-        "model: its chat template renders a reply differently after other conversations "
-        f"({what}), so sampled tokens could not be kept; use another template"
-    )
+    says(str(caught.value), "chat template", f"({what})", "use another template")
 
 
 def test_a_call_that_another_token_ends_is_refused():
@@ -621,11 +618,7 @@ def test_every_template_that_is_let_in_reads_its_own_calls(name):
 @pytest.mark.parametrize("name", WITHOUT_CALLS)
 def test_a_template_that_leaves_calls_out_says_how_they_are_read(name):
     (warning,) = told(name)
-    assert warning == (
-        "the chat template leaves tool calls out and the tokenizer carries no response template: "
-        "tool calls are read as <tool_call>{...}</tool_call>; set tool_call_format: hermes to "
-        "silence this"
-    )
+    says(warning, "leaves tool calls out", "tool_call_format: hermes")
     text = '<tool_call>\n{"name": "book", "arguments": {"code": "007"}}\n</tool_call><|im_end|>'
     made = shipped(name)
     assert made.parse(made.tokenizer(text)["input_ids"]).calls == [("book", {"code": "007"})]

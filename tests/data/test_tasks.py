@@ -31,7 +31,7 @@ from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import train_tasks
 from tests.support import ROOT
-from tests.support.helpers import embedded
+from tests.support.helpers import embedded, says
 
 PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
 ROW = {"id": "a", "prompt": PROMPT, "payload": {"card": "lost"}}
@@ -195,26 +195,21 @@ def test_the_line_is_counted_with_blank_lines(write):
 
 def test_a_broken_line_is_named(write):
     path = write("tasks.jsonl", ROW, '{"id": "b", ')
-    assert refusal(path) == (
-        "tasks.jsonl, line 2: not JSON (Expecting property name enclosed in double quotes); "
-        "mend the line"
-    )
+    says(refusal(path), "tasks.jsonl, line 2", "not JSON", "mend the line")
 
 
 def test_a_broken_array_is_named_by_its_line(write):
     path = write("tasks.json", "[", json.dumps(ROW), json.dumps(ROW), "]")
-    assert refusal(path) == "tasks.json, line 3: not JSON (Expecting ',' delimiter); mend the file"
+    says(refusal(path), "tasks.json, line 3", "not JSON", "mend the file")
 
 
 def test_a_place_in_an_array_is_counted_from_one(write):
     path = write("tasks.json", json.dumps([ROW, {**ROW, "id": 0}]))
-    assert refusal(path) == "tasks.json, task 2: id: got 0; give a non-empty string"
+    says(refusal(path), "tasks.json, task 2", "id: got 0", "give")
 
 
 def test_a_json_file_that_is_no_array_is_refused(write):
-    assert refusal(write("tasks.json", ROW)) == (
-        "tasks.json: got a dict; a .json task file is one array of tasks"
-    )
+    says(refusal(write("tasks.json", ROW)), "tasks.json", "got a dict", "one array")
 
 
 def test_an_id_used_twice_is_refused_with_both_places(write):
@@ -226,9 +221,7 @@ def test_an_id_used_twice_is_refused_with_both_places(write):
 
 @pytest.mark.parametrize("text", ["", "\n \n", "[]"])
 def test_a_file_without_tasks_is_refused(write, text):
-    assert refusal(write("tasks.jsonl", text)) == (
-        "tasks.jsonl: holds no tasks; expected one JSON object per line or one JSON array"
-    )
+    says(refusal(write("tasks.jsonl", text)), "tasks.jsonl", "no tasks", "one JSON object per line")
 
 
 def test_a_missing_or_unreadable_file_is_refused(tmp_path):
@@ -302,9 +295,7 @@ def test_a_file_that_changes_under_a_run_never_gives_other_tasks(write, change):
         path.unlink()
     with pytest.raises(UserError) as caught:
         tasks[1]
-    assert str(caught.value) == (
-        f"{path}: changed since it was read; put it back as it was, or start a new run"
-    )
+    says(str(caught.value), str(path), "changed", "put it back")
     path.write_text(text)
     assert tasks[1].id == "b"
 
@@ -343,9 +334,11 @@ def test_a_dataset_gives_the_tasks_that_its_rows_would_give_in_a_file(write):
 def test_payloads_that_arrow_may_have_altered_are_refused():
     first, second = {**ROW, "payload": {"card": "x", "n": 1}}, {**ROW, "id": "b"}
     assert dataset_tasks(Dataset.from_list([first]))[0].payload == '{"card": "x", "n": 1}'
-    assert dataset_refusal(Dataset.from_list([first, second])) == (
-        "bank, train[1]: payload: a struct with nulls or dates, which may not be what was written; "
-        "store payloads as JSON text"
+    says(
+        dataset_refusal(Dataset.from_list([first, second])),
+        "bank, train[1]: payload",
+        "struct",
+        "as JSON text",
     )
     features = Features(
         {"id": Value("string"), "prompt": [{n: Value("string") for n in ROW["prompt"][0]}]}
@@ -362,18 +355,14 @@ def test_what_is_wrong_with_a_row_of_a_dataset_is_named_with_its_place():
         return dataset_refusal(Dataset.from_list(list(rows)))
 
     text = {**ROW, "payload": "{}"}
-    assert of(text, {**text, "id": None}) == (
-        "bank, train[1]: id: got None; give a non-empty string"
-    )
-    assert of(text, {**text, "id": "b", "prompt": None}) == (
-        "bank, train[1] (task 'b'): prompt: give a non-empty list of messages"
+    says(of(text, {**text, "id": None}), "bank, train[1]: id", "got None", "give")
+    says(
+        of(text, {**text, "id": "b", "prompt": None}), "bank, train[1] (task 'b')", "prompt", "give"
     )
     assert of({**text, "goal": 1}).startswith("bank, train[0]: unknown key ['goal']; a task has ")
-    assert of(text, text) == (
-        "bank, train[1]: task id 'a' was already used at bank, train[0]; give every task its own id"
-    )
-    assert dataset_refusal(Dataset.from_list([text]).select([])) == (
-        "bank, train: holds no tasks; give a dataset that has rows"
+    says(of(text, text), "bank, train[1]: task id 'a'", "bank, train[0]", "its own id")
+    says(
+        dataset_refusal(Dataset.from_list([text]).select([])), "bank, train", "no tasks", "has rows"
     )
 
 
@@ -431,14 +420,15 @@ def test_files_and_folders_of_datasets_give_the_same_tasks(tmp_path, own_cache):
 
 
 def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, monkeypatch):
-    assert source_refusal("missing.jsonl") == (
-        "tasks: airline: got 'missing.jsonl', which is no file; give an existing file"
-    )
+    says(source_refusal("missing.jsonl"), "tasks: airline", "missing.jsonl", "existing file")
     DatasetDict(dev=Dataset.from_list([ROW])).save_to_disk(tmp_path / "dev")
-    assert source_refusal(tmp_path / "dev") == (
-        f"tasks: airline: got '{tmp_path}/dev', which is no file, nor a dataset that can be loaded "
-        "with dataset_train_split train (it has no split 'train' but dev); "
-        "give a file, a folder or a hub id"
+    says(
+        source_refusal(tmp_path / "dev"),
+        "tasks: airline",
+        f"{tmp_path}/dev",
+        "dataset_train_split train",
+        "no split 'train' but dev",
+        "hub id",
     )
     (tmp_path / "empty").mkdir()
     assert "empty doesn't contain any data files); give" in source_refusal(tmp_path / "empty")
@@ -454,14 +444,18 @@ def test_a_held_out_task_is_found_among_those_that_train(tmp_path):
     tasks = airline_tasks(5, 6, "train", "medium")
     save_tasks(tasks, path := tmp_path / "airline.jsonl")
     alike = replace(tasks[2], id="x", payload=json.dumps(json.loads(tasks[2].payload), indent=1))
-    assert source_refusal(path, held_out=[tasks[0], alike], tasks_per_domain=6) == (
-        f"{path}: task '{tasks[0].id}' is also a held-out task; take it out"
+    says(
+        source_refusal(path, held_out=[tasks[0], alike], tasks_per_domain=6),
+        str(path),
+        f"task '{tasks[0].id}'",
+        "held-out",
+        "take it out",
     )
     assert f"task '{tasks[2].id}' is also a held-out task" in source_refusal(path, held_out=[alike])
     as_text = {"id": "t", "prompt": tasks[4].prompt, "payload": tasks[4].payload}
     (other_path := tmp_path / "text.jsonl").write_text(json.dumps(as_text))
     said = source_refusal(other_path, held_out=tasks[3:])
-    assert said == f"{other_path}: task 't' is also a held-out task; take it out"
+    says(said, str(other_path), "task 't'", "held-out", "take it out")
     other = replace(tasks[2], payload="{}")
     assert len(loaded(path, held_out=[alike, other], tasks_per_domain=2)[0]) == 2
 

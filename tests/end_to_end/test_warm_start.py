@@ -26,7 +26,7 @@ from pipeline.sft import (
     warm_start,
 )
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, tokenizer
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, says, tokenizer
 
 DOMAINS = embedded()
 ENVIRONMENTS = environments_of(DOMAINS)
@@ -147,10 +147,7 @@ def test_a_domain_without_an_expert_needs_demonstrations_or_no_warm_start():
     bank = {"bank": Domain(name="bank", environment=Desk)}
     with pytest.raises(UserError) as refused:
         check_demonstrations(config(), bank)
-    assert str(refused.value) == (
-        "warm_start.data: missing, and the module of no domain has an expert(agent, goal); give "
-        "demonstrations, add an expert, or set warm_start.steps 0"
-    )
+    says(str(refused.value), "warm_start.data", "expert(agent, goal)", "set warm_start.steps 0")
     check_demonstrations(config(steps=0), bank)
     check_demonstrations(config(), embedded("airline") | bank)
 

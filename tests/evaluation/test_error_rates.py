@@ -13,6 +13,7 @@ from pipeline.rollout.trajectory import StopReason
 from pipeline.tracking.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import says
 
 ALONE = Ranks(0, 1, 5)
 FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}
@@ -28,9 +29,11 @@ def shares_of(**counts):
 def test_a_share_above_the_limit_is_a_problem_that_names_domain_and_counts():
     shares = shares_of(airline=(16, 8), retail=(10, 9))
     shares.add("retail", 6, 5)
-    assert shares.problem(0.5, 16) == (
-        "rollout.max_error_share: 14 of 16 episodes of retail (88 %) ended in environment errors "
-        "since the stage began; mend the environment, or raise the limit"
+    says(
+        shares.problem(0.5, 16),
+        "rollout.max_error_share",
+        "14 of 16 episodes of retail (88 %)",
+        "mend the environment",
     )
 
 

@@ -19,6 +19,7 @@ from pipeline.models.weights import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import says
 
 BUDGET = 160  # tokens that the micro-batches of these tests may have
 EPISODES = 48
@@ -132,10 +133,7 @@ def batch_of(*lengths) -> MicroBatch:
 def test_the_budget_is_halved_until_the_largest_micro_batch_is_cut(capsys):
     batches = [batch_of(10, 10, 10), batch_of(10, 6), batch_of(5), batch_of(40)]
     assert smaller_budget(2048, batches, failed=1, rank=3) == 16  # the first has 30 tokens
-    assert capsys.readouterr().out == (
-        "warning: out of memory in a micro-batch of 20 tokens on rank 3; "
-        "going on with max_tokens_per_microbatch 16\n"
-    )
+    says(capsys.readouterr().out, "20 tokens on rank 3", "max_tokens_per_microbatch 16")
     assert smaller_budget(30, batches, failed=0, rank=0) == 15
     assert smaller_budget(2048, batches, failed=2, rank=0) == 16, "others leave it no memory"
     with pytest.raises(RuntimeError, match="one episode of 40 tokens"):
@@ -327,10 +325,7 @@ def test_a_step_that_is_not_finite_is_skipped_as_if_it_had_not_been(bad, determi
     assert statistics["train/skipped"] == 1
     assert not math.isfinite(statistics["train/loss"])
     assert (disturbed.num_skipped, disturbed.num_skipped_in_a_row) == (1, 1)
-    assert capsys.readouterr().out == (
-        "warning: the loss or gradient was not finite, so the update was skipped "
-        "(rank 0, tasks desk/t1)\n"
-    )
+    says(capsys.readouterr().out, "not finite", "skipped", "rank 0, tasks desk/t1")
     again, expected = (u.update_policy(*mine(u.ranks), 1e-3) for u in (disturbed, other))
     assert again == expected and again["train/skipped"] == 0
     assert state_of(disturbed) == state_of(other)
@@ -373,9 +368,12 @@ def test_more_skipped_steps_in_a_row_than_allowed_stop_the_run(tmp_path):
         before = state_of(updater)
         with pytest.raises(RuntimeError) as caught_error:
             updater.update_policy(rows, bad, 1e-3)
-    assert str(caught_error.value) == (
-        "the loss or gradient was not finite in 3 steps in a row (rank 0, tasks desk/t1); "
-        f"the batches are in {tmp_path}/faults; lower the learning rate or look at them"
+    says(
+        str(caught_error.value),
+        "3 steps in a row",
+        "rank 0, tasks desk/t1",
+        f"{tmp_path}/faults",
+        "learning rate",
     )
     assert state_of(updater) == before
     assert (updater.num_skipped, updater.num_skipped_in_a_row) == (5, 3)
