@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# An environment variable of ranks whose parent, a process of ours, has checked and warned already.
+# An environment variable of ranks that a process of ours has started: the folder of their notes.
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
 # Of torchrun: seconds from SIGTERM to SIGKILL; 30 where it is not set.
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

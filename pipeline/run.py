@@ -14,13 +14,15 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.config.settings import Config
 from pipeline.errors import STARTED_BY_US, CtrlC, MachineError, UserError
+from pipeline.files.imports import importing
 from pipeline.files.untrusted import printable
 
 # A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
@@ -103,32 +105,36 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     variables.refuse()
     if config.run.check:
         return _check(config)
-    world = launch.resolve(config.run.num_gpus)
+    with importing():
+        world = launch.resolve(config.run.num_gpus)
     if world.rank == 0 and not config.run.doctor:
         check_folder(config)
     if world.num_launched < world.num_ranks:
-        if not config.run.doctor:
-            from pipeline.preflight.check import validate
-
-            validate(config)
-        return launch.start_ranks(world, argv, entry)
+        return launch.start_ranks(world, argv, entry)  # the ranks check the rest
     launch.use_device(world)
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})
+    with importing():
+        main = _main_of_a_rank(config, hooks)
+    return main(config)
+
+
+def _main_of_a_rank(config: Config, hooks: dict[str, Any]) -> Callable[[Config], int]:
     if config.run.doctor:
         from pipeline.doctor.main import main as doctor
 
-        return doctor(config)
+        return doctor
     from pipeline.train import main as train
 
-    return train(config, **hooks)
+    return partial(train, **hooks)
 
 
 def _check(config: Config) -> int:
     """Check on one process, however many were launched and whatever `num_gpus` a recipe names."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    from pipeline.preflight.check import main as check
+    with importing():
+        from pipeline.preflight.check import main as check
 
     return check(config)
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import TrainerCallback
-
 from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.demonstrations import read_demonstrations
@@ -49,7 +47,7 @@ def warm_start(
     mean loss of the steps' last eighth.
     """
     from datasets import Dataset
-    from transformers import PrinterCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer
 
     rows, size = demonstration_rows(config, chat, domains, alive), config.warm_start.batch_size
@@ -64,9 +62,16 @@ def warm_start(
         processing_class=tokenizer,
     )
     trainer.remove_callback(PrinterCallback)  # the run's own log tells what it did
-    trainer.add_callback(_Steps(on_step))
-    if config.run.deterministic:
-        trainer.add_callback(_Alone(trainer))
+
+    class Hooks(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            if config.run.deterministic:
+                kept_apart(trainer.model_wrapped)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            on_step()
+
+    trainer.add_callback(Hooks())
     hook = model.register_forward_pre_hook(_without_dropout)
     trainer.train()
     hook.remove()
@@ -114,26 +119,6 @@ def _arguments(config: Config, share: int) -> Any:
     )
     arguments._n_gpu = 1  # one rank is one GPU; on several, transformers would turn to DataParallel
     return arguments
-
-
-class _Steps(TrainerCallback):
-    """Calls a function after each optimizer step."""
-
-    def __init__(self, on_step: Callable[[], None]) -> None:
-        self._on_step = on_step
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._on_step()
-
-
-class _Alone(TrainerCallback):
-    """Keeps each rank's gradients to itself."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        kept_apart(self._trainer.model_wrapped)
 
 
 def repeat_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:

@@ -47,7 +47,7 @@ from pipeline.chat.text import (
     values_are_text,
 )
 from pipeline.data.tasks import Message
-from pipeline.errors import STARTED_BY_US, UserError
+from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
 _CACHE_SIZE = 65536  # renderings and parses kept: what a small model says, it says many times
@@ -455,6 +455,6 @@ def _refusal(what: str) -> UserError:
 
 
 def _warn(text: str) -> None:
-    """Warn once a run: the process that starts the ranks, or the first of them."""
-    if os.environ.get("RANK", "0") == "0" and STARTED_BY_US not in os.environ:
+    """Warn once a run: on its first rank."""
+    if os.environ.get("RANK", "0") == "0":
         warnings.warn(text, stacklevel=4)

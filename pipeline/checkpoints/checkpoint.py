@@ -18,7 +18,6 @@ from pickle import UnpicklingError
 from typing import Any, Protocol, get_type_hints
 
 import torch
-from peft import PeftModel
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic takes that of Python from 3.12 on
 
@@ -28,6 +27,7 @@ from pipeline.errors import UserError
 from pipeline.files.durable import sync, write_text
 from pipeline.files.untrusted import reason_of, shown
 from pipeline.models import lora
+from pipeline.models.weights import has_adapters
 
 
 class _Validation(TypedDict):
@@ -154,7 +154,7 @@ def _write(
     state: Mapping[str, Any],
     optimizer_state: dict[str, Any] | None,
 ) -> None:
-    if isinstance(model, PeftModel):
+    if has_adapters(model):
         lora.save(model, folder)
     else:
         model.save_pretrained(folder)

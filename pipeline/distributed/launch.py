@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
+from pipeline.files.imports import importing
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -104,9 +105,10 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
     Changes this process's environment and signal handlers for good: it is the ranks' parent from
     here on. Signals are passed to the ranks, and none of them outlives the call.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with importing():
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     with TemporaryDirectory(prefix="ranks-") as log_dir:
         _set_environment(world, log_dir)

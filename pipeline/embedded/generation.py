@@ -95,11 +95,9 @@ def generate(
     for family, branch in _families_and_branches(families, n, difficulty):
         for _ in range(1000):
             prompt, draft = _draft(domain, policy, family, branch, difficulty, random)
-            payload = _payload(draft)
-            if (
-                payload not in seen
-                and _owner(json.dumps([prompt, draft.visible], sort_keys=True)) == split
-            ):
+            if _owner(json.dumps([prompt, draft.visible], sort_keys=True)) != split:
+                continue
+            if (payload := _payload(draft)) not in seen:
                 break
         else:
             raise ValueError(f"{domain}: no {n} different {split} tasks exist; ask for fewer")

@@ -11,7 +11,7 @@ from functools import wraps
 from random import Random
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from pipeline.environments.experts import Agent, ScriptedAgent
 from pipeline.environments.tools import ToolError, User, started
@@ -27,7 +27,7 @@ class Case(BaseModel):
 class Database(BaseModel):
     """A domain's records; each domain adds its tables."""
 
-    case: Case = Case()
+    case: Case = Field(default_factory=Case)
 
 
 class Answer(BaseModel):

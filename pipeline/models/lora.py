@@ -1,7 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: small trained matrices on a frozen model.
 
 A layer's weight W acts as W + lora_alpha / lora_r * B A. Checkpoints hold A and B alone and name
-the folder or hub id of the base model, so PEFT loads and merges them too.
+the folder or hub id of the base model, so PEFT loads and merges them too. PEFT is imported where
+it is used: most runs have no adapters.
 """
 
 from __future__ import annotations
@@ -10,19 +11,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
-from peft.utils.save_and_load import load_peft_weights
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -31,6 +22,9 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.files import ADAPTER_CONFIG, read_json, weights_in
 from pipeline.models.layers import outer_layers
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 WEIGHTS = "adapter_model"  # the stem of their file
 MAX_GAP = 5e-4  # nats between the model with adapters and the merged one, in fp32
@@ -43,6 +37,8 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
     `base` is the folder or hub id that its weights came from. Raises UserError where
     `lora_target_modules` names anything but linear layers between embeddings and output layer.
     """
+    from peft import LoraConfig, get_peft_model
+
     targets = settings.lora_target_modules
     every = targets == ["all-linear"]
     if not every:
@@ -87,11 +83,13 @@ def _check_targets(model: Any, targets: list[str]) -> None:
 
 def base_model(model: Any) -> Any:
     """The model inside one with adapters, which sit in it still; any other model as it is."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
     """The adapters, not copied, under the names of `adapter_model.safetensors`."""
+    from peft import get_peft_model_state_dict
+
     own: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return own
 
@@ -125,6 +123,9 @@ def _layers(model: PeftModel) -> Layers:
 
     Fused experts and routers have no `weight` of a linear layer: PEFT names their parameter.
     """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
     found: Layers = {}
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
@@ -284,6 +285,8 @@ def save(model: PeftModel, folder: Path) -> None:
 
 def load(model: PeftModel, folder: Path) -> None:
     """Take over the adapters of a checkpoint; UserError where they are made in another way."""
+    from peft.utils.save_and_load import load_peft_weights
+
     check_files(folder)
     if not _take(model, load_peft_weights(str(folder), device="cpu")):
         raise UserError(f"lora_target_modules: not those of the adapters in {folder}; give its own")
@@ -315,6 +318,9 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
     """The plain model with an adapter folder's products added to its weights."""
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+    from peft.utils.save_and_load import load_peft_weights
+
     check_files(folder)
     trained = {name for name, p in base_model.named_parameters() if p.requires_grad}
     try:

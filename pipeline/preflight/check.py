@@ -1,4 +1,4 @@
-"""`--check`, and what every run checks before it starts ranks.
+"""`--check`, and what every rank checks before it computes.
 
 These are the settings, tasks, tokenizer, template and memory.
 """
@@ -14,7 +14,7 @@ from pipeline.data.tasks import Task, count_by
 from pipeline.environments.domains import Domain
 from pipeline.environments.timeouts import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
-from pipeline.errors import STARTED_BY_US, UserError
+from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
@@ -33,7 +33,7 @@ def validate(config: Config) -> Prepared:
     """
     parts = prepare(config)
     _, notes = check_model(config, parts)
-    if os.environ.get("RANK", "0") == "0" and STARTED_BY_US not in os.environ:
+    if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"warning: {note}", flush=True)
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
@@ -100,8 +100,8 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     if config.grpo.use_grpo:
         size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)
         refuse_full_disk(config, max(size, 12.0 * _num_trained(config, model)))
-    is_known = name == "tiny" or STARTED_BY_US in os.environ  # the parent has tried it
-    return why, [] if is_known else try_architecture(config, model)
+    is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # once a machine
+    return why, try_architecture(config, model) if is_tried else []
 
 
 def refuse_full_disk(config: Config, size: float) -> None:

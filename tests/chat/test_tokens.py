@@ -22,7 +22,7 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import generator, stream_key
 from pipeline.environments.tools import tool_schemas
-from pipeline.errors import STARTED_BY_US, UserError
+from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -762,10 +762,3 @@ def test_of_several_ranks_the_first_warns():
     both = told("lfm2_2_5")
     assert len(both) == 2  # of the format of calls, and of thoughts
     assert play_ranks(told, 2, "lfm2_2_5") == [both, []]
-
-
-def test_the_ranks_of_a_process_that_warned_are_silent(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    assert len(told("qwen3")) == 1
-    monkeypatch.setenv(STARTED_BY_US, "true")
-    assert told("qwen3") == []

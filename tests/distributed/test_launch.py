@@ -5,6 +5,7 @@ their path puts a short one that connects the ranks through Accelerate and says 
 """
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -57,10 +58,8 @@ def main(config):
         time.sleep(600)
     return 0
 
-train, check = types.ModuleType("pipeline.train"), types.ModuleType("pipeline.preflight.check")
+sys.modules["pipeline.train"] = train = types.ModuleType("pipeline.train")
 train.main = main
-check.validate = lambda config: print("validated", flush=True)
-sys.modules.update({"pipeline.train": train, "pipeline.preflight.check": check})
 """
 
 
@@ -237,7 +236,7 @@ def replaced(monkeypatch, gpus):
 
 def test_a_check_needs_no_ranks_and_is_made_once(replaced, monkeypatch):
     checked = []
-    replaced("check", lambda config: checked.append(config.run.num_gpus) or 0)
+    replaced("preflight.check", lambda config: checked.append(config.run.num_gpus) or 0)
     assert run.main(["--check", "--num-gpus", "64"]) == 0
     monkeypatch.setenv("RANK", "1")
     assert run.main(["--check", "--num-gpus", "64"]) == 0
@@ -282,16 +281,39 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(environment):
     assert not re.search(r"\| +(torch|transformers|accelerate|numpy)\b", done.stderr)
 
 
+def test_help_imports_nothing_heavy(environment):
+    done = start(sys.executable, "-X", "importtime", RUN, "--help")
+    assert done.returncode == 0
+    assert "--num-gpus" in done.stdout
+    assert not re.search(r"\| +(torch|transformers|accelerate|numpy)\b", done.stderr)
+
+
+def test_the_process_that_starts_ranks_imports_no_model_code(environment):
+    done = start(sys.executable, "-X", "importtime", RUN, "--num-gpus", "2")
+    assert done.returncode == 0, done.stderr
+    parent = done.stderr
+    assert not re.search(r"\| +(transformers|peft|datasets|trl)\b", parent)
+
+
+def test_a_rank_imports_what_only_some_runs_need_where_they_need_it(environment, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    code = "import json, sys, pipeline.train; print(json.dumps(sorted(sys.modules)))"
+    done = start(sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT)!r}]; {code}")
+    assert done.returncode == 0, done.stderr
+    some_need = {"peft", "trl", "datasets", "wandb", "tensorboard", "trackio", "matplotlib"}
+    some_need |= {"transformers.trainer", "transformers.trainer_callback", "optuna", "pandas"}
+    assert not some_need.intersection(json.loads(done.stdout))
+
+
 # Ranks that the run starts itself
 
 
-def test_one_process_validates_and_starts_the_ranks(environment, monkeypatch):
+def test_one_process_starts_the_ranks(environment, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     done = start(sys.executable, RUN, "--num-gpus", "2")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "validated"
     threads = max(1, launch._num_cores() // 2)
-    assert sorted(done.stdout.splitlines()[1:]) == facts(2, threads)
+    assert sorted(done.stdout.splitlines()) == facts(2, threads)
     assert done.stderr == "running on CPU: 2 ranks, over gloo\n"
     assert not list(Path("tmp").iterdir()), "the launcher leaves files behind"
 
