@@ -470,9 +470,7 @@ def test_rows_of_a_dataset_are_held_to_the_same_limits():
 
     features = Features({"id": Value("string"), "prompt": List({"content": Image()})})
     rows = {"id": ["a"], "prompt": [[{"content": {"path": "/etc/hostname", "bytes": None}}]]}
-    assert refusal(Dataset.from_dict(rows, features=features)) == (
-        "desk: a column holds Image, which no task has; take it out"
-    )
+    says(refusal(Dataset.from_dict(rows, features=features)), "desk", "Image", "take it out")
     assert refusal(Dataset.from_list([{**ROW, "payload": {"x": math.nan}}])).startswith(
         "desk[0]: payload: a struct with nulls or dates, "
     )
@@ -1004,7 +1002,7 @@ SENTENCES = [
         "tasks",
         ["--tasks", "{airline: '{at}/tasks.jsonl'}"],
         "{at}/tasks.jsonl, line 2: task id 'a' was already used at {at}/tasks.jsonl, line 1; give "
-        "each task its own id",
+        "every task its own id",
     ),
     (
         "a place for tasks",
