@@ -39,6 +39,7 @@ from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.check import check_model, refuse_full_disk
 from pipeline.preflight.prepare import train_tasks
+from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in every run
 from pipeline.run import main
 from pipeline.sft import check_demonstrations, try_demonstrations
 from tests.support import ROOT
@@ -908,10 +909,11 @@ def test_a_bad_environment(case, monkeypatch, at):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     data = DataSettings(domains=["bank"], environments={"bank": "bad_bank:Bank"})
     try:
-        line = refusal(lambda: generated(data, load_domains(data)["bank"], 2, "validation"))
+        with keyboard():
+            line = refusal(lambda: generated(data, load_domains(data)["bank"], 2, "validation"))
     finally:
         sys.modules.pop("bad_bank", None)
-    says(line, "bank: ", *words)
+    says(line, "bank", *words)
 
 
 # Checkpoints
