@@ -16,8 +16,9 @@ from pipeline.checkpoints.resume import (
     open_together,
 )
 from pipeline.checkpoints.run_folder import begin
+from pipeline.checkpoints.transcripts import read_records, save_transcripts
 from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage, one_after_another
+from pipeline.data.curriculum import Stage, learning_rate_at, one_after_another
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
@@ -36,12 +37,10 @@ from pipeline.evaluation.validation import plateau, scored, validation_metrics
 from pipeline.files.afterwards import may_fail
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.grpo.policy import Policy
-from pipeline.grpo.updater import learning_rate_at
 from pipeline.models.weights import trained_weights
 from pipeline.preflight.check import validate
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
-from pipeline.rollout.transcripts import read_records, save_transcripts
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.profiling import Meter, machine, profiled
 from pipeline.tracking.progress import say_start

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, GRPOSettings
 from pipeline.data.rng import generator
 from pipeline.data.tasks import Source, Task, tasks_for_step
 from pipeline.errors import UserError
@@ -238,3 +239,20 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
         "stages": rows,
         "replay": config.curriculum.replay if has_replay else 0.0,
     }
+
+
+def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:
+    """The learning rate of a stage's next step after `done` of `num_steps`.
+
+    Linear warm-up to `peak`, then the decay. Each stage has a schedule of its own, so that a later
+    domain learns as fast as the first.
+    """
+    warmup = settings.warmup_steps
+    if done < warmup:
+        return peak * (done + 1) / warmup
+    if settings.lr_scheduler_type == "constant":
+        return peak
+    share = min(1.0, (done - warmup) / max(1, num_steps - warmup))
+    if settings.lr_scheduler_type == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    return peak * (1 - (1 - settings.lr_end_share) * share)

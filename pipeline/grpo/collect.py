@@ -70,7 +70,9 @@ def collect_rollouts(
         tasks += fresh
         rounds.append(len(fresh))
         mine = [p for p in ranks.shard(len(tasks)) if p >= len(tasks) - len(fresh)]
-        starts = _starts([tasks[place] for place in mine], size, seed, stage, step)
+        trials = [(tasks[place], k) for place in mine for k in range(size)]
+        of_step = (seed, "rollout", stage.name, step)
+        starts = [Start(task=t, trial=k, key=stream_key(*of_step, *t.key, k)) for t, k in trials]
         with ranks.phase("sample", stage.name, step + 1):
             found = no_gain_by_failing(rollout(starts), size)
             ranks.agree("end of rollouts")
@@ -80,8 +82,8 @@ def collect_rollouts(
         dead += _find_dead(ranks, found, size, [place - len(dead) for place in mine], len(fresh))
         if len(rounds) > settings.max_resample_times:
             break
-        pairs = zip(fresh, dead[-len(fresh) :], strict=True)
-        domains = [task.domain for task, is_dead in pairs if is_dead]
+        last = dead[-len(fresh) :]
+        domains = [task.domain for task, is_dead in zip(fresh, last, strict=True) if is_dead]
         key = (seed, "replacements", stage.name, step, len(rounds))
         fresh = replacement_tasks(domains, {task.key for task in tasks}, sources, *key)
     groups = ranks.shard(len(tasks))
@@ -94,14 +96,6 @@ def collect_rollouts(
         num_first=sum(group < rounds[0] for group in groups) * size,
         rounds=rounds,
     )
-
-
-def _starts(tasks: Sequence[Task], size: int, seed: int, stage: Stage, step: int) -> list[Start]:
-    return [
-        Start(task=task, trial=k, key=stream_key(seed, "rollout", stage.name, step, *task.key, k))
-        for task in tasks
-        for k in range(size)
-    ]
 
 
 def _find_dead(
@@ -171,8 +165,7 @@ def _permuted(
     places = sorted(found)
     order = permutation(len(places), seed, "permuted rewards", step)
     given = {place: found[places[i]] for place, i in zip(places, order, strict=True)}
-    pairs = zip(batch.places, rewards, strict=True)
-    return [given.get(place, reward) for place, reward in pairs]
+    return [given.get(p, reward) for p, reward in zip(batch.places, rewards, strict=True)]
 
 
 def _std_of_step(batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks) -> float:

@@ -41,10 +41,9 @@ class Policy:
         config: Config,
         accelerator: Any,
         ranks: Ranks,
-        make_sampler: Callable[..., Any],
+        make_sampler: Callable[..., Sampler],
     ) -> None:
         self.accelerator, self._ranks, self._config = accelerator, ranks, config
-        self.tokenizer = chat.tokenizer
         self.updater: Updater | None = None
         self.model, self._make_sampler = self._placed(model), make_sampler
         self.rollout = Rollout(
@@ -62,10 +61,8 @@ class Policy:
 
     def _sampler(self, chat: Chat, is_main: bool) -> Sampler:
         dtype = torch.bfloat16 if uses_bf16(self._config.model) else torch.float32
-        sampler: Sampler = self._make_sampler(
-            self.model, chat, self._config.rollout, dtype, is_main
-        )
-        return sampler
+        limits = self._config.rollout
+        return self._make_sampler(self.model, chat, limits, dtype, is_main)
 
     def replace(self, model: Any) -> None:
         """Go on with another model of the same shape."""
@@ -101,7 +98,7 @@ class Policy:
             reference = Reference(module)
         if resumed is not None and (reference is not None or config.model.use_peft):
             self._set_weights(resumed)
-        pad_id = self.tokenizer.pad_token_id or 0
+        pad_id = self.rollout.chat.tokenizer.pad_token_id or 0
         updater = Updater(self.accelerator, module, self._ranks, config, pad_id, reference)
         updater.faults_folder = checkpointer.run_folder / "faults"
         if resumed is not None:
@@ -119,4 +116,4 @@ class Policy:
         self.rollout.sampler = self._sampler(chat, is_main=False)  # which says nothing twice
 
     def _set_weights(self, folder: Path | None) -> None:
-        set_weights(self.model, folder, self._config, self.tokenizer)
+        set_weights(self.model, folder, self._config, self.rollout.chat.tokenizer)

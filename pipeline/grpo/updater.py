@@ -6,7 +6,6 @@ one makes micro-batches smaller, the other skips the optimizer step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from pipeline.config.settings import Config, GRPOSettings
+from pipeline.config.settings import Config
 from pipeline.distributed.gradients import Exchange, sharded_adamw, summed_over_ranks
 from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
@@ -343,20 +342,3 @@ def _sums(found: Sequence[TokenStats]) -> list[float]:
         return [0.0] * len(fields(TokenStats))
     stacked = torch.stack([torch.stack([v.double() for v in vars(s).values()]) for s in found])
     return [*stacked[:, :-1].sum(0).tolist(), float(stacked[:, -1].max())]
-
-
-def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:
-    """The learning rate of a stage's next step after `done` of `num_steps`.
-
-    Linear warm-up to `peak`, then the decay. Each stage has a schedule of its own, so that a later
-    domain learns as fast as the first.
-    """
-    warmup = settings.warmup_steps
-    if done < warmup:
-        return peak * (done + 1) / warmup
-    if settings.lr_scheduler_type == "constant":
-        return peak
-    share = min(1.0, (done - warmup) / max(1, num_steps - warmup))
-    if settings.lr_scheduler_type == "cosine":
-        share = (1 - math.cos(math.pi * share)) / 2
-    return peak * (1 - (1 - settings.lr_end_share) * share)

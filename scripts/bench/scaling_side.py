@@ -20,11 +20,11 @@ from common import ready, seconds_of
 from our_side import Scripted, collect, counts, scripts_of
 from turns import Gate, Work, without_users
 
+from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.cli import parse
 from pipeline.distributed import gradients
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.grpo.micro_batches import packed
-from pipeline.rollout.transcripts import save_transcripts
 from pipeline.train import Training, connect
 
 LARGE = ("gradients", "messages")  # kinds of what ranks give each other

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, load_state
 from pipeline.checkpoints.manifest import write_manifest
 from pipeline.checkpoints.run_folder import FORMAT, open_folder, read_state
+from pipeline.checkpoints.transcripts import _records_in
 from pipeline.config.cli import parse
 from pipeline.config.recipe import load_recipe
 from pipeline.data.tasks import load_tasks, save_tasks
 from pipeline.embedded.airline import generate_tasks
 from pipeline.errors import UserError
-from pipeline.rollout.transcripts import _records_in
 from pipeline.run import main
 from pipeline.tracking.run_files import load_run
 from scripts.proofs.ranks import play_ranks

@@ -7,9 +7,10 @@ import torch
 from accelerate import Accelerator
 
 from pipeline.config.settings import Config, GRPOSettings
+from pipeline.data.curriculum import learning_rate_at
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Updater, learning_rate_at
+from pipeline.grpo.updater import Updater
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 
