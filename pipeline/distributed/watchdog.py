@@ -328,14 +328,17 @@ class Watchdog:
 
     def _end(self) -> None:
         """A fault is known: wake the main thread, and end this rank if it does not end itself."""
+        own = self._here()
+        # Where the store is gone, another rank may have named this one, and nobody can tell it.
+        is_stuck = not own.waits_for and own.idle_s > self._timeout_s
         hangs = self._fault["kind"] == "hangs" and self._fault["rank"] == self._ranks.rank
-        if hangs:
+        if hangs or is_stuck:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = "".join(traceback.format_stack(frame))
             print(f"rank {self._ranks.rank} is at\n{stack}", file=sys.stderr, flush=True)
         with suppress(RuntimeError):  # without the store it wakes anyway
             self._board.wake(self._ranks.agreement)
-        if hangs or time.monotonic() - self._fault_at > GRACE_S:
+        if hangs or is_stuck or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)
 
 
