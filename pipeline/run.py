@@ -14,9 +14,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -114,19 +113,15 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     launch.use_device(world)
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})
-    with importing():
-        main = _main_of_a_rank(config, hooks)
-    return main(config)
-
-
-def _main_of_a_rank(config: Config, hooks: dict[str, Any]) -> Callable[[Config], int]:
     if config.run.doctor:
-        from pipeline.doctor.main import main as doctor
+        with importing():
+            from pipeline.doctor.main import main as doctor
 
-        return doctor
-    from pipeline.train import main as train
+        return doctor(config)
+    with importing():
+        from pipeline.train import main as train
 
-    return partial(train, **hooks)
+    return train(config, **hooks)
 
 
 def _check(config: Config) -> int:
