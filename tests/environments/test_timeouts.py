@@ -237,7 +237,7 @@ def fails():
 
 def place(function):
     """Of the line that raises, the one below the innermost `def`."""
-    return f", in test_deadline.py, line {function.__code__.co_firstlineno + 1}"
+    return f", in test_timeouts.py, line {function.__code__.co_firstlineno + 1}"
 
 
 def awaits(function):

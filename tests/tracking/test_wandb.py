@@ -244,9 +244,9 @@ from pipeline.tracking.wandb_parts import parts_of
 
 folder, last, save_at, wanted_rows = Path(sys.argv[1]), *map(int, sys.argv[2:])
 saved = folder / "saved.json"
-state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "sizes": None}
+state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "log": None}
 settings = Config.model_validate({"tracking": {"report_to": ["wandb"]}})
-log = RunLog(folder, settings, is_main=True, state={"sizes": state["sizes"]})
+log = RunLog(folder, settings, is_main=True, state=state["log"])
 for step in range(state["step"] + 1, last + 1):
     keys = {"kind": "train", "stage": "airline", "step": step}
     log.metrics({**keys, **{f"train/metric_{i}": step + i / 64 for i in range(40)}})
@@ -254,7 +254,7 @@ for step in range(state["step"] + 1, last + 1):
     if step % 10 == 0:
         log.metrics({**keys, "kind": "eval", "after": f"{step}", "eval/x": step / 10})
     if step == save_at:
-        saved.write_text(json.dumps({"step": step, "sizes": log.state_dict()["sizes"]}))
+        saved.write_text(json.dumps({"step": step, "log": log.state_dict()}))
 if wanted_rows == 0:
     log.close()
     sys.exit()
@@ -648,11 +648,11 @@ def sync(*folders: Path) -> int:
 
 def make_parts(folder: Path, starts: int = 3) -> list[Path]:
     """A run of so many starts with a step each, kept offline; the folders of its parts."""
-    sizes = None
+    state = None
     for step in range(1, starts + 1):
-        with RunLog(folder, config(), is_main=True, state={"sizes": sizes}) as log:
+        with RunLog(folder, config(), is_main=True, state=state) as log:
             write(log, train(step))
-            sizes = log.state_dict()["sizes"]
+            state = log.state_dict()
     (folder / "config.yaml").write_text(dump(config()))
     return [part.folder for part in parts_of(folder / "wandb")]
 
