@@ -13,7 +13,6 @@ from pipeline.config.cli import parse
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo import algorithm as grpo
-from pipeline.grpo import updater
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
@@ -121,9 +120,9 @@ def watch(use_peft):
     activation.register_forward_hook(  # after the check of the adapters, which is in float32
         lambda _, inputs, output: types.note("layers", *inputs, output)
     )
-    updater.grpo_loss = types.note_loss
     module, config = TokenLogprobs(model, 1.0), Config.model_validate({"grpo": {"beta": 0.1}})
-    made = Updater(accelerator, module, Ranks(rank, num_ranks, 60), config, 0, Reference(module))
+    ranks, loss = Ranks(rank, num_ranks, 60), types.note_loss
+    made = Updater(accelerator, module, ranks, config, 0, Reference(module), loss=loss)
     made.optimizer.register_step_pre_hook(
         lambda *_: types.note("gradients", *(p.grad for p in made.parameters))
     )
