@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 _context = get_context("forkserver")  # a clean server process imports once, and ranks fork from it
-_context.set_forkserver_preload(["pipeline.train"])
+_preloaded = ["pipeline.train"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules: str) -> None:
+    """Have ranks import these before they fork; it counts up to the first `play_ranks` only."""
+    _preloaded.extend(name for name in modules if name not in _preloaded)
+    _context.set_forkserver_preload(_preloaded)
 
 
 def play_ranks(

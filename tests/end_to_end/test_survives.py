@@ -13,15 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.end_to_end.test_train import ROOT, jsonl, metrics, results, run
+from tests.end_to_end.test_train import jsonl, metrics, results
+from tests.support import ROOT
+from tests.support.warm import play, wait_for
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
 CONFIGS = ROOT / "accelerate_configs"
 FLAGS = [
     *("--domains", "airline,retail", "--tasks-per-step", "4", "--num-generations", "4"),
-    *("--max-turns", "2", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "4"),
+    *("--max-turns", "2", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "1"),
     *("--eval-trials", "1", "--eval-steps", "2", "--eval-steps-tasks", "2", "--report-to", "none"),
-    *("--warm-start-steps", "4", "--max-steps", "4", "--save-steps", "1", "--num-gpus", "2"),
+    *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--max-steps", "4"),
+    *("--save-steps", "1", "--num-gpus", "2"),
     # Untrained, it earns nothing: entropy and divergence are what there is to learn from.
     *("--num-iterations", "2", "--no-drop-dead-groups", "--entropy-coef", "0.05", "--beta", "0.1"),
 ]
@@ -30,8 +33,9 @@ LAST = "checkpoints/stage-2-retail/model.safetensors"
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed") / "out"
-    run(*FLAGS, "--save-total-limit", "9", "--output-dir", str(folder), cwd=folder.parent)
+    cwd = tmp_path_factory.mktemp("undisturbed")
+    play(*FLAGS, "--save-total-limit", "9", "--output-dir", "out", cwd=cwd)
+    folder = cwd / "out"
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
     assert all(line["train/grad_norm"] > 0 for line in metrics(folder))
     return folder
@@ -60,13 +64,13 @@ def copy_of(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("name", ["warm-start", "step-000001", "step-000002"])
+@pytest.mark.parametrize("name", ["warm-start", "step-000001"])
 def test_from_every_kind_of_checkpoint_a_resume_ends_bit_by_bit_as_the_undisturbed_run(
     undisturbed: Path, tmp_path: Path, name: str
 ) -> None:
-    """At the end of the warm start, inside stages, and before a stage's evaluation."""
+    """At the end of the warm start and inside a stage; before a stage's evaluation below."""
     folder = copy_of(undisturbed, tmp_path / "out")
-    done = run("--resume-from-checkpoint", str(folder / "checkpoints" / name), cwd=tmp_path)
+    done = play("--resume-from-checkpoint", str(folder / "checkpoints" / name), cwd=tmp_path)
     assert f"resuming from {name}: " in done.stdout
     assert_same(folder, undisturbed)
 
@@ -79,51 +83,33 @@ def begin(*command: str, cwd: Path, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def wait_for(folder: Path, text: str, process: subprocess.Popen[bytes]) -> None:
-    """Until the run has written a line with this text to its metrics."""
-    path = folder / "metrics.jsonl"
-    while process.poll() is None:
-        if path.is_file() and text in path.read_text():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"the run ended before {text}")
-
-
-@pytest.mark.parametrize(
-    "moment", ['"kind": "train", "stage": "airline", "step": 2', '"after": "airline"']
-)
 def test_after_sigterm_a_run_ends_with_75_and_goes_on_as_if_nothing_had_been(
-    undisturbed: Path, tmp_path: Path, moment: str
+    undisturbed: Path, tmp_path: Path
 ) -> None:
-    """In a step or an evaluation, with checkpoints at stage ends only."""
+    """Before a stage's evaluation, with checkpoints at stage ends only, through the launcher."""
     folder, log = tmp_path / "out", tmp_path / "log"
     command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *FLAGS]
     command += ["--save-steps", "0", "--output-dir", str(folder)]
     process = begin(*command, cwd=tmp_path, log=log)
-    wait_for(folder, moment, process)
+    wait_for(folder, '"kind": "train", "stage": "airline", "step": 2', process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75, log.read_text()
     said = log.read_text()
     assert "Traceback" not in said
     assert "go on with --output-dir" in said.splitlines()[-1]
-    run("--output-dir", str(folder), "--resume-from-checkpoint", "latest", cwd=tmp_path)
+    play("--output-dir", "out", "--resume-from-checkpoint", "latest", cwd=tmp_path)
     assert_same(folder, undisturbed)
 
 
 def test_before_the_first_checkpoint_sigterm_ends_a_run_with_1_and_auto_starts_it_anew(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    folder, log = tmp_path / "out", tmp_path / "log"
-    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *FLAGS]
-    command += ["--resume-from-checkpoint", "auto", "--output-dir", str(folder)]
-    process = begin(*command, cwd=tmp_path, log=log)
-    wait_for(folder, '"after": "start"', process)  # in the warm start
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 1
-    assert "interrupted before the first checkpoint; start again" in log.read_text()
-    process = begin(*command, cwd=tmp_path, log=log)
-    assert process.wait(timeout=240) == 0, log.read_text()
-    assert_same(folder, undisturbed)
+    flags = [*FLAGS, "--resume-from-checkpoint", "auto", "--output-dir", "out"]
+    in_warm_start = '"after": "start"'
+    done = play(*flags, cwd=tmp_path, code=1, sigterm_at=in_warm_start)
+    assert "interrupted before the first checkpoint; start again" in done.stdout
+    play(*flags, cwd=tmp_path)
+    assert_same(tmp_path / "out", undisturbed)
 
 
 def test_a_launcher_restarts_a_run_whose_rank_was_killed(undisturbed: Path, tmp_path: Path) -> None:
@@ -147,10 +133,10 @@ def test_a_launcher_restarts_a_run_whose_rank_was_killed(undisturbed: Path, tmp_
 def test_a_launcher_does_not_retry_a_users_mistake(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(CONFIGS / "multi_gpu.yaml"), "--max_restarts", "3"]
-    command += [str(ROOT / "pipeline" / "run.py"), "--model", "nowhere", "--num-gpus", "2"]
+    command += [str(ROOT / "pipeline" / "run.py"), "--num-generations", "1", "--num-gpus", "2"]
     log = tmp_path / "log"
     assert begin(*command, cwd=tmp_path, log=log).wait(timeout=120) == 1
-    assert log.read_text().count("error: model: got 'nowhere'") == 1
+    assert log.read_text().count("error: --num-generations: got 1") == 1
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -161,13 +147,13 @@ def test_changed_settings_are_refused_by_name_and_taken_with_override(
     resume = ["--output-dir", "out", "--resume-from-checkpoint", "step-000003"]
     before = (folder / "metrics.jsonl").read_bytes()
     changed = ["--learning-rate", "1e-3", "--temperature", "0.9"]
-    done = run(*resume, *changed, cwd=tmp_path, code=2)
+    done = play(*resume, *changed, cwd=tmp_path, num_ranks=1, code=2)
     assert done.stderr.splitlines()[1:] == [
         "error: temperature: got 0.9, but step-000003 was made with 1.0 (and learning_rate 0.0004 "
         "-> 0.001); resume with its settings, or add --override"
     ]
     assert (folder / "metrics.jsonl").read_bytes() == before
-    done = run(*resume, *changed, "--override", "--timeout", "300", cwd=tmp_path)
+    done = play(*resume, *changed, "--override", "--timeout", "300", cwd=tmp_path)
     said = "overridden since step-000003: temperature 1.0 -> 0.9, learning_rate 0.0004 -> 0.001"
     assert said in done.stdout
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
@@ -185,14 +171,15 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_by_latest(
         content[len(content) // 3] ^= 4
         path.write_bytes(content)
     before = sorted(folder.rglob("*"))
-    done = run("--resume-from-checkpoint", "out/checkpoints/step-000004", cwd=tmp_path, code=2)
+    damaged = ["--resume-from-checkpoint", "out/checkpoints/step-000004"]
+    done = play(*damaged, cwd=tmp_path, num_ranks=1, code=2)
     why = "model.safetensors is not what was written (its SHA-256 differs)"
     assert done.stderr.splitlines()[-1] == (
         f"error: resume_from_checkpoint: step-000004 is damaged ({why}); give latest, which finds "
         "the newest that is whole"
     )
     assert sorted(folder.rglob("*")) == before
-    done = run("--resume-from-checkpoint", "latest", "--output-dir", "out", cwd=tmp_path)
+    done = play("--resume-from-checkpoint", "latest", "--output-dir", "out", cwd=tmp_path)
     said = done.stdout.splitlines()
     assert f"warning: checkpoint stage-2-retail is passed over: {why}" in said
     assert f"warning: checkpoint step-000004 is passed over: {why}" in said
@@ -207,7 +194,7 @@ def test_two_runs_never_write_to_one_folder(undisturbed: Path, tmp_path: Path) -
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         resume = ["--output-dir", "out", "--resume-from-checkpoint", "latest"]
-        done = run(*resume, cwd=tmp_path, code=2)
+        done = play(*resume, cwd=tmp_path, num_ranks=1, code=2)
     assert done.stderr.splitlines()[-1] == (
         "error: output_dir: out is in use by a run that is still alive; end it first, or name "
         "another folder"

@@ -1,0 +1,76 @@
+"""Whole runs on warm ranks: the command line without the seconds of a cold start."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from scripts.proofs import ranks
+
+ranks.preload("trl.trainer.sft_trainer", "matplotlib.figure", "matplotlib.backends.backend_agg")
+
+Done = subprocess.CompletedProcess[str]
+
+
+def play(
+    *arguments: str,
+    cwd: Path,
+    num_ranks: int = 2,
+    code: int = 0,
+    sigterm_at: str = "",
+    report: bool = False,
+) -> Done:
+    """`pipeline/run.py` with these arguments on so many ranks that were launched, in `cwd`.
+
+    All ranks get SIGTERM when the metrics of the folder `out` have a line with `sigterm_at`.
+    Without `report` the pages and pictures, which take longer than a small run, are left out.
+    """
+    argv = [*arguments, "--num-gpus", str(num_ranks)]
+    codes = ranks.play_ranks(_main, num_ranks, argv, cwd, sigterm_at, report)
+    said = [
+        "".join((cwd / f"{name}-{rank}").read_text() for rank in range(num_ranks))
+        for name in ("stdout", "stderr")
+    ]
+    done = Done(argv, codes[0], *said)
+    assert codes == [code] * num_ranks, f"{codes}\n{done.stdout}{done.stderr}"
+    assert "what was trained is whole" not in done.stdout, done.stdout  # a report that failed
+    return done
+
+
+def _main(argv: list[str], cwd: Path, sigterm_at: str, report: bool) -> int:
+    from pipeline import train
+    from pipeline.run import main
+
+    if not report:
+        train.write_report = lambda *_: None  # type: ignore[assignment]
+    os.chdir(cwd)
+    sys.path.insert(0, str(cwd))  # environments of the test's own
+    rank = os.environ["RANK"]
+    for name in ("stdout", "stderr"):
+        file = open(cwd / f"{name}-{rank}", "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+        os.dup2(file.fileno(), getattr(sys, name).fileno())
+        setattr(sys, name, file)
+    if sigterm_at:
+        threading.Thread(target=_sigterm, args=(Path("out"), sigterm_at), daemon=True).start()
+    code = main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _sigterm(folder: Path, text: str) -> None:
+    wait_for(folder, text)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def wait_for(folder: Path, text: str, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Until the run has written a line with this text to its metrics."""
+    path = folder / "metrics.jsonl"
+    while process is None or process.poll() is None:
+        if path.is_file() and text in path.read_text():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the run ended before {text}")
