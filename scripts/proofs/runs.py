@@ -98,6 +98,15 @@ class ForcedSampler(RowSampler):
         return picked
 
 
+class Unreported(Training):
+    """A run without the pages and pictures at its end, which take longer than a small run."""
+
+    def finish(self) -> None:
+        if self.ranks.is_main:
+            self._write_results()
+        self.ranks.barrier("end")
+
+
 def play_run(
     num_ranks: int,
     flags: Sequence[str],
@@ -157,7 +166,7 @@ def _run_on_this_rank(
         ForcedSampler.forced = forced
         hooks["make_sampler"] = partial(make_sampler, row_sampler=ForcedSampler)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        main(parse(argv), partial(Training, **hooks))
+        main(parse(argv), partial(Unreported, **hooks))
     played.parameters = flat(trainers[-1].policy.model)
     if forced is not None:
         misses = trainers[-1].policy.rollout.sampler.misses

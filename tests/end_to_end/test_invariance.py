@@ -15,24 +15,26 @@ from scripts.proofs.grid import (
     update_cells,
 )
 from scripts.proofs.runs import play_run
+from tests.support.coin import COIN, warm_started
 
 pytestmark = pytest.mark.whole_run
 
 # The update
 
-GRID = update_cells([1, 2, 3], [1, 4], "small")
+GRID = [*update_cells([1], [4], "small"), *update_cells([2], [1, 4], "small")]
+WHOLE = [Cell(dtype=dtype) for dtype in ("float64", "float32")]  # what they are compared with
 LOSSES = [
     Cell(num_ranks=n, count=2, loss_type=loss_type, level=level, layout="token-budget")
     for n in (1, 2)
     for loss_type in LOSS_TYPES
     for level in LEVELS
 ]
-FAULTY = Cell(num_ranks=3, means=True)
+FAULTY = Cell(num_ranks=2, means=True)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return play_updates([*GRID, *LOSSES, FAULTY])
+    return play_updates([*GRID, *WHOLE, *LOSSES, FAULTY])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,22 +88,18 @@ def test_all_ranks_end_with_the_same_parameters(outcomes):
 
 # The run
 
-SMALL = ["--tasks-per-domain", "30", "--eval-tasks-per-domain", "1", "--eval-trials", "2"]
-SMALL += ["--eval-steps", "0", "--save-steps", "0", "--max-tokens-per-turn", "24"]
-SMALL += ["--domains", "airline", "--difficulty", "easy"]
-TRAIN = [*SMALL, "--warm-start-steps", "0", "--tasks-per-step", "4", "--num-generations", "4"]
+FLAGS = [*COIN, "--num-generations", "16", "--tasks-per-step", "8", "--save-steps", "0"]
+FLAGS += ["--max-tokens-per-turn", "8"]
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags that start from one warm start, just long enough for some groups to be alive."""
-    folder = tmp_path_factory.mktemp("start")
-    play_run(2, [*SMALL, "--warm-start-steps", "160", "--max-steps", "0"], folder)
-    return ["--model", str(folder / "checkpoints" / "warm-start")]
+    """Flags that start from a model that says either word, so that groups are alive."""
+    return [*FLAGS, *warm_started(tmp_path_factory.mktemp("start"))]
 
 
 def test_the_same_draws_give_the_same_tokens_on_two_ranks(start: list[str], tmp_path: Path) -> None:
-    flags = [*start, *TRAIN, "--max-steps", "6"]
+    flags = [*start, "--max-steps", "6"]
     alone = play_run(1, flags, tmp_path / "alone")
     forced = alone.forced_streams(seed=1)
     again = play_run(2, flags, tmp_path / "again", forced, weights=tmp_path / "alone")
@@ -113,7 +111,7 @@ def test_the_same_draws_give_the_same_tokens_on_two_ranks(start: list[str], tmp_
 
 
 def test_a_token_forced_against_its_draw_is_noticed(start: list[str], tmp_path: Path) -> None:
-    flags = [*start, *TRAIN, "--max-steps", "1"]
+    flags = [*start, "--max-steps", "1"]
     forced = play_run(1, flags, tmp_path / "alone").forced_streams(seed=1)
     key = max(forced, key=lambda key: len(forced[key]))
     forced[key][0] = 5 if forced[key][0] != 5 else 6
@@ -124,8 +122,8 @@ def test_a_token_forced_against_its_draw_is_noticed(start: list[str], tmp_path: 
 def test_a_deterministic_run_is_the_same_on_one_and_two_ranks(
     start: list[str], tmp_path: Path
 ) -> None:
-    """On four as well, with replaced groups and resumes, in test_dynamic_sampling.py."""
-    flags = [*start, *TRAIN, "--max-steps", "8", "--deterministic"]
+    """With replaced groups and resumes as well in test_collect.py."""
+    flags = [*start, "--max-steps", "8", "--deterministic"]
     one, two = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2))
     assert len(one.episodes) > 8 * 16 and one.num_tokens > 1600
     assert one.episodes == two.episodes  # tokens and log-probabilities

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import ROOT
 
-pytestmark = pytest.mark.whole_run
+pytestmark = [pytest.mark.whole_run, pytest.mark.proof]
 
 
 def test_grpo_raises_held_out_success_beyond_its_interval(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.collect import RolloutBatch, advantages_of
 from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
+from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
 
@@ -59,6 +59,14 @@ def results(folder: Path) -> dict[str, Any]:
     return read
 
 
+SMALL = [
+    *("--tasks-per-step", "4", "--num-generations", "4", "--max-tokens-per-turn", "24"),
+    *("--max-turns", "3"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--report-to", "none"),
+]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Three domains in sequence on two ranks, two steps each."""
@@ -72,7 +80,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run on one rank."""
     cwd = tmp_path_factory.mktemp("one-rank")
-    run(*SHORT, "--num-gpus", "1", "--max-steps", "6", "--output-dir", "out", cwd=cwd)
+    play(*SHORT, "--max-steps", "6", "--output-dir", "out", cwd=cwd, num_ranks=1)
     return cwd / "out"
 
 
@@ -97,7 +105,8 @@ def test_a_run_leaves_everything_that_its_folder_promises(two_ranks: tuple[Path,
 def test_interleaved_training_in_parts_of_rising_difficulty(tmp_path: Path) -> None:
     arguments = ["--curriculum", "interleaved", "--difficulties", "easy,hard", "--max-steps", "4"]
     arguments += ["--domains", "airline,retail", "--output-dir", "out"]
-    run(*SHORT, *arguments, cwd=tmp_path)
+    arguments += ["--warm-start-steps", "0"]
+    play(*SMALL, *arguments, cwd=tmp_path, num_ranks=1)
     played = []
     for stage in ("interleaved-easy", "interleaved-hard"):
         for path in sorted((tmp_path / "out" / "trajectories" / stage).glob("*.jsonl.gz")):
@@ -203,17 +212,8 @@ def test_a_checkpoint_loads_with_from_pretrained_and_is_a_model_to_start_from(
         v.numel() for v in load_file(checkpoint / "model.safetensors").values()
     )
     assert AutoTokenizer.from_pretrained(checkpoint).chat_template
-    run(
-        *SHORT,
-        "--no-grpo",
-        "--model",
-        str(checkpoint),
-        "--num-gpus",
-        "2",
-        "--output-dir",
-        "again",
-        cwd=tmp_path,
-    )
+    own = ["--no-grpo", "--model", str(checkpoint), "--output-dir", "again"]
+    play(*SHORT, *own, cwd=tmp_path)
     (evaluation,) = results(tmp_path / "again")["evaluations"]
     last = results(two_ranks[0])["evaluations"][-1]
     assert evaluation["success"] == last["success"]
@@ -244,119 +244,20 @@ def test_a_folder_that_holds_a_run_is_refused_unless_resumed(two_ranks: tuple[Pa
     assert "holds a run; resume it with --resume-from-checkpoint latest" in done.stderr
 
 
-def test_a_resumed_run_ends_where_the_undisturbed_one_did(
-    two_ranks: tuple[Path, str], tmp_path: Path
-) -> None:
-    """As after a crash behind step 5: everything later than its checkpoint is there only in
-    part.
-    """
-    folder = tmp_path / "out"
-    shutil.copytree(two_ranks[0], folder)
-    resume = ["--resume-from-checkpoint", "out/checkpoints/step-000005"]
-    run(*resume, cwd=tmp_path)  # every other setting is the run's own
-    assert metrics(folder) == metrics(two_ranks[0])
-    assert metrics(folder, "eval") == metrics(two_ranks[0], "eval")
-    last = "checkpoints/stage-3-telecom/model.safetensors"
-    weights, others = load_file(folder / last), load_file(two_ranks[0] / last)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
 def test_settings_of_the_loss_run_with_few_tasks_mixed_and_in_bf16(tmp_path: Path) -> None:
-    arguments = [
-        "--config",
-        "mixed",
-        "--tasks-per-domain",
-        "2",
-        "--max-steps",
-        "2",
-        "--mixed-precision",
-        "bf16",
-    ]
-    losses = [
-        "--beta",
-        "0.04",
-        "--num-iterations",
-        "2",
-        "--scale-rewards",
-        "batch",
-        "--loss-type",
-        "grpo",
-    ]
-    extra = [
-        "--permute-rewards",
-        "--no-drop-dead-groups",
-        "--gradient-checkpointing",
-        "--max-tokens-per-microbatch",
-        "300",
-    ]
-    run(*SHORT, *arguments, *losses, *extra, "--output-dir", "out", cwd=tmp_path)
+    arguments = ["--config", "mixed", "--domains", "airline,retail", "--tasks-per-domain", "2"]
+    arguments += ["--max-steps", "2", "--mixed-precision", "bf16", "--warm-start-steps", "0"]
+    losses = ["--beta", "0.04", "--num-iterations", "2", "--scale-rewards", "batch"]
+    losses += ["--loss-type", "grpo", "--entropy-coef", "0.05"]  # untrained, it earns nothing
+    extra = ["--permute-rewards", "--no-drop-dead-groups", "--gradient-checkpointing"]
+    extra += ["--max-tokens-per-microbatch", "300"]
+    play(*SMALL, *arguments, *losses, *extra, "--output-dir", "out", cwd=tmp_path)
     records = metrics(tmp_path / "out")
     assert [record["rollout/episodes"] for record in records] == [16, 16]
     assert all(record["train/kl"] >= 0 for record in records)
     assert records[1]["train/grad_norm"] > 0
     model = load_file(tmp_path / "out/checkpoints/stage-1-mixed/model.safetensors")
     assert all(weight.dtype == torch.float32 for weight in model.values())
-
-
-BANK = '''
-import json
-from pipeline.data.tasks import Task
-
-class BankEnvironment:
-    """A bank in TRL's convention: no user, no case file."""
-
-    def reset(self, **row):
-        self.account = json.loads(row["payload"])["account"]
-        self.frozen = set()
-
-    def freeze(self, account: str) -> str:
-        """Freeze an account.
-
-        Args:
-            account: Account id.
-        """
-        self.frozen.add(account)
-        return "ok"
-
-    def get_reward(self) -> float:
-        return float(self.frozen == {self.account})
-
-def generate_tasks(seed, n, split, difficulty):
-    return [
-        Task(
-            domain="bank",
-            id=f"{split}-{i}",
-            prompt=(
-                {"role": "system", "content": "bank"},
-                {"role": "user", "content": f"freeze K{i:02d}"},
-            ),
-            payload=json.dumps({"account": f"K{i:02d}"}),
-        )
-        for i in range(n)
-    ]
-'''
-
-
-def test_a_domain_of_ones_own_joins_by_an_import_string(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_bank.py").write_text(BANK)
-    call = {"type": "function", "function": {"name": "freeze", "arguments": {"account": "K01"}}}
-    demonstration = [
-        {"role": "system", "content": "bank"},
-        {"role": "user", "content": "freeze K01"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "freeze", "content": "ok"},
-        {"role": "assistant", "content": "Done."},
-    ]
-    (tmp_path / "demonstrations.jsonl").write_text(
-        json.dumps({"messages": demonstration, "tools": []}) + "\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = ["--domains", "bank,airline", "--environments", "{bank: 'my_bank:BankEnvironment'}"]
-    data = ["--warm-start-data", "demonstrations.jsonl", "--tasks-per-domain", "20"]
-    run(*SHORT, *own, *data, "--max-steps", "2", "--output-dir", "out", cwd=tmp_path)
-    assert list(results(tmp_path / "out")["evaluations"][-1]["success"]) == ["bank", "airline"]
 
 
 DESK = """
@@ -382,13 +283,13 @@ def generate_tasks(*arguments):
 
 
 def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "my_desk.py").write_text(DESK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     own = ["--domains", "desk", "--environments", "{desk: 'my_desk:DeskEnvironment'}"]
-    own += ["--warm-start-steps", "0", "--max-steps", "2", "--save-steps", "0", "--num-gpus", "2"]
-    done = run(*SHORT[2:], *own, "--output-dir", "out", cwd=tmp_path, code=1)
+    own += ["--warm-start-steps", "0", "--max-steps", "2", "--save-steps", "0"]
+    own += ["--eval-tasks-per-domain", "4", "--output-dir", "out"]
+    done = play(*SMALL, *own, cwd=tmp_path, code=1)
     assert (
         "2 of 8 trials in the evaluation after desk ended in environment errors 3 times (the "
         "first: desk/test-medium-0-00001\\x1b[2J), so nothing is scored" in done.stderr
@@ -399,7 +300,7 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     (tmp_path / "mended").touch()
     (tmp_path / "broken").unlink()
     resume = ["--resume-from-checkpoint", "latest", "--output-dir", "out"]
-    done = run(*resume, cwd=tmp_path)
+    done = play(*resume, cwd=tmp_path)
     assert "resuming from step-000002: 2 steps done" in done.stdout  # none is played again
     found = results(tmp_path / "out")["evaluations"]
     assert [evaluation["after"] for evaluation in found] == ["start", "desk"]
@@ -412,11 +313,12 @@ def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path:
 
     save_tasks(generate_tasks(5, 6, "train", "easy"), tmp_path / "airline.jsonl")
     arguments = ["--domains", "airline", "--tasks", "{airline: airline.jsonl}"]
-    done = run(*SHORT, *arguments, "--check", cwd=tmp_path)
+    done = play(*SHORT, *arguments, "--check", cwd=tmp_path, num_ranks=1)
     assert "airline: 6 to train" in done.stdout
     with (tmp_path / "airline.jsonl").open("a") as file:
         file.write("{broken\n")
-    done = run(*SHORT, *arguments, "--num-gpus", "2", "--output-dir", "out", cwd=tmp_path, code=2)
-    assert done.stderr.startswith("error: airline.jsonl, line 7: not JSON")
-    assert done.stderr.count("\n") == 1
+    done = play(*SHORT, *arguments, "--output-dir", "out", cwd=tmp_path, num_ranks=1, code=2)
+    said = done.stderr.splitlines()
+    assert said[0] == "running on CPU: 1 rank" and len(said) == 2
+    assert said[1].startswith("error: airline.jsonl, line 7: not JSON")
     assert not (tmp_path / "out").exists()

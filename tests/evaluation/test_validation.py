@@ -16,13 +16,17 @@ from pipeline.evaluation.validation import scored
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.rollout.trajectory import RunRecord
 from scripts.proofs.grid import make_trajectory, small_model
-from tests.end_to_end.test_train import SHORT, jsonl, metrics, results, run
+from tests.end_to_end.test_train import jsonl, metrics, results
+from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
 
 ALONE = Ranks(0, 1, 5)
 PROBED = [
-    *(*SHORT, "--domains", "airline,retail", "--max-steps", "12", "--num-gpus", "2"),
+    *("--domains", "airline,retail", "--max-steps", "12", "--warm-start-steps", "0"),
+    *("--tasks-per-step", "4", "--num-generations", "4", "--max-turns", "2"),
+    *("--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "1", "--eval-trials", "1"),
+    *("--entropy-coef", "0.05", "--report-to", "none"),  # untrained, it earns nothing
     *("--eval-steps", "1", "--eval-steps-tasks", "2", "--anchor-tasks", "2"),
     *("--plateau-patience", "1", "--plateau-delta", "1", "--no-drop-dead-groups"),
 ]
@@ -97,7 +101,7 @@ def test_a_domain_whose_environment_failed_has_no_score():
 def probed(tmp_path_factory):
     """Two stages on two ranks, whose validations can never be good enough."""
     cwd = tmp_path_factory.mktemp("probed")
-    done = run(*PROBED, "--output-dir", "out", cwd=cwd)
+    done = play(*PROBED, "--output-dir", "out", cwd=cwd)
     return cwd / "out", done.stdout
 
 
@@ -134,7 +138,7 @@ def test_a_resume_from_the_stages_end_ends_the_next_one_at_the_same_step(probed)
     folder, _ = probed
     copy = folder.parent / "copy"
     shutil.copytree(folder, copy)
-    run("--resume-from-checkpoint", "copy/checkpoints/stage-1-airline", cwd=folder.parent)
+    play("--resume-from-checkpoint", "copy/checkpoints/stage-1-airline", cwd=folder.parent)
     assert (copy / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
     for now, then in zip(results(copy)["validations"], results(folder)["validations"], strict=True):
         assert now == then

@@ -34,6 +34,7 @@ from pipeline.tracking.step_metrics import rollout_metrics
 from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import play_run
+from tests.support.coin import COIN, warm_started
 from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
 
 pytestmark = pytest.mark.whole_run
@@ -68,7 +69,7 @@ def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: An
             "rollout": {"num_generations": 2},
             "data": {
                 "domains": list(sources),
-                "environments": dict.fromkeys(sources, "helpers:Desk"),
+                "environments": dict.fromkeys(sources, "tests.support.helpers:Desk"),
             },
         }
     )
@@ -308,54 +309,13 @@ def test_replacing_groups_and_training_on_them_all_the_same_is_refused():
 # Whole runs: a tiny model that has learnt to say one of two words, and a coin that likes one
 
 
-class CoinEnvironment:
-    """Pays for heads; with an id that is odd for tails; never where it ends in a zero.
-
-    With some odd ids, though, tails end in an outage.
-    """
-
-    def reset(self, **row: Any) -> None:
-        self.row, self.final_message = row, ""
-
-    def toss(self, hard: bool) -> str:
-        """Toss the coin.
-
-        Args:
-            hard: How hard.
-        """
-        return "up"
-
-    def get_reward(self) -> float:
-        number = int(self.row["id"].partition("-")[2])
-        word = "tails" if number % 2 else "heads"
-        if number % 4 == 3 and "tails" in self.final_message:
-            raise Outage("the coin is out of stock")
-        return float(number % 10 > 0 and self.final_message.lower().startswith(word))
-
-
-def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    return [make_task(f"{split}-{i}", "heads or tails", domain="coin") for i in range(n)]
-
-
-COIN = ["--domains", "coin", "--environments", "{coin: test_dynamic_sampling:CoinEnvironment}"]
-COIN += ["--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"]
-COIN += ["--save-steps", "2", "--num-generations", "3", "--tasks-per-step", "4"]
-COIN += ["--tasks-per-domain", "40", "--max-tokens-per-turn", "8", "--deterministic"]
+FLAGS = [*COIN, "--save-steps", "2", "--max-tokens-per-turn", "8", "--deterministic"]
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags that start from a model that says one word as often as the other."""
-    folder = tmp_path_factory.mktemp("start")
-    lines = [
-        {"messages": [*make_task(request="heads or tails").prompt, say(word)], "tools": []}
-        for word in ("heads", "tails")
-    ]
-    (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--warm-start-data", str(folder / "said.jsonl"), "--warm-start-steps", "30"]
-    play_run(1, [*COIN, *flags, "--warm-start-batch-size", "4", "--max-steps", "0"], folder / "out")
-    model = ["--model", str(folder / "out" / "checkpoints" / "warm-start")]
-    return [*COIN, *model, "--warm-start-steps", "0"]
+    return [*FLAGS, *warm_started(tmp_path_factory.mktemp("start"))]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -363,20 +323,19 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "train"]
 
 
-def test_a_run_is_the_same_bit_by_bit_on_one_two_and_four_ranks_and_after_a_resume(
+def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
     start: list[str], tmp_path: Path
 ) -> None:
     flags = [*start, "--max-steps", "4", "--dynamic-sampling", "--scale-rewards", "batch"]
-    one, two, four = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2, 4))
-    assert one.episodes == two.episodes == four.episodes
+    one, two = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2))
+    assert one.episodes == two.episodes
     assert np.array_equal(one.parameters, two.parameters)
-    assert np.array_equal(one.parameters, four.parameters)
     assert sum(line["rollout/replaced_groups"] for line in metrics(tmp_path / "1")) > 4
     assert sum(line["rollout/left_out"] for line in metrics(tmp_path / "1")) > 4
     for line in metrics(tmp_path / "1"):
         assert (1 - line["rollout/dead_groups"]) * 12 < line["train/trained_episodes"] <= 12
 
-    for before, after in ((2, 1), (2, 4), (4, 2)):
+    for before, after in ((1, 2), (2, 1)):
         cut = tmp_path / f"{before}-{after}"
         shutil.copytree(tmp_path / str(before), cut)
         again = play_run(after, [*flags, "--resume-from-checkpoint", "step-000002"], cut)
@@ -388,7 +347,6 @@ def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
     start: list[str], tmp_path: Path
 ) -> None:
     flags = [*start, "--max-steps", "1"]
-    off_alone = play_run(1, flags, tmp_path / "alone")
     off, on = (
         play_run(2, flags, tmp_path / "off"),
         play_run(2, [*flags, "--dynamic-sampling"], tmp_path / "on"),
@@ -402,5 +360,4 @@ def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
     }
     assert replaced["train/trained_episodes"] > without["train/trained_episodes"]
     assert not np.array_equal(off.parameters, on.parameters)
-    assert np.array_equal(off.parameters, off_alone.parameters) and without["rollout/left_out"] > 0
-    assert metrics(tmp_path / "alone") == [without]
+    assert without["rollout/left_out"] > 0

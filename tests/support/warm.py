@@ -41,11 +41,9 @@ def play(
 
 
 def _main(argv: list[str], cwd: Path, sigterm_at: str, report: bool) -> int:
-    from pipeline import train
     from pipeline.run import main
+    from scripts.proofs.runs import Unreported
 
-    if not report:
-        train.write_report = lambda *_: None  # type: ignore[assignment]
     os.chdir(cwd)
     sys.path.insert(0, str(cwd))  # environments of the test's own
     rank = os.environ["RANK"]
@@ -55,7 +53,7 @@ def _main(argv: list[str], cwd: Path, sigterm_at: str, report: bool) -> int:
         setattr(sys, name, file)
     if sigterm_at:
         threading.Thread(target=_sigterm, args=(Path("out"), sigterm_at), daemon=True).start()
-    code = main(argv)
+    code = main(argv, **({} if report else {"make_training": Unreported}))
     sys.stdout.flush()
     sys.stderr.flush()
     return code
