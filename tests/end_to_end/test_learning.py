@@ -1,4 +1,4 @@
-"""The small version of scripts/proofs/learning.py: one domain, minutes, and it must rise."""
+"""Small versions of scripts/proofs/learning.py: success must rise, in seconds and in minutes."""
 
 import json
 import os
@@ -8,11 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from scripts.proofs.learning import figures, results_of
+from scripts.proofs.runs import play_run
 from tests.support import ROOT
+from tests.support.coin import COIN, warm_started
 
-pytestmark = [pytest.mark.whole_run, pytest.mark.proof]
+pytestmark = pytest.mark.whole_run
 
 
+def test_grpo_raises_success_on_held_out_tasks_of_one_decision(tmp_path: Path) -> None:
+    """Heads or tails, where heads is paid: from saying either to beyond the change's interval."""
+    (tmp_path / "start").mkdir()
+    flags = [*COIN, *warm_started(tmp_path / "start"), "--max-tokens-per-turn", "8"]
+    flags = [flag.replace("CoinEnvironment", "HeadsEnvironment") for flag in flags]
+    flags += ["--num-generations", "8", "--max-steps", "8", "--eval-tasks-per-domain", "60"]
+    play_run(2, flags, tmp_path / "out")
+    found = figures(results_of(tmp_path / "out"))
+    assert found["change"] > found["change_interval"] > 0
+    assert found["after"] > found["before"] + 0.1
+
+
+@pytest.mark.proof
 def test_grpo_raises_held_out_success_beyond_its_interval(tmp_path: Path) -> None:
     small = ["--domains", "retail", "--warm-start-steps", "180", "--max-steps", "20"]
     quick = ["--eval-steps", "0", "--eval-tasks-per-domain", "60", "--report-to", "none"]

@@ -35,6 +35,13 @@ class CoinEnvironment:
         return float(number % 10 > 0 and self.final_message.lower().startswith(word))
 
 
+class HeadsEnvironment(CoinEnvironment):
+    """Pays for heads, whatever the id."""
+
+    def get_reward(self) -> float:
+        return float(self.final_message.lower().startswith("heads"))
+
+
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
     return [make_task(f"{split}-{i}", "heads or tails", domain="coin") for i in range(n)]
 
@@ -54,9 +61,5 @@ def warm_started(folder: Path) -> list[str]:
     flags = [*COIN, "--warm-start-data", str(folder / "said.jsonl"), "--deterministic"]
     flags += ["--warm-start-steps", "30", "--warm-start-batch-size", "4"]
     play_run(1, [*flags, "--max-steps", "0"], folder / "out")
-    return [
-        "--model",
-        str(folder / "out" / "checkpoints" / "warm-start"),
-        "--warm-start-steps",
-        "0",
-    ]
+    model = str(folder / "out" / "checkpoints" / "warm-start")
+    return ["--model", model, "--warm-start-steps", "0"]

@@ -21,15 +21,14 @@ def play(
     num_ranks: int = 2,
     code: int = 0,
     sigterm_at: str = "",
-    report: bool = False,
 ) -> Done:
     """`pipeline/run.py` with these arguments on so many ranks that were launched, in `cwd`.
 
     All ranks get SIGTERM when the metrics of the folder `out` have a line with `sigterm_at`.
-    Without `report` the pages and pictures, which take longer than a small run, are left out.
+    The pages and pictures at the end, which take longer than a small run, are left out.
     """
     argv = [*arguments, "--num-gpus", str(num_ranks)]
-    codes = ranks.play_ranks(_main, num_ranks, argv, cwd, sigterm_at, report)
+    codes = ranks.play_ranks(_main, num_ranks, argv, cwd, sigterm_at)
     said = [
         "".join((cwd / f"{name}-{rank}").read_text() for rank in range(num_ranks))
         for name in ("stdout", "stderr")
@@ -40,7 +39,7 @@ def play(
     return done
 
 
-def _main(argv: list[str], cwd: Path, sigterm_at: str, report: bool) -> int:
+def _main(argv: list[str], cwd: Path, sigterm_at: str) -> int:
     from pipeline.run import main
     from scripts.proofs.runs import Unreported
 
@@ -53,7 +52,7 @@ def _main(argv: list[str], cwd: Path, sigterm_at: str, report: bool) -> int:
         setattr(sys, name, file)
     if sigterm_at:
         threading.Thread(target=_sigterm, args=(Path("out"), sigterm_at), daemon=True).start()
-    code = main(argv, **({} if report else {"make_training": Unreported}))
+    code = main(argv, make_training=Unreported)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
