@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-_context = get_context("forkserver")  # a clean server process imports once, and ranks fork from it
-_context.set_forkserver_preload(["pipeline.train"])
+# A clean server process imports once, and ranks fork from it.
+FORKSERVER = get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["pipeline.train", "matplotlib.figure"])
 
 
 def play_ranks(
@@ -30,9 +31,9 @@ def play_ranks(
     pipes, processes = [], []
     scratch = tempfile.TemporaryDirectory(prefix="ranks-")  # what a rank leaves goes with it
     for rank in range(num_ranks):
-        receiver, sender = _context.Pipe(duplex=False)
+        receiver, sender = FORKSERVER.Pipe(duplex=False)
         place = (rank, num_ranks, port, scratch.name)
-        process = _context.Process(target=_rank, args=(sender, function, place, arguments))
+        process = FORKSERVER.Process(target=_rank, args=(sender, function, place, arguments))
         process.start()
         sender.close()
         pipes.append(receiver)

@@ -11,13 +11,13 @@ from tests.support.warm import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
 
-TINY = "--max-steps 3 --eval-tasks-per-domain 4 --tasks-per-step 3 --eval-steps 0 "
+TINY = "--max-steps 3 --eval-tasks-per-domain 2 --tasks-per-step 3 --eval-steps 0 "
 TINY += "--warm-start-steps 2 --warm-start-batch-size 2 --max-turns 2 --max-tokens-per-turn 8"
 
 
-def test_the_benchmark_compares_orders_remedies_and_mixed_training(tmp_path, monkeypatch, capsys):
+def test_the_benchmark_compares_a_remedy_and_mixed_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
-    flags = ["--quick", "--seeds", "1", "--rows", "0", "1", "5", "7"]
+    flags = ["--quick", "--seeds", "1", "--rows", "0", "5", "7"]
     flags += ["--output-dir", str(tmp_path / "out"), "--json", str(tmp_path / "figures.json")]
     code = transfer.main([*flags, "--", *TINY.split()])
     said = capsys.readouterr()
@@ -26,7 +26,6 @@ def test_the_benchmark_compares_orders_remedies_and_mixed_training(tmp_path, mon
     names = [line.split("|")[1].strip() for line in first.splitlines()[2:]]
     assert names == [
         "airline, retail, telecom",
-        "telecom, retail, airline",
         "airline, retail, telecom; replay 0.1, advantages x 4 / 2 / 1",
         "mixed",
     ]

@@ -3,16 +3,13 @@
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 from pipeline import run
 from pipeline.report import write
-
-_context = get_context("forkserver")  # one server process, with the ranks of scripts/proofs
-_context.set_forkserver_preload(["pipeline.train"])
+from scripts.proofs import ranks
 
 
 class WarmRun:
@@ -29,7 +26,7 @@ class WarmRun:
     ) -> None:
         assert Path(command[1]).parts[-2:] == ("pipeline", "run.py")
         place = (dict(os.environ if env is None else env), os.getcwd(), stdout.name)
-        self._process = _context.Process(target=_enter, args=(list(command[2:]), *place))
+        self._process = ranks.FORKSERVER.Process(target=_enter, args=(list(command[2:]), *place))
         self._process.start()
 
     def wait(self, timeout: float | None = None) -> int:
