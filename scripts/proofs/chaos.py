@@ -8,6 +8,7 @@ file of a checkpoint is cut short or gets a flipped bit. The same command with
 `--resume-from-checkpoint auto` goes on each time. Every run that reaches its end must have the
 SHA-256 of the undisturbed run's parameters and of its metrics.jsonl, no process may be left after
 a kill, and a rank's death must end the others. Runs follow one another until all kills are spent.
+Flags that follow `--` go to every run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ LIMIT_S = 60.0  # for everything to end after a kill
 SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
 SHORT += "--eval-steps 2 --eval-steps-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
 SHORT += "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6"
-LAST = "stage-3-telecom"
 
 
 @dataclass(kw_only=True)
@@ -56,6 +56,7 @@ class Tally:
 
 
 def main(argv: Sequence[str]) -> int:
+    place = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -64,11 +65,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of kills")
     parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(argv[:place])
     where = machine()
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         command = prepare(folder, options.num_gpus, options.warm_start_steps)
+        command += argv[place + 1 :]
         begun = time.perf_counter()
         finish([*command, "--output-dir", str(folder / "undisturbed")], folder / "log")
         length_s = time.perf_counter() - begun
@@ -83,12 +85,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(folder: Path, num_ranks: int, warm_start_steps: int) -> list[str]:
-    """The command of the run to torment, on a model that solves some tasks already."""
+    """The command of the run to torment, on a model that solves some tasks already.
+
+    With a warm start of no steps it begins with the model that it makes itself.
+    """
+    command = [*SHORT.split(), "--num-gpus", str(num_ranks)]
+    if not warm_start_steps:
+        return command
     flags = f"--warm-start-steps {warm_start_steps} --max-steps 0 --eval-tasks-per-domain 1 "
     flags += "--eval-trials 1 --report-to none"
     finish([*flags.split(), "--output-dir", str(folder / "model")], folder / "log")
     model = folder / "model" / "checkpoints" / "warm-start"
-    return [*SHORT.split(), "--model", str(model), "--num-gpus", str(num_ranks)]
+    return [*command, "--model", str(model)]
 
 
 def start(flags: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
@@ -126,8 +134,9 @@ def torment(
             if random.random() < 0.4:
                 tally.damaged += damage(run / "checkpoints", random)
         tally.num_ends += 1
+        found = digests(run)
         for what, digest in digests(folder / "undisturbed").items():
-            if digests(run)[what] != digest:
+            if found.get(what) != digest:
                 tally.faults.append(f"run {number}: {what} differ; the run's output:")
                 tally.faults.append(log.read_text()[-4000:])
         shutil.rmtree(run)
@@ -235,11 +244,10 @@ def num_steps(run: Path) -> int:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of the final parameters and of the metrics."""
-    paths = {
-        "parameters": run / "checkpoints" / LAST / "model.safetensors",
-        "metrics.jsonl": run / "metrics.jsonl",
-    }
+    """SHA-256 of the parameters after each stage and of the metrics."""
+    stages = sorted((run / "checkpoints").glob("stage-*"))
+    paths = {f"parameters of {stage.name}": stage / "model.safetensors" for stage in stages}
+    paths["metrics.jsonl"] = run / "metrics.jsonl"
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
         for name, path in paths.items()

@@ -9,7 +9,7 @@ NaN it must go on, count one skipped step and keep the batch. No process may be 
 
 What is told rightly but late is played again, `--tries` times in all: other work on the machine
 delays one run and not the next, a defect delays each. Every repetition is counted in the table.
-The exit code is 1 where a case is not right.
+The exit code is 1 where a case is not right. Flags that follow `--` go to every run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ LEFT_S = 20.0  # for a run's processes to be gone after its end
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
+    place = argv.index("--") if "--" in argv else len(argv)
+    options = parse(argv[:place])
     ranks = options.ranks or range(options.num_gpus)
     cases = [(k, p, r) for k in options.kinds for p in options.phases for r in ranks]
     cases = [case for case in cases if case[0] != "NaN" or case[1] in ("sample", "update")]
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         print("preparing the model", flush=True)
         command = prepare(Path(temporary), options.num_gpus, options.warm_start_steps)
         command += [*SHORTER.split(), "--timeout", str(options.timeout)]
-        command += ["--call-timeout", str(options.timeout / 2)]
+        command += ["--call-timeout", str(options.timeout / 2), *argv[place + 1 :]]
         for number, case in enumerate(cases):
             kind, phase, rank = case
             name = f"{number + 1:>3}/{len(cases)} {kind:<20} {phase:<11} rank {rank}"

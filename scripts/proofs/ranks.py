@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 
-_context = get_context("forkserver")  # a clean server process imports once, and ranks fork from it
-_preloaded = ["pipeline.train"]
-_context.set_forkserver_preload(_preloaded)
-
-
-def preload(*modules: str) -> None:
-    """Have ranks import these before they fork; it counts up to the first `play_ranks` only."""
-    _preloaded.extend(name for name in modules if name not in _preloaded)
-    _context.set_forkserver_preload(_preloaded)
+# A clean server process imports once, and ranks fork from it.
+FORKSERVER = get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    ["pipeline.train", "trl.trainer.sft_trainer", "matplotlib.backends.backend_agg"]
+)
 
 
 def play_ranks(
@@ -37,9 +33,9 @@ def play_ranks(
     pipes, processes = [], []
     scratch = tempfile.TemporaryDirectory(prefix="ranks-")  # what a rank leaves goes with it
     for rank in range(num_ranks):
-        receiver, sender = _context.Pipe(duplex=False)
+        receiver, sender = FORKSERVER.Pipe(duplex=False)
         place = (rank, num_ranks, port, scratch.name)
-        process = _context.Process(target=_rank, args=(sender, function, place, arguments))
+        process = FORKSERVER.Process(target=_rank, args=(sender, function, place, arguments))
         process.start()
         sender.close()
         pipes.append(receiver)

@@ -64,8 +64,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at a time, of one rank")
     parser.add_argument("--output-dir", type=Path, help="missing: runs/transfer[-quick]")
+    names = ", ".join(f"{number} {name}" for number, name in enumerate(ROWS))
+    parser.add_argument("--rows", type=int, nargs="+", help=f"of {names}; 0 must be among them")
     parser.add_argument("--quick", action="store_true", help="a few steps: does it work?")
     options = parser.parse_args(argv[:place])
+    wanted = options.rows or range(len(ROWS))
+    if 0 not in wanted:
+        parser.error("--rows: give 0 as well, which the others are compared with")
+    rows = {name: each for number, (name, each) in enumerate(ROWS.items()) if number in wanted}
     common = [
         "--config",
         "forgetting",
@@ -76,14 +82,14 @@ def main(argv: list[str]) -> int:
     folder = options.output_dir or Path(f"runs/transfer{quick}")
     runner = sweep.Sweep(folder, 1, options.side_by_side)
     try:
-        if runner.run(list(ROWS.values()), options.seeds, [*common, "--report-to", "none"]):
+        if runner.run(list(rows.values()), options.seeds, [*common, "--report-to", "none"]):
             return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     runs = {
         name: [_results(folder, settings, seed) for seed in options.seeds]
-        for name, settings in ROWS.items()
+        for name, settings in rows.items()
     }
     print(table(runs), end="\n\n")
     print(remedies(runs), end="\n\n")

@@ -4,11 +4,11 @@ exactly once.
 
 import json
 import os
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import FrozenInstanceError, replace
+from io import StringIO
 
 import pytest
 from datasets import Dataset, DatasetDict, Features, Json, Value, config
@@ -587,12 +587,18 @@ def test_a_rank_that_is_not_there_is_refused():
 # the benchmark
 
 
-def test_the_benchmark_of_many_tasks_writes_its_figures(tmp_path):
+def test_the_benchmark_of_many_tasks_writes_its_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    import loader
+
+    def in_this_process(arguments, **_):
+        with redirect_stdout(StringIO()) as said:
+            assert loader.main(arguments[1:]) == 0
+        return json.loads(said.getvalue())
+
+    monkeypatch.setattr(loader, "in_fresh_process", in_this_process)
     flags = ["--num-tasks", "200", "--steps", "3", "--policy-bytes", "500"]
-    command = [sys.executable, ROOT / "scripts/bench/loader.py", *flags]
-    done = subprocess.run(
-        [*command, "--json", tmp_path / "loader.json"], capture_output=True, text=True, check=True
-    )
+    assert loader.main([*flags, "--json", str(tmp_path / "loader.json")]) == 0
     figures = json.loads((tmp_path / "loader.json").read_text())["figures"]
     start_up = {
         f"{kind}_{unit}"
@@ -602,6 +608,7 @@ def test_the_benchmark_of_many_tasks_writes_its_figures(tmp_path):
     steps = {f"step_us_{n}_tasks_{r}_ranks" for n in (2, 20, 200) for r in (1, 8, 64, 1024)}
     first = {f"first_step_us_{n}_tasks" for n in (2, 20, 200)}
     assert set(figures) == start_up | steps | first
-    assert "start-up of a rank " in done.stdout
-    refused = subprocess.run([*command, "--shape", "tiny"], capture_output=True, text=True)
-    assert refused.returncode == 2
+    assert "start-up of a rank " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as refused:
+        loader.main([*flags, "--shape", "tiny"])
+    assert refused.value.code == 2

@@ -89,7 +89,6 @@ def played(tmp_path):
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "name"),
     [
-        (2, "raise", "ValueError"),
         (3, "raise", "ValueError"),
         (2, "raise no Exception", "KeyboardInterrupt"),
     ],
@@ -149,7 +148,7 @@ def test_a_rank_that_waits_inside_torch_is_not_taken_for_the_one_that_hangs(tmp_
     assert named == ["1"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_signal_to_one_rank_interrupts_all_of_them_at_the_same_place(played, num_ranks):
     results, said = played("SIGTERM", num_ranks)
     assert [result[0] for result in results] == ["Interrupted"] * num_ranks
@@ -249,8 +248,8 @@ def suspend_all(folder: Path, num_ranks: int) -> None:
     (folder / "enough").touch()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_that_were_suspended_for_longer_than_the_deadline_go_on(tmp_path, num_ranks):
+def test_ranks_that_were_suspended_for_longer_than_the_deadline_go_on(tmp_path):
+    num_ranks = 2
     suspending = threading.Thread(target=suspend_all, args=[tmp_path, num_ranks])
     suspending.start()
     assert play_ranks(go_through, num_ranks, str(tmp_path)) == ["went on"] * num_ranks

@@ -17,6 +17,7 @@ from pipeline.tracking.wandb_extras import final_numbers
 from pipeline.tracking.wandb_feed import numbers
 from pipeline.tracking.wandb_parts import parts_of, records
 from tests.support import ROOT
+from tests.support.warm_process import WarmRun
 
 RUN = [
     *("--num-gpus", "1", "--domains", "airline,retail", "--tasks-per-domain", "8"),
@@ -27,13 +28,22 @@ RUN = [
 ]
 
 
-def python(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+def environment(**variables: str) -> dict[str, str]:
+    """That of this process, without what it says about trackers."""
     mine = {
         name: os.environ[name] for name in os.environ if not name.startswith(("WANDB", "TRACK"))
     }
-    environment = {**mine, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return {**mine, "OMP_NUM_THREADS": "1", **variables}
+
+
+def python(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two stages with a step each, that reports to all trackers."""
     place = tmp_path_factory.mktemp("tracked")
     output = place / "run"
-    done = python(
-        *("pipeline/run.py", *RUN, "--output-dir", output), WANDB_MODE="offline", HOME=str(place)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["python", "pipeline/run.py", *RUN, "--output-dir", str(output)]
+    with (place / "log").open("w") as log:
+        run = WarmRun(command, log, env=environment(WANDB_MODE="offline", HOME=str(place)))
+    assert run.wait() == 0, (place / "log").read_text()
     return output
 
 

@@ -14,14 +14,14 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from pipeline.config.cli import parse
 from pipeline.errors import UserError
 from tests.support import ROOT
+from tests.support.warm_process import warm_subprocess
 
-SCRIPT = ROOT / "scripts" / "optuna_study.py"
 SWEEP = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text(encoding="utf-8"))
 TINY = [
     *("--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
     *("--eval-trials", "1", "--eval-steps", "1", "--eval-steps-tasks", "2", "--max-steps", "2"),
     *("--warm-start-steps", "1", "--warm-start-batch-size", "2", "--tasks-per-step", "2"),
-    *("--num-generations", "2"),
+    *("--num-generations", "2", "--max-turns", "2", "--max-tokens-per-turn", "8"),
 ]
 BETA = ["--search", "beta=0..1", "--"]
 # A run that writes a validation a step, whose success is its learning rate, until it is told to
@@ -47,6 +47,7 @@ sys.exit(1 if "--broken" in sys.argv else 0)
 
 @pytest.fixture
 def optuna_study(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # where it finds the sweep's functions
     return import_module("scripts.optuna_study")
 
 
@@ -220,17 +221,16 @@ def test_the_trial_of_a_killed_process_is_run_again(optuna_study: Any, tmp_path:
     assert (tmp_path / "mine" / "metrics.jsonl").is_file()
 
 
-def test_a_study_of_real_runs_finds_the_best(tmp_path: Path) -> None:
+def test_a_study_of_real_runs_finds_the_best(
+    optuna_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(optuna_study, "subprocess", warm_subprocess())
+    monkeypatch.setattr(optuna_study.signal, "signal", lambda *_: None)
     words = ["--search", "learning_rate=1e-4..1e-3:log", "num_generations=2,3", "--trials", "1"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words, "--output-dir", str(tmp_path), "--", *TINY],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, best = done.stdout.splitlines()
+    code = optuna_study.main([*words, "--output-dir", str(tmp_path), "--", *TINY])
+    said = capsys.readouterr()
+    assert code == 0, said
+    first, best = said.out.splitlines()
     assert first.startswith("trial-0000: success 0.")
     assert best.startswith("best: trial-0000, success 0.")
     assert "--learning-rate 0.000" in best and "--num-generations " in best

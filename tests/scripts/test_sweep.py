@@ -1,17 +1,22 @@
 """Sweeps: a grid becomes runs, runs share a warm start, and what is finished is not run again."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+import yaml
 
 from pipeline.errors import UserError
 from scripts import sweep
-from tests.end_to_end.test_train import SHORT, results
-from tests.support import ROOT
+from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
+
+TINY = [
+    *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--tasks-per-step", "3"),
+    *("--num-generations", "2", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
+    *("--eval-trials", "1", "--eval-steps", "0", "--max-turns", "2", "--max-tokens-per-turn", "8"),
+    *("--report-to", "none"),
+]
 
 
 def test_a_grid_is_every_combination_and_mixed_training():
@@ -82,54 +87,58 @@ def test_what_would_run_something_else_is_refused(words, message, capsys, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def run_sweep(*arguments, cwd, code=0):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "sweep.py"), *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+@pytest.fixture
+def run_sweep(tmp_path, monkeypatch, capsys):
+    """The script in this process, its runs in processes that have imported the pipeline."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
+    monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
+
+    def run(*arguments, code=0):
+        found = sweep.main(list(arguments))
+        said = capsys.readouterr()
+        assert found == code, said
+        return said
+
+    return run
 
 
-def test_a_value_that_no_run_would_take_is_refused_before_any_run(tmp_path):
-    done = run_sweep("--grid", "replay=0,2", cwd=tmp_path, code=2)
-    assert done.stderr.startswith("error: --replay: got 2; give a number")
+def test_a_value_that_no_run_would_take_is_refused_before_any_run(tmp_path, run_sweep):
+    done = run_sweep("--grid", "replay=0,2", code=2)
+    assert done.err.startswith("error: --replay: got 2; give a number")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path):
-    words = ["--grid", "replay=0,0.5", "--side-by-side", "2", "--output-dir", "sweep", "--"]
-    words += [*SHORT, "--max-steps", "3"]
-    done = run_sweep(*words, cwd=tmp_path)
-    names = ["replay=0-seed-1", "replay=0.5-seed-1", "mixed-seed-1"]
+def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path, run_sweep):
+    words = ["--grid", "replay=0.5", "--side-by-side", "2", "--output-dir", "sweep", "--"]
+    words += [*TINY, "--max-steps", "3"]
+    done = run_sweep(*words)
+    names = ["replay=0.5-seed-1", "mixed-seed-1"]
     said = [f"{name}: done" for name in ["warm-starts/seed-1", *names]]
-    assert sorted(done.stdout.splitlines()[:4]) == sorted(said)
-    starts = []
+    assert sorted(done.out.splitlines()[:3]) == sorted(said)
+    model = tmp_path / "sweep" / "warm-starts" / "seed-1" / "checkpoints" / "warm-start"
+    assert (model / "model.safetensors").is_file()
     for name in names:
-        found = results(tmp_path / "sweep" / name)
-        assert found["evaluations"][0]["after"] == "start"  # each begins with the shared policy
-        starts.append(json.dumps(found["evaluations"][0]["success"], sort_keys=True))
-    warm = results(tmp_path / "sweep" / "warm-starts" / "seed-1")["evaluations"][1]
-    assert set(starts) == {json.dumps(warm["success"], sort_keys=True)}
+        config = yaml.safe_load((tmp_path / "sweep" / name / "config.yaml").read_text())
+        assert config["model"]["model"] == str(model)
+        assert config["warm_start"]["steps"] == 0
+        found = json.loads((tmp_path / "sweep" / name / "results.json").read_text())
+        assert found["evaluations"][0]["after"] == "start"
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("sweep/*/metrics.jsonl")}
-    again = run_sweep(*words, cwd=tmp_path)
-    assert len(before) == 3
+    again = run_sweep(*words)
+    assert len(before) == 2
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert ": done" not in again.stdout
-    other = run_sweep(*words, "--replay", "0.2", cwd=tmp_path, code=1)
-    assert "seed-1: done before, with other flags; give another --output-dir" in other.stdout
+    assert ": done" not in again.out
+    other = run_sweep(*words, "--replay", "0.2", code=1)
+    assert "seed-1: done before, with other flags; give another --output-dir" in other.out
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path):
+def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path, run_sweep):
     # so many tasks are not generated, which a run finds out when it makes them
-    words = ["--grid", "eval_steps_tasks=2,100001", "--output-dir", "sweep", "--", *SHORT]
-    done = run_sweep(*words, "--max-steps", "2", cwd=tmp_path, code=1)
-    assert "eval_steps_tasks=100001-seed-1: failed with exit code 2, see " in done.stdout
-    assert "eval_steps_tasks=2-seed-1: done" in done.stdout
+    words = ["--grid", "eval_steps_tasks=2,100001", "--output-dir", "sweep", "--", *TINY]
+    done = run_sweep(*words, "--warm-start-steps", "0", "--max-steps", "2", code=1)
+    assert "eval_steps_tasks=100001-seed-1: failed with exit code 2, see " in done.out
+    assert "eval_steps_tasks=2-seed-1: done" in done.out
 
 
 def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from scripts.proofs import ranks
 
-ranks.preload("trl.trainer.sft_trainer", "matplotlib.figure", "matplotlib.backends.backend_agg")
-
 Done = subprocess.CompletedProcess[str]
 
 
