@@ -263,7 +263,7 @@ def play_updates(cells: Sequence[Cell]) -> dict[Cell, Outcome]:
     found: dict[Cell, Outcome] = {}
     for num_ranks in sorted({cell.num_ranks for cell in cells}):
         here = [cell for cell in cells if cell.num_ranks == num_ranks]
-        results = play_ranks(_updates_on_this_rank, num_ranks, here)
+        results = play_ranks(_updates_on_this_rank, num_ranks, here, timeout_s=1800)
         failed = [result for result in results if isinstance(result, str)]
         if failed:
             raise RuntimeError(failed[0])
