@@ -57,7 +57,7 @@ def rows_of(text: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture
-def environment(tmp_path, monkeypatch, no_stray_processes):
+def environment(tmp_path, monkeypatch):
     """An empty folder to run in, without a GPU and without settings of Accelerate."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tmp").mkdir()
@@ -74,7 +74,7 @@ def files() -> list[str]:
     return sorted(str(path) for path in Path(".").rglob("*"))
 
 
-def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(environment):
+def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(environment, no_stray_processes):
     done = start("--num-gpus", "2", "--output-dir", "deep/er/run")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(done.stdout)
