@@ -17,6 +17,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
 
 
+def is_server(process: psutil.Process, parent: int) -> bool:
+    """Whether a process is that from which ranks fork; it serves later tests as well."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+    serves = "multiprocessing.forkserver" in command or "resource_tracker" in command
+    return serves and process.ppid() == parent  # ranks have its command line, and another parent
+
+
 @pytest.fixture
 def no_stray_processes():
     """Fails a test that leaves processes behind, also those whose parent is gone (on Linux)."""
@@ -25,7 +35,11 @@ def no_stray_processes():
     me = psutil.Process()
     before = me.children(recursive=True)
     yield
-    started = [child for child in me.children(recursive=True) if child not in before]
+    started = [
+        child
+        for child in me.children(recursive=True)
+        if child not in before and not is_server(child, me.pid)
+    ]
     _, strays = psutil.wait_procs(started, timeout=3)
     commands = [" ".join(stray.cmdline()) for stray in strays]
     for stray in strays:
