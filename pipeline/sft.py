@@ -1,10 +1,10 @@
 """The warm start: a short supervised stage on demonstrations.
 
 It runs through TRL's SFTTrainer, on the same ranks. Its rows are `input_ids` and `labels` made by
-the same `chat.py` code as rollouts, so the policy learns to continue exactly what it will be given.
-It shall leave a policy that is able but far from good: the domains' experts follow the policy's
-rules only in part (`warm_start.rule_share`), so that every branch of every decision stays likely
-and GRPO has something to sharpen.
+the same code as rollouts (`chat/template.py`), so the policy learns to continue exactly what it
+will be given. It shall leave a policy that is able but far from good: the domains' experts follow
+the policy's rules only in part (`warm_start.rule_share`), so that every branch of every decision
+stays likely and GRPO has something to sharpen.
 """
 
 from __future__ import annotations

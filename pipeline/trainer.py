@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from pipeline.checkpoints.resume import (
 from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import read_records, save_transcripts
 from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage, learning_rate_at, one_after_another
+from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_after_another
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
@@ -35,6 +36,7 @@ from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.results import training_summary, write_results
 from pipeline.evaluation.validation import plateau, scored, validation_metrics
 from pipeline.files.afterwards import may_fail
+from pipeline.files.durable import write_text
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.grpo.policy import Policy
 from pipeline.models.weights import trained_weights
@@ -100,6 +102,8 @@ class Trainer:
         )
         self.checkpointer.owners += [self.log, self.errors]
         if opened is not None:
+            described = json.dumps(describe(self.stages, config), indent=1)
+            write_text(self.folder / "curriculum.json", described)
             say_start(opened, self.state.step, config, self.parts.stages)
         self.kl_probe = KLProbe(self.folder, config, ranks)
         self.records: list[RunRecord] = []  # of this rank's training episodes in the stage
@@ -241,7 +245,7 @@ class Trainer:
     def evaluate(self, after: str) -> None:
         """Evaluate all domains on held-out tasks, sampled and greedy; write `results.json` anew."""
         begun, settings = time.perf_counter(), self.config.evaluation
-        trials, seed, when = settings.eval_trials, self.config.run.seed, f"after {after}"
+        trials, seed = settings.eval_trials, self.config.run.seed
         tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
         with self.ranks.phase("evaluate", self.state.stage, self.state.step):
             sampled, trajectories = evaluate(self.policy.rollout, tasks, trials, seed, self.ranks)
@@ -249,7 +253,7 @@ class Trainer:
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")  # the run stops below
-        rates, when = ErrorRates.of(sampled), f"in the evaluation {when}"
+        rates, when = ErrorRates.of(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
         found = success(sampled, greedy, trials, settings.success_threshold)

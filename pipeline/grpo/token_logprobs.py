@@ -34,7 +34,7 @@ class TokenLogprobs(nn.Module):
 
     Only the selected positions meet the vocabulary, each once, in chunks that are recomputed in
     the backward pass, so that logits never cost B x T x V floats. Sequences are padded on the
-    right, where causal attention cannot see, or share their beginnings (`prefixes.py`).
+    right, where causal attention cannot see, or share their beginnings (`prefix_tree.py`).
     """
 
     def __init__(self, model: Any, temperature: float) -> None:

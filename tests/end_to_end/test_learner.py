@@ -161,6 +161,18 @@ def play_run(folder, *flags):
     return None if reference is None else parameter_hash(reference.parameters.items())
 
 
+def stages_of_a_start(folder):
+    """The stages that a run writes down before it plays anything."""
+    run = start_run(folder, *SMALL, "--warm-start-steps", "0")
+    assert run.state.evaluations == []
+    stages = json.loads((folder / "curriculum.json").read_text())["stages"]
+    return [stage["name"] for stage in stages]
+
+
+def test_a_run_writes_its_stages_down_before_it_plays_anything(tmp_path):
+    assert play_ranks(stages_of_a_start, 1, tmp_path / "run") == [["airline", "retail"]]
+
+
 def copied(folder, name, *checkpoints):
     """A copy of a run's folder that holds these checkpoints alone, made by rank 0."""
     there = folder.parent / name
