@@ -13,9 +13,7 @@ import torch
 
 # A clean server process imports once, and ranks fork from it.
 FORKSERVER = get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    ["pipeline.train", "trl.trainer.sft_trainer", "matplotlib.backends.backend_agg"]
-)
+FORKSERVER.set_forkserver_preload(["scripts.proofs.preload"])
 
 
 def play_ranks(

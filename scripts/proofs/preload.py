@@ -1,0 +1,13 @@
+"""What the server from which ranks fork holds ready: the imports and tables of a run's start."""
+
+from pipeline.files.imports import importing
+
+with importing():
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import transformers.conversion_mapping
+    import trl.trainer.sft_trainer  # noqa: F401
+
+    import pipeline.run
+    import pipeline.train  # noqa: F401
+
+    transformers.conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
