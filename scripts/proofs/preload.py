@@ -4,10 +4,12 @@ from pipeline.files.imports import importing
 
 with importing():
     import matplotlib.backends.backend_agg  # noqa: F401
-    import transformers.conversion_mapping
+    import peft  # noqa: F401
+    import torch.distributed.optim  # noqa: F401
     import trl.trainer.sft_trainer  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import pipeline.run
     import pipeline.train  # noqa: F401
 
-    transformers.conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
+    get_checkpoint_conversion_mapping("qwen3")

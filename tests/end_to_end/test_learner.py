@@ -136,7 +136,7 @@ def test_the_logged_divergence_is_that_from_a_frozen_copy(use_peft, gradient_che
 SMALL = [
     *("--tasks-per-step", "2", "--num-generations", "3", "--tasks-per-domain", "12"),
     *("--max-turns", "2", "--max-tokens-per-turn", "12"),
-    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
     *("--domains", "airline,retail", "--max-steps", "4", "--save-steps", "1"),
     *("--save-total-limit", "9", "--report-to", "none", "--no-drop-dead-groups"),
     *("--beta", "0.1", "--entropy-coef", "0.05", "--learning-rate", "3e-3", "--lora-r", "4"),
@@ -202,7 +202,6 @@ def resume(where):
     torch.manual_seed(5)
     found, second = {}, ("stage-1-airline", "step-000003")
     for folder, name, kept, flags in (
-        ("adapters", "step-000001", ["step-000001"], []),
         ("adapters", "step-000003", second, []),
         ("whole", "step-000003", second, ["--no-shard-optimizer"]),
     ):
@@ -306,14 +305,13 @@ def test_with_sync_ref_model_each_stage_starts_from_its_own_reference(two, name)
 def test_every_rank_has_the_same_reference_at_the_end(two):
     first, second = two[1]
     references = {name: first[name] for name in first if name != "disagreement"}
-    assert len(references) == 5 and None not in references.values()
+    assert len(references) == 4 and None not in references.values()
     assert references == {name: second[name] for name in references}
     assert len(set(references.values())) == 2, "adapters' is one, the whole model's another"
 
 
-@pytest.mark.parametrize("name", ["step-000001", "step-000003"])
-def test_a_run_with_adapters_resumed_inside_a_stage_ends_bit_by_bit_as_undisturbed(two, name):
-    assert_same_run(two[0] / f"adapters-{name}", two[0] / "elsewhere")
+def test_a_run_with_adapters_resumed_inside_a_stage_ends_bit_by_bit_as_undisturbed(two):
+    assert_same_run(two[0] / "adapters-step-000003", two[0] / "elsewhere")
 
 
 def test_a_run_of_a_whole_model_with_a_sharded_optimizer_does_too_when_resumed_without(two):
@@ -339,7 +337,7 @@ def transcripts(folder: Path, after: str):
 def test_a_checkpoint_of_adapters_speaks_as_the_run_did_also_from_a_moved_folder(two):
     folder, checkpoints = two[0] / "evaluated", two[0] / "elsewhere" / "checkpoints"
     said = transcripts(folder, "start")
-    assert len(said) == 4
+    assert len(said) == 2
     assert said == transcripts(two[0] / "elsewhere", "retail")
     assert said != transcripts(two[0] / "elsewhere", "warm_start")
     assert lora.base_of(checkpoints / "stage-2-retail") == str(checkpoints / "warm-start")
