@@ -34,15 +34,16 @@ _install() {
         fi
         "$python" -m venv "$VENV"
         rm -f "$VENV"/installed*
+        touch "$unfinished"
+        # The pip that comes with Python 3.11 takes half as long again.
+        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --upgrade pip
     elif [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
         return
     fi
     say "installing the package and its tested versions into $VENV (minutes, the first time)"
     touch "$unfinished"
-    # Python 3.11 brings a pip that takes half as long again; what is not compiled now is compiled
-    # when it is first imported, which is a small part of it.
-    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --upgrade "pip>=25"
-    "$VENV/bin/python" -m pip install -qq --no-compile \
+    # Python compiles what is imported when it is first imported, which is a small part.
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile \
         -c "$ROOT/constraints.txt" -e "$ROOT${extra:+[$extra]}"
     echo "$wanted" >"$VENV/installed" # an extra comes on top of the plain package
     echo "$wanted" >"$stamp"

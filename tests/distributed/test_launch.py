@@ -433,8 +433,9 @@ def test_run_ddp_installs_when_needed_and_passes_flags_and_code(tmp_path, monkey
         return calls.read_text().replace(str(checkout), "ROOT").splitlines()
 
     entry = "ROOT/pipeline/run.py --num-gpus 2"
-    making, installing, running = run_ddp("--beta", "0.1", MODEL="a/b", GROUP_SIZE="4")
+    making, newer_pip, installing, running = run_ddp("--beta", "0.1", MODEL="a/b", GROUP_SIZE="4")
     assert making == "-m venv ROOT/.venv"
+    assert newer_pip.startswith("-m pip install") and newer_pip.endswith("--upgrade pip")
     assert re.match(r"-m pip install .*-c ROOT/constraints.txt -e ROOT$", installing)
     assert running == f"{entry} --model a/b --group-size 4 --beta 0.1"
     assert run_ddp() == [entry]
@@ -447,14 +448,14 @@ def test_run_ddp_installs_when_needed_and_passes_flags_and_code(tmp_path, monkey
     with pytest.raises(subprocess.CalledProcessError):
         run_ddp()
     Path("fail").unlink()
-    assert run_ddp() == [making, installing, entry]
+    assert run_ddp() == [making, newer_pip, installing, entry]
 
     shutil.rmtree(checkout / ".venv")
     command = ["bash", str(checkout / "scripts" / "run_ddp.sh")]
     calls.write_text("")
     for process in [subprocess.Popen(command, env=settings) for _ in range(2)]:
         assert process.wait(timeout=60) == 0
-    assert len(calls.read_text().splitlines()) == 4, "two at once install once"
+    assert len(calls.read_text().splitlines()) == 5, "two at once install once"
 
     Path("code").write_text("2")
     with pytest.raises(subprocess.CalledProcessError) as failed:

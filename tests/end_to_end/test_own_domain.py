@@ -16,6 +16,7 @@ import pytest
 
 from pipeline.run import main
 from scripts.proofs.ranks import play_ranks
+from scripts.proofs.runs import Unreported
 from tests.support import ROOT
 
 pytestmark = pytest.mark.whole_run
@@ -93,7 +94,7 @@ def run(place: str, folder: str, argv: list[str]) -> int:
     os.environ["BANK"] = place
     os.chdir(folder)
     sys.path.insert(0, folder)
-    return main(argv)
+    return main(argv, make_training=Unreported)
 
 
 def bank_episodes(folder: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from pipeline.evaluation import results
 from pipeline.report import write as report
 from pipeline.tracking.wandb_extras import final_numbers
 from scripts.proofs.ranks import play_ranks
+from scripts.proofs.runs import Unreported
 from tests.support.helpers import make_task, say
 from tests.support.report_runs import make_run, matplotlib_home  # noqa: F401
 
@@ -64,16 +65,16 @@ FLAGS += ["--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "1"
 FLAGS += ["--report-to", "none", "--max-steps", "2"]
 
 
-def on_this_rank(argv: list[str]) -> tuple[int, str]:
+def on_this_rank(argv: list[str], kind: type[train.Training]) -> tuple[int, str]:
     """The exit code of a run, and what it says."""
     said = StringIO()
     with redirect_stdout(said), redirect_stderr(said):
-        code = train.main(parse(argv))
+        code = train.main(parse(argv), kind)
     return code, said.getvalue()
 
 
-def play(folder: Path, *flags: str) -> str:
-    (done,) = play_ranks(on_this_rank, 1, [*FLAGS, *flags, "--output-dir", str(folder)])
+def play(folder: Path, *flags: str, kind: type[train.Training] = Unreported) -> str:
+    (done,) = play_ranks(on_this_rank, 1, [*FLAGS, *flags, "--output-dir", str(folder)], kind)
     assert isinstance(done, tuple), done
     assert done[0] == 0
     return str(done[1])
@@ -86,7 +87,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     lines = [{"messages": [*prompt, say(word)], "tools": []} for word in REWARDS]
     (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--warm-start-data", str(folder / "said.jsonl"), "--warm-start-steps", "20"]
-    said = play(folder / "run", *flags, "--warm-start-batch-size", "4")
+    flags += ["--warm-start-batch-size", "4"]
+    said = play(folder / "run", *flags, kind=train.Training)
     return folder / "run", said
 
 
