@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -86,3 +88,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     with suppress(json.JSONDecodeError):
         records.append(json.loads(last))
     return records
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a gzip file up to where a killed process left it unfinished."""
+    with (
+        gzip.open(path, "rb") as file,
+        suppress(EOFError, gzip.BadGzipFile, zlib.error),
+    ):
+        yield from (line for line in file if line.endswith(b"\n"))

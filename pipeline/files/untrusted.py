@@ -11,7 +11,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -153,6 +153,15 @@ def printable(text: str) -> str:
 def masked(text: str) -> str:
     """A text with *** for the passwords and tokens in it: user:password@host, hf_..., ?token=..."""
     return _TOKEN.sub("***", _USER_INFO.sub("***", text))
+
+
+def masked_tree(value: Any) -> Any:
+    """A tree of settings with *** for the passwords and tokens in its texts."""
+    if isinstance(value, Mapping):
+        return {key: masked_tree(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [masked_tree(item) for item in value]
+    return masked(value) if isinstance(value, str) else value
 
 
 def texts_in(value: Any) -> Iterator[str]:

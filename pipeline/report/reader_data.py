@@ -11,13 +11,14 @@ import gzip
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from pipeline.files.durable import whole_lines
 from pipeline.report.token_texts import TokenTexts, token_texts_of
 
 MAX_EPISODES = 10_000
@@ -52,7 +53,7 @@ def read_episodes(
     files = _files(folder)
     sizes: Counter[Group] = Counter()
     for step, paths in files.items():
-        sizes.update((step, _task_of(line)) for line in _lines(paths))
+        sizes.update((step, _task_of(line)) for path in paths for line in whole_lines(path))
     token_texts = token_texts_of(folder)
     limit = max_episodes
     while True:
@@ -78,13 +79,6 @@ def _files(folder: Path) -> dict[Step, list[Path]]:
         return step, int(stage.startswith("evaluation-"))
 
     return {step: found[step] for step in sorted(found, key=order)}
-
-
-def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
-    """Whole lines; a file that a killed run left unfinished ends with its last whole one."""
-    for path in paths:
-        with gzip.open(path, "rb") as file, suppress(EOFError):
-            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def _task_of(line: bytes) -> Task:
@@ -156,7 +150,7 @@ def choose(sizes: Counter[Group], limit: int) -> list[Group]:
 def _groups(paths: Sequence[Path], tasks: Collection[Task]) -> list[list[Episode]]:
     """The chosen groups of a step, by domain and task; of each its episodes in order of trials."""
     found: dict[Task, list[Episode]] = defaultdict(list)
-    for line in _lines(paths):
+    for line in chain.from_iterable(map(whole_lines, paths)):
         if (task := _task_of(line)) in tasks:
             found[task].append(json.loads(line))
     return [sorted(found[task], key=lambda episode: episode["trial"]) for task in sorted(found)]

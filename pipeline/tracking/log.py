@@ -21,10 +21,8 @@ from pipeline.files.console import say
 from pipeline.files.durable import LinesFile, finite, read_records, sync
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
-from pipeline.tracking.trackers import TensorBoard, Tracker, Trackio
-from pipeline.tracking.wandb_feed import Record, WandbFeed, remember_id
-
-ACCELERATED = {"tensorboard": TensorBoard, "trackio": Trackio}
+from pipeline.tracking.trackers import TensorBoard, Tracker
+from pipeline.tracking.wandb import Record, WandbFeed, remember_id
 
 
 class RunLog:
@@ -67,7 +65,7 @@ class RunLog:
     @property
     def tracker_run_id(self) -> str | None:
         """W&B's id of the run, which a resumed run keeps."""
-        return self._known_id if self._wandb is None else self._wandb.run_id
+        return (self._wandb and self._wandb.run_id) or self._known_id
 
     def metrics(self, record: Record) -> None:
         """Append a line that the seed determines."""
@@ -127,12 +125,12 @@ class RunLog:
                 self._wandb = WandbFeed(folder, config, *(kept or ()))
                 self._trackers.append(self._wandb)
             else:
-                self._trackers.append(ACCELERATED[name](folder, config, kept))
+                self._trackers.append(TensorBoard(folder, kept))
         except Exception as error:
             if not is_resumed:
                 raise
-            feed = ACCELERATED.get(name, WandbFeed)
-            give_up(feed.name, feed.advice, error)
+            tracker = WandbFeed if name == "wandb" else TensorBoard
+            give_up(tracker.name, tracker.advice, error)
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):

@@ -1,25 +1,19 @@
-"""What W&B gets at the end of a run beyond its rows: plots, results, episodes, checkpoints.
+"""What W&B gets at the end of a run beyond its rows: numbers, plots, report, episodes.
 
-None of it may make a row of W&B's history, whose number is that of a line of `metrics.jsonl`. So
-pictures, the table of episodes and the final numbers go to the run's summary, and what else is
-there into artifacts: files of their own in a part, of which wandb_parts.py counts the rows alone.
-Checkpoints are named by their paths; nothing of them is uploaded. Imports no torch.
+None of it may make a row of W&B's history, whose number is that of a line of `metrics.jsonl`: it
+goes to the run's summary and into artifacts. Imports no torch.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import newest_first, number_of
 from pipeline.config.settings import Config
+from pipeline.files.durable import whole_lines
 
 MAX_GROUP = 128  # characters, as of W&B's names
 MAX_EPISODES = 200
@@ -31,22 +25,19 @@ COLUMNS = (
 REPORT_FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
 
 
-def send_extras(run: Any, folder: Path) -> dict[str, Exception]:
+def send_results(run: Any, folder: Path) -> dict[str, Exception]:
     """Hand all of it over, each kind whatever became of the others; returns what could not be."""
     kinds: dict[str, Callable[[Any, Path], None]] = {
         "the final numbers": _send_numbers,
-        "the checkpoints' paths": _send_checkpoints,
         "plots and report": _send_report,
         "the table of episodes": _send_episodes,
     }
     faults: dict[str, Exception] = {}
-    # W&B copies what a table holds, and an offline run is sent from there: it stays with the run.
-    with variable("WANDB_DATA_DIR", str((folder / "wandb").resolve())):
-        for name, send in kinds.items():
-            try:
-                send(run, folder)
-            except Exception as error:
-                faults[name] = error
+    for name, send in kinds.items():
+        try:
+            send(run, folder)
+        except Exception as error:
+            faults[name] = error
     return faults
 
 
@@ -54,19 +45,6 @@ def group_of(config: Config) -> str:
     """The curriculum, by which W&B groups runs, such as `sequential airline-retail-telecom`."""
     domains = config.curriculum.order or config.data.domains
     return f"{config.curriculum.curriculum} {'-'.join(domains)}"[:MAX_GROUP]
-
-
-@contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """Give an environment variable a value for a while."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def _send_numbers(run: Any, folder: Path) -> None:
@@ -105,17 +83,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def _send_checkpoints(run: Any, folder: Path) -> None:
-    """A version of the artifact `model-<run>` for each checkpoint, by its name."""
-    import wandb
-
-    paths = [path for path in newest_first(folder / "checkpoints") if number_of(path) >= 0]
-    for path in reversed(paths):  # W&B calls the one that comes last `latest`
-        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"path": str(path)})
-        artifact.add_reference(path.resolve().as_uri(), name=path.name, checksum=False)
-        run.log_artifact(artifact, aliases=[path.name])
-
-
 def _send_report(run: Any, folder: Path) -> None:
     import wandb
 
@@ -145,7 +112,7 @@ def episode_rows(folder: Path, limit: int = MAX_EPISODES) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for place, path in enumerate(files):
         share = (limit - len(rows)) // (len(files) - place)
-        rows += [_row(path, json.loads(line)) for line in _spread(_lines(path), share)]
+        rows += [_row(path, json.loads(line)) for line in _spread(list(whole_lines(path)), share)]
     return rows
 
 
@@ -154,16 +121,6 @@ def _row(path: Path, episode: Mapping[str, Any]) -> list[Any]:
     names = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
     known = [episode.get(name) for name in names]
     return [path.parent.name, step, *known, conversation(episode["messages"])]
-
-
-def _lines(path: Path) -> list[str]:
-    """The whole lines of a transcript; that of a process that was killed may end anywhere."""
-    lines = []
-    torn = (EOFError, gzip.BadGzipFile, zlib.error)
-    with gzip.open(path, "rt", encoding="utf-8") as file, suppress(*torn):
-        for line in file:
-            lines.append(line)
-    return [line for line in lines if line.endswith("\n")]
 
 
 def _spread(items: Sequence[Any], count: int) -> list[Any]:
