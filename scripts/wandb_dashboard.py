@@ -22,7 +22,7 @@ from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.untrusted import reason_of
-from pipeline.tracking.wandb_feed import has_wandb_key
+from pipeline.tracking.wandb import has_wandb_key
 
 TRANSFER = (
     *("average_accuracy", "total_gain", "stage_gain", "backward_transfer", "forward_transfer"),

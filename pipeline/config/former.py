@@ -21,6 +21,8 @@ def instead(name: str) -> str:
 
 def translated(section: str, values: dict[str, Any]) -> dict[str, Any]:
     """A section of settings that a run has saved, in today's form."""
+    if section == "tracking" and "trackio" in (values.get("report_to") or ()):
+        return {**values, "report_to": [name for name in values["report_to"] if name != "trackio"]}
     if section != "data" or not TASK_FILES.keys() & values.keys():
         return values
     kept = {name: value for name, value in values.items() if name not in TASK_FILES}

@@ -480,7 +480,7 @@ class RunSettings(Section):
 class TrackingSettings(Section):
     """tracking"""
 
-    report_to: list[Literal["wandb", "tensorboard", "trackio"]] = Field(
+    report_to: list[Literal["wandb", "tensorboard"]] = Field(
         ["wandb"], description="trackers besides the files; `none` for none"
     )
     project: str = Field("three-domain-grpo", description="W&B project")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -114,6 +114,8 @@ class WandbFeed:
             done.result(timeout)
         except TimeoutError:
             _kill_service()  # everything that waits for it goes on
+            with suppress(Exception):
+                done.result(timeout=5)
             raise TimeoutError(f"it did not finish in {timeout:g} s") from None
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -135,6 +137,8 @@ class WandbFeed:
                     function(*arguments, **options)
                 except Exception as error:
                     self._error = error
+                    with suppress(Exception):  # nothing may wait for W&B when the process ends
+                        _tear_down(exit_code=1)
 
         self._thread.submit(call)
 
@@ -143,11 +147,11 @@ class WandbFeed:
             raise self._error
 
 
-def _tear_down() -> None:
+def _tear_down(exit_code: int | None = None) -> None:
     """Wait for W&B's service; finish() may return before it has sent everything."""
     import wandb
 
-    wandb.teardown()
+    wandb.teardown(exit_code)
 
 
 def _send_results(run: Any, folder: Path) -> None:

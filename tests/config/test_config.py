@@ -233,7 +233,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         (["--model", ""], ("--model: got ''", "give text")),
         (["--output-dir="], ("--output-dir: got ''", "give a path")),
         (["--mixed-precision", "fp16"], ("--mixed-precision: got 'fp16'", "auto, bf16 or no")),
-        (["--report-to", "mlflow"], ("--report-to: got 'mlflow'", "wandb, tensorboard or trackio")),
+        (["--report-to", "mlflow"], ("--report-to: got 'mlflow'", "wandb or tensorboard")),
         (["--domains", "none"], ("--domains: got []", "at least one")),
         (
             ["--stage-weights", "{retail: 0}"],

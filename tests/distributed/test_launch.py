@@ -293,7 +293,7 @@ def test_a_rank_imports_what_only_some_runs_need_where_they_need_it(environment,
     code = "import json, sys, pipeline.train; print(json.dumps(sorted(sys.modules)))"
     done = start(sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT)!r}]; {code}")
     assert done.returncode == 0, done.stderr
-    some_need = {"peft", "trl", "datasets", "wandb", "tensorboard", "trackio", "matplotlib"}
+    some_need = {"peft", "trl", "datasets", "wandb", "tensorboard", "matplotlib"}
     some_need |= {"transformers.trainer", "transformers.trainer_callback", "optuna", "pandas"}
     assert not some_need.intersection(json.loads(done.stdout))
 

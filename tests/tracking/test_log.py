@@ -1,6 +1,5 @@
 """The files hold what was measured, and the trackers the same numbers under the same names."""
 
-import json
 import math
 import os
 import subprocess
@@ -265,69 +264,6 @@ def test_tensorboard_forgets_an_attempt_that_left_no_checkpoint(tmp_path, points
     assert points(tmp_path)["train/loss"] == [(1, 0.125)]
 
 
-TRACKIO = """
-import json, socket, sqlite3, sys
-from pathlib import Path
-
-asked = []
-socket.getaddrinfo = lambda *name, **how: asked.append(name) or []
-from accelerate import PartialState
-from pipeline.config.settings import Config
-from pipeline.tracking.log import RunLog
-
-PartialState(cpu=True)
-folder, lines = Path(sys.argv[1]), json.loads(sys.argv[2])
-settings = Config.model_validate({"tracking": {"report_to": ["trackio"], "project": "a shop"}})
-with RunLog(folder, settings, is_main=True) as log:
-    log.metrics(lines[0])
-    log.timings(lines[1])
-    sizes = log.state_dict()["sizes"]
-    log.metrics({**lines[2], "train/loss": 9.0})
-with RunLog(folder, settings, is_main=True, state={"sizes": sizes}) as log:
-    log.metrics(lines[2])
-database = sqlite3.connect(folder / "trackio" / "ashop.db")
-rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
-((config,),) = database.execute("select config from configs").fetchall()
-rows = [(name, step, json.loads(metrics)) for name, step, metrics in rows]
-print(json.dumps([rows, json.loads(config), asked]))
-"""
-
-
-def trackio(folder: Path, *lines: dict, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A run, and the same resumed, in a process of its own: trackio has one folder for each."""
-    mine = {name: value for name, value in os.environ.items() if "TRACKIO" not in name}
-    command = [sys.executable, "-c", TRACKIO, str(folder), json.dumps(lines)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**mine, **variables}
-    )
-
-
-def test_trackio_gets_each_line_once_after_a_resume_and_stays_in_the_run_folder(tmp_path):
-    token = "hf_" + "a" * 34  # whose user it would ask the Hub for
-    second = {**TRAIN, "step": 2}
-    done = trackio(tmp_path / "a run", TRAIN, TIMES, second, HF_TOKEN=token, HOME=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    rows, settings, asked = json.loads(done.stdout)  # trackio itself prints nothing
-    assert rows == [
-        ["a run", 1, {name: TRAIN[name] for name in TRAIN if "/" in name}],
-        ["a run", 1, {"perf/step_s": 1.5}],
-        ["a run", 2, {name: TRAIN[name] for name in TRAIN if "/" in name}],
-    ]
-    assert settings["grpo"]["learning_rate"] == 3e-4
-    assert settings["_Group"] == "sequential airline-retail-telecom"
-    assert asked == [], "no network"
-    shown = f"TRACKIO_DIR='{tmp_path}/a run/trackio' trackio show --project 'a shop'"
-    assert done.stderr.splitlines() == [f"trackio: {shown}"] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["a run"]
-
-
-def test_trackio_that_is_told_to_send_elsewhere_is_the_users_mistake(tmp_path):
-    done = trackio(tmp_path / "run", TRAIN, TIMES, TRAIN, TRACKIO_SPACE_ID="somebody/space")
-    assert "UserError: report_to: trackio stays in the run folder, but TRACKIO_SPACE_ID is set" in (
-        done.stderr
-    )
-
-
 def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, points, capsys, monkeypatch):
     from accelerate.tracking import TensorBoardTracker
 
@@ -377,8 +313,8 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
 
 def test_importing_it_needs_no_torch_and_no_tracker():
     code = (
-        "import sys, pipeline.tracking.log, pipeline.report.write, pipeline.tracking.wandb_sync; "
-        "print([m for m in ('torch', 'wandb', 'accelerate', 'matplotlib', 'trackio') "
+        "import sys, pipeline.tracking.log, pipeline.report.write, pipeline.tracking.wandb; "
+        "print([m for m in ('torch', 'wandb', 'accelerate', 'matplotlib') "
         "if m in sys.modules])"
     )
     done = subprocess.run(
