@@ -99,15 +99,18 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     from pipeline.config import variables
     from pipeline.config.cli import parse
     from pipeline.distributed import launch
+    from pipeline.models.files import check_name
 
     config = restarted(parse(argv))
     variables.refuse()
     if config.run.check:
         return _check(config)
+    if os.environ.get("RANK", "0") == "0" and not config.run.doctor:
+        check_folder(config)
+        if config.run.resume_from_checkpoint is None:
+            check_name(config.model.model)
     with importing():
         world = launch.resolve(config.run.num_gpus)
-    if world.rank == 0 and not config.run.doctor:
-        check_folder(config)
     if world.num_launched < world.num_ranks:
         return launch.start_ranks(world, argv, entry)  # the ranks check the rest
     launch.use_device(world)

@@ -34,6 +34,15 @@ def problem_of_name(name: str) -> str:
     return "" if _HUB_ID.fullmatch(name) else "there is no such folder"
 
 
+def check_name(name: str) -> None:
+    """UserError for a model that is neither `tiny` nor a folder nor a hub id; reads no file."""
+    if name != "tiny" and (problem := problem_of_name(name)):
+        raise UserError(
+            f"model: got {name!r}, but it cannot be loaded ({problem}); give a folder made by "
+            "save_pretrained, or the id of a model on the hub"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model; UserError names the file."""
     try:
