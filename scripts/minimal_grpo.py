@@ -1,0 +1,154 @@
+"""GRPO in one file: a tiny model learns one domain, on one process and without a launcher.
+
+    python scripts/minimal_grpo.py [--domain airline] [--steps 40] [--warm-start-steps 300]
+
+These are the lines of the algorithm, made of the package's own pieces: read it first. What a run
+of `pipeline/run.py` adds to it (ranks, stages, checkpoints, validations, metrics files, a report)
+is in `docs/architecture.md`. Reward: 1 where an episode ends as the customer and the rules want.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pipeline.chat.template import Chat
+from pipeline.config.settings import Config
+from pipeline.data.rng import stream_key
+from pipeline.data.tasks import Task
+from pipeline.environments.domains import Domain, load_domains
+from pipeline.environments.tools import tool_schemas
+from pipeline.grpo.algorithm import dead_groups, group_advantages, grpo_loss, token_weights
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.models.weights import trained_weights
+from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.trajectory import Trajectory
+from pipeline.sft import IGNORED, encode
+
+
+def main(argv: Sequence[str] | None = None) -> float:
+    """Warm-start, train and evaluate; returns the success rate on held-out tasks."""
+    parser = argparse.ArgumentParser(description="GRPO in one file, on one domain")
+    parser.add_argument("--domain", default="airline")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-start-steps", type=int, default=300)
+    options = parser.parse_args(argv)
+
+    # The defaults of every setting: --help of pipeline/run.py lists them.
+    config = Config.model_validate({"data": {"domains": [options.domain]}})
+    domain = load_domains(config.data)[options.domain]
+    tokenizer = tiny_tokenizer([domain])
+    model, chat = tiny_model(tokenizer, seed=1), Chat(tokenizer)
+    assert domain.generate_tasks is not None
+    tasks = domain.generate_tasks(0, 800, "train", "medium")
+    held_out = domain.generate_tasks(0, 100, "test", "medium")
+
+    warm_start(model, chat, domain, tasks, options.warm_start_steps)
+    sampler = make_sampler(model, chat, config.rollout, torch.float32, True)
+    rollout = Rollout(sampler, chat, {domain.name: domain.environment}, config.rollout)
+    print(f"after the warm start: success {success(rollout, held_out):.2f}")
+    train(model, rollout, tasks, config, options.steps)
+    rate = success(rollout, held_out)
+    print(f"after {options.steps} steps of GRPO: success {rate:.2f}")
+    return rate
+
+
+def warm_start(model: Any, chat: Chat, domain: Domain, tasks: list[Task], steps: int) -> None:
+    """Supervised steps on the expert's conversations, which follow the rules only in part."""
+    tools = tool_schemas(domain.environment)
+    talks = (domain.demonstrate(task, 60, rule_share=0.3)[0] for task in tasks)
+    rows = [encode(chat, messages, tools) for messages in talks]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    for batch in batches(rows, 32, steps):
+        longest = max(len(row["input_ids"]) for row in batch)
+        ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in batch]
+        labels = [row["labels"] + [IGNORED] * (longest - len(row["labels"])) for row in batch]
+        loss = model(input_ids=torch.tensor(ids), labels=torch.tensor(labels)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps: int) -> None:
+    """GRPO: play a group of episodes a task, compare siblings, make what was better likelier."""
+    settings, limits = config.grpo, config.rollout
+    size = limits.num_generations  # G, episodes of a task
+    policy = TokenLogprobs(model, limits.temperature).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    for step, chosen in enumerate(batches(tasks, limits.tasks_per_step, steps), start=1):
+        rollout.sampler.load_weights(trained_weights(model))
+        starts = [
+            Start(task=task, trial=trial, key=stream_key(step, task.id, trial))
+            for task in chosen
+            for trial in range(size)
+        ]
+        episodes = rollout(starts)
+        rewards = torch.tensor([episode.reward for episode in episodes])
+        advantages = group_advantages(rewards, size)
+        alive = ~dead_groups(rewards, size)  # a group in which all earned the same teaches nothing
+        loss = update(policy, optimizer, episodes, advantages, alive, config)
+        print(
+            f"step {step}: reward {rewards.mean():.2f}, "
+            f"groups with signal {alive.float().mean():.0%}, loss {loss:.4f}"
+        )
+    rollout.sampler.load_weights(trained_weights(model))
+
+
+def update(
+    policy: TokenLogprobs,
+    optimizer: torch.optim.Optimizer,
+    episodes: list[Trajectory],
+    advantages: torch.Tensor,
+    alive: torch.Tensor,
+    config: Config,
+) -> float:
+    """One optimizer step on the sampled tokens of the groups that are alive; returns the loss."""
+    lengths = [e.num_sampled_tokens * int(a) for e, a in zip(episodes, alive, strict=True)]
+    num_tokens = sum(lengths)
+    if num_tokens == 0:
+        return 0.0
+    settings, most = config.grpo, config.rollout.max_tokens
+    weights = token_weights(lengths, settings.loss_type, int(alive.sum()), num_tokens, most)
+    triples = zip(episodes, advantages.tolist(), weights, strict=True)
+    items = [item for item, is_alive in zip(triples, alive, strict=True) if is_alive]
+    total = 0.0
+    for batch in make_micro_batches(items, settings.max_tokens_per_microbatch, pad_id=0):
+        logprobs, entropy = policy(batch)
+        loss, _ = grpo_loss(logprobs, entropy, batch, settings, num_tokens)
+        loss.backward()
+        total += float(loss.detach())
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def success(rollout: Rollout, tasks: list[Task]) -> float:
+    """The share of tasks that end with reward 1, sampled once each."""
+    starts = [Start(task=task, trial=0, key=stream_key("held out", task.id)) for task in tasks]
+    return sum(episode.reward >= 1 for episode in rollout(starts)) / len(tasks)
+
+
+def batches(items: list[Any], size: int, count: int) -> Iterator[list[Any]]:
+    """`count` batches of different items, in the order of a shuffled deck that begins anew."""
+    draws, deck = random.Random(1), list[Any]()
+    for _ in range(count):
+        if len(deck) < size:
+            deck = draws.sample(items, len(items))
+        batch, deck = deck[:size], deck[size:]
+        yield batch
+
+
+if __name__ == "__main__":
+    main()
