@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     domain = load_domains(config.data)[options.domain]
     tokenizer = tiny_tokenizer([domain])
     model, chat = tiny_model(tokenizer, seed=1), Chat(tokenizer)
-    assert domain.generate_tasks is not None
+    assert domain.generate_tasks, "a domain without it brings a file of tasks"
     tasks = domain.generate_tasks(0, 800, "train", "medium")
     held_out = domain.generate_tasks(0, 100, "test", "medium")
 
@@ -70,7 +70,8 @@ def warm_start(model: Any, chat: Chat, domain: Domain, tasks: list[Task], steps:
     talks = (domain.demonstrate(task, 60, rule_share=0.3)[0] for task in tasks)
     rows = [encode(chat, messages, tools) for messages in talks]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    for batch in batches(rows, 32, steps):
+    for step in range(steps):
+        batch = random.Random(step).sample(rows, 32)
         longest = max(len(row["input_ids"]) for row in batch)
         ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in batch]
         labels = [row["labels"] + [IGNORED] * (longest - len(row["labels"])) for row in batch]
@@ -86,8 +87,8 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
     size = limits.num_generations  # G, episodes of a task
     policy = TokenLogprobs(model, limits.temperature).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    for step, chosen in enumerate(batches(tasks, limits.tasks_per_step, steps), start=1):
-        rollout.sampler.load_weights(trained_weights(model))
+    for step in range(1, steps + 1):
+        chosen = random.Random(step).sample(tasks, limits.tasks_per_step)
         starts = [
             Start(task=task, trial=trial, key=stream_key(step, task.id, trial))
             for task in chosen
@@ -98,11 +99,11 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
         advantages = group_advantages(rewards, size)
         alive = ~dead_groups(rewards, size)  # a group in which all earned the same teaches nothing
         loss = update(policy, optimizer, episodes, advantages, alive, config)
+        rollout.sampler.load_weights(trained_weights(model))
         print(
             f"step {step}: reward {rewards.mean():.2f}, "
             f"groups with signal {alive.float().mean():.0%}, loss {loss:.4f}"
         )
-    rollout.sampler.load_weights(trained_weights(model))
 
 
 def update(
@@ -138,16 +139,6 @@ def success(rollout: Rollout, tasks: list[Task]) -> float:
     """The share of tasks that end with reward 1, sampled once each."""
     starts = [Start(task=task, trial=0, key=stream_key("held out", task.id)) for task in tasks]
     return sum(episode.reward >= 1 for episode in rollout(starts)) / len(tasks)
-
-
-def batches(items: list[Any], size: int, count: int) -> Iterator[list[Any]]:
-    """`count` batches of different items, in the order of a shuffled deck that begins anew."""
-    draws, deck = random.Random(1), list[Any]()
-    for _ in range(count):
-        if len(deck) < size:
-            deck = draws.sample(items, len(items))
-        batch, deck = deck[:size], deck[size:]
-        yield batch
 
 
 if __name__ == "__main__":
