@@ -137,7 +137,9 @@ def torment(
         while True:
             moment = None
             if sum(tally.kills.values()) < num_kills:
-                moment = after_a_save(run) if within_s is None else after(random.uniform(0, within_s))
+                moment = after_a_save(run)
+                if within_s is not None:
+                    moment = after(random.uniform(0, within_s))
             if live(flags, run, log, moment, random, tally):
                 break
             if random.random() < 0.4:

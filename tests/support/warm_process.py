@@ -88,7 +88,9 @@ class WarmRun:
 
 def _given(stream: Stream) -> Connection | None:
     """An open file, made into what can be handed to a process that is there already."""
-    return None if stream is None or isinstance(stream, int) else Connection(os.dup(stream.fileno()))
+    if stream is None or isinstance(stream, int):
+        return None
+    return Connection(os.dup(stream.fileno()))
 
 
 def _enter(
