@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import IO, Any
 
+from pipeline import train
 from pipeline.distributed import launch
 from pipeline.report import write
 from scripts.proofs import ranks
@@ -24,7 +25,10 @@ Stream = IO[Any] | int | None
 
 
 class WarmRun:
-    """In place of `subprocess.Popen([python, script, ...])`."""
+    """In place of `subprocess.Popen([python, script, ...])`.
+
+    A run in it leaves out the pages and pictures at the end, which take longer than a small run.
+    """
 
     returncode: int | None = None
     stdin: IO[Any] | None = None
@@ -114,6 +118,7 @@ def _enter(
         os.dup2(1, 2)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     launch.start_ranks = _fork_ranks
+    train.write_report = lambda _: None
     _run_script(words)
 
 
