@@ -92,6 +92,8 @@ class WarmRun:
 
 def _given(stream: Stream) -> Connection | None:
     """An open file, made into what can be handed to a process that is there already."""
+    if stream == subprocess.DEVNULL:
+        return Connection(os.open(os.devnull, os.O_RDWR))
     if stream is None or isinstance(stream, int):
         return None
     return Connection(os.dup(stream.fileno()))
