@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from scripts.bench.common import ROOT, machine, write_json
 RUN = ROOT / "pipeline" / "run.py"
 KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
 Moment = Callable[[], bool]  # whether it has come
+RESUMED = re.compile(r"^resuming from \S+: [1-9]\d* steps done$", re.MULTILINE)
 LIMIT_S = 60.0  # for everything to end after a kill
 SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
 SHORT += "--eval-steps 2 --eval-steps-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
@@ -51,7 +53,7 @@ class Tally:
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     damaged: int = 0
     num_ends: int = 0  # runs that reached their end
-    num_resumed: int = 0  # lives that went on from a checkpoint
+    num_resumed: int = 0  # lives that went on from a step that had been saved
     faults: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
     detect_s: list[float] = field(default_factory=list)  # from the kill of a rank to the end
@@ -145,7 +147,7 @@ def torment(
             if random.random() < 0.4:
                 tally.damaged += damage(run / "checkpoints", random)
         tally.num_ends += 1
-        tally.num_resumed += log.read_text(encoding="utf-8").count("resuming from ")
+        tally.num_resumed += len(RESUMED.findall(log.read_text(encoding="utf-8")))
         found = digests(run)
         for what, digest in digests(folder / "undisturbed").items():
             if found.get(what) != digest:
@@ -281,7 +283,7 @@ def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
         **{f"  {kind}": float(count) for kind, count in tally.kills.items()},
         "checkpoint files damaged": float(tally.damaged),
         "runs brought to their end": float(tally.num_ends),
-        "resumed from a checkpoint": float(tally.num_resumed),
+        "resumed from a saved step": float(tally.num_resumed),
     }
     for name, values in (
         ("steps lost per kill", tally.steps_lost),

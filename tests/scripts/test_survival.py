@@ -35,8 +35,8 @@ def test_a_run_that_is_killed_after_a_checkpoint_goes_on_from_it_and_ends_as_the
     figures = run(chaos, *flags, "--", *SMALL, "--max-steps", "3", folder=tmp_path)
     assert figures["kills survived"] == figures["  one rank"] == 1
     assert figures["checkpoint files damaged"] == 0
-    assert figures["resumed from a checkpoint"] == 1
-    assert figures["runs brought to their end"] == 1
+    assert figures["resumed from a saved step"] == 1
+    assert figures["runs brought to their end"] >= 1
 
 
 def test_a_rank_that_is_killed_is_named_and_nan_in_what_it_sampled_skips_one_step(
