@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -39,7 +40,7 @@ from scripts.bench.common import ROOT, machine, write_json
 RUN = ROOT / "pipeline" / "run.py"
 KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
 Moment = Callable[[], bool]  # whether it has come
-RESUMED = re.compile(r"^resuming from \S+: [1-9]\d* steps done$", re.MULTILINE)
+RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
 LIMIT_S = 60.0  # for everything to end after a kill
 SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
 SHORT += "--eval-steps 2 --eval-steps-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
@@ -53,7 +54,7 @@ class Tally:
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     damaged: int = 0
     num_ends: int = 0  # runs that reached their end
-    num_resumed: int = 0  # lives that went on from a step that had been saved
+    num_resumed: int = 0  # lives that went on inside a stage
     faults: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
     detect_s: list[float] = field(default_factory=list)  # from the kill of a rank to the end
@@ -175,7 +176,6 @@ def live(
     """One life of a run: to its end (True), or until the moment comes in which it is killed."""
     lines, begun = num_lines(run), time.perf_counter()
     process, resumed = start(flags, log), False
-    ranks: list[psutil.Process] = []
     while process.poll() is None and (moment is None or not moment()):
         time.sleep(0.05)
         if not resumed and num_lines(run) > lines > 0:
@@ -186,10 +186,10 @@ def live(
             tally.faults.append(f"exit code {process.returncode}:\n{log.read_text()[-4000:]}")
         return True
     launcher = psutil.Process(process.pid)  # before the kill: after it there may be none
-    ranks = launcher.children(recursive=True)
+    processes, ranks = [launcher, *launcher.children(recursive=True)], ranks_of(launcher)
     kind, killed_at = kill(process, ranks, random), time.perf_counter()
     tally.kills[kind] += 1
-    alive = still_alive([*ranks, launcher], LIMIT_S)
+    alive = still_alive(processes, LIMIT_S)
     took_s = time.perf_counter() - killed_at
     for stray in alive:
         tally.faults.append(f"{kind}: process {stray.pid} is alive after {LIMIT_S:.0f} s")
@@ -199,6 +199,16 @@ def live(
         tally.detect_s.append(took_s)
     tally.steps_lost.append(max(0, num_steps(run) - saved_step(run)))
     return False
+
+
+def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
+    """Without the sentinels beside them, whose end would end nothing."""
+    found = []
+    for child in launcher.children():
+        with suppress(psutil.NoSuchProcess):
+            if not any(word.endswith("sentinel.py") for word in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def still_alive(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
@@ -283,7 +293,7 @@ def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
         **{f"  {kind}": float(count) for kind, count in tally.kills.items()},
         "checkpoint files damaged": float(tally.damaged),
         "runs brought to their end": float(tally.num_ends),
-        "resumed from a saved step": float(tally.num_resumed),
+        "resumed inside a stage": float(tally.num_resumed),
     }
     for name, values in (
         ("steps lost per kill", tally.steps_lost),
