@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pipeline.rollout.trajectory import StopReason
 from pipeline.tracking.wandb_extras import final_numbers
 from pipeline.tracking.wandb_feed import numbers
 from pipeline.tracking.wandb_parts import parts_of, records
+from scripts import wandb_dashboard
 from tests.support import ROOT
 from tests.support.warm_process import WarmRun
 
@@ -26,6 +28,8 @@ RUN = [
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"),
     *("--report-to", "wandb,tensorboard,trackio"),
 ]
+
+WARNS_OF_ITSELF = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # wandb_workspaces
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -105,20 +109,23 @@ def test_trackio_has_the_lines(folder: Path) -> None:
     )
 
 
-def view(*domains: str) -> dict[str, Any]:
+def view(capsys: pytest.CaptureFixture[str], *domains: str) -> dict[str, Any]:
     """What the script prints, without a key and without a network."""
-    forbid = "import socket, runpy, sys; socket.getaddrinfo = None; sys.argv = sys.argv[1:]; "
-    code = forbid + "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = python("-c", code, "scripts/wandb_dashboard.py", "--print", "--domains", *domains)
-    assert done.returncode == 0, done.stderr
-    section: dict[str, Any] = json.loads(done.stdout)["section"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("WANDB_API_KEY", raising=False)
+        patched.setattr(socket, "getaddrinfo", None)
+        assert wandb_dashboard.main(["--print", "--domains", *domains]) == 0
+    section: dict[str, Any] = json.loads(capsys.readouterr().out)["section"]
     return section
 
 
-def test_the_dashboard_shows_names_that_a_run_writes(folder: Path) -> None:
+@WARNS_OF_ITSELF
+def test_the_dashboard_shows_names_that_a_run_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logged = {name for _, row in lines_of(folder) for name in row}
     final = final_numbers(json.loads((folder / "results.json").read_text()))
-    shown = view("airline", "retail")
+    shown = view(capsys, "airline", "retail")
     panels = [p for s in shown["panelBankConfig"]["sections"] for p in s["panels"]]
     lines = [p["config"] for p in panels if p["viewType"] == "Run History Line Plot"]
     bars = [p["config"] for p in panels if p["viewType"] == "Bar Chart"]
@@ -134,8 +141,9 @@ def test_the_dashboard_shows_names_that_a_run_writes(folder: Path) -> None:
     assert stops["metrics"] == [f"rollout/stop/{reason}" for reason in StopReason]
 
 
-def test_the_dashboard_groups_runs_by_curriculum() -> None:
-    shown = view("airline", "bank")
+@WARNS_OF_ITSELF
+def test_the_dashboard_groups_runs_by_curriculum(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(capsys, "airline", "bank")
     assert [section["name"] for section in shown["panelBankConfig"]["sections"]] == [
         *("Transfer", "Learning: airline", "Learning: bank", "Rollouts", "Updates"),
         *("Speed and memory", "Episodes"),

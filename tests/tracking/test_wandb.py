@@ -32,7 +32,9 @@ from pipeline.tracking.log import RunLog
 from pipeline.tracking.wandb_extras import COLUMNS, episode_rows
 from pipeline.tracking.wandb_feed import has_wandb_key
 from pipeline.tracking.wandb_parts import close_parts, parts_of, records
+from scripts import wandb_dashboard
 from tests.support import ROOT
+from tests.support.warm_process import WarmRun
 
 pytestmark = pytest.mark.whole_run
 
@@ -54,19 +56,36 @@ def config(*report_to: str, **tracking: object) -> Config:
     return Config.model_validate({"tracking": {"report_to": report_to or ["wandb"], **tracking}})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_starts():
+    """At each start W&B lists what is installed, and waits for its service with long naps."""
+    import wandb.util
+    from wandb.sdk.lib.service import service_port_file
+
+    installed = list(wandb.util.working_set())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wandb.util, "working_set", lambda: installed)
+        patched.setattr(service_port_file, "_SLEEP", lambda _: time.sleep(0.01))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     """A home without keys, where wandb may leave what it likes; no service is left."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("NETRC", raising=False)
-    (tmp_path / "home").mkdir()
+    in_home(tmp_path, monkeypatch)
     yield monkeypatch
     if "wandb" in sys.modules:  # where a run could not start, its service is still there
         sys.modules["wandb"].teardown()
+
+
+def in_home(place: Path, patched: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        patched.delenv(name)
+    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
+        patched.setenv(f"WANDB_{name}_DIR", str(place / "home"))
+    patched.setenv("HOME", str(place / "home"))
+    patched.delenv("NETRC", raising=False)
+    (place / "home").mkdir()
 
 
 def log_of(folder: Path, *lines: dict[str, Any]) -> None:
@@ -238,10 +257,12 @@ def test_a_disabled_wandb_leaves_nothing_and_claims_nothing(tmp_path, machine):
 KILLED = """
 import json, os, signal, sys, time
 from pathlib import Path
+import wandb.sdk.lib.service.service_port_file as port_file
 from pipeline.config.settings import Config
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.wandb_parts import parts_of
 
+port_file._SLEEP = lambda _: time.sleep(0.01)
 folder, last, save_at, wanted_rows = Path(sys.argv[1]), *map(int, sys.argv[2:])
 saved = folder / "saved.json"
 state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "log": None}
@@ -265,11 +286,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_parts_of_a_run_that_is_killed_hold_each_line_once_in_order(tmp_path):
+    (tmp_path / "run.py").write_text(KILLED)
+
     def start(last: int, save_at: int, wanted_rows: int) -> int:
-        numbers = [str(number) for number in (last, save_at, wanted_rows)]
-        command = [sys.executable, "-c", KILLED, str(tmp_path), *numbers]
-        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, timeout=120)
-        assert done.returncode == (-9 if wanted_rows else 0)
+        command = [sys.executable, tmp_path / "run.py", tmp_path, last, save_at, wanted_rows]
+        process = WarmRun(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        assert process.wait(timeout=120) == (-9 if wanted_rows else 0)
         return max(part.next_row or 0 for part in parts_of(tmp_path / "wandb"))
 
     sent = start(last=60, save_at=20, wanted_rows=23)
@@ -668,19 +690,19 @@ def test_parts_that_were_not_sent_are_named_in_order_of_time(tmp_path, capfd):
 
 def test_lines_that_no_part_holds_get_a_part_of_their_own(tmp_path, capfd):
     folder = tmp_path / "run"
-    make_parts(folder)
+    make_parts(folder, starts=1)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(train(4)) + "\n")
+        file.write(json.dumps(train(2)) + "\n")
     with (folder / "timings.jsonl").open("a") as file:
-        file.write(json.dumps(times(4)) + "\n")
+        file.write(json.dumps(times(2)) + "\n")
     capfd.readouterr()
     assert sync(folder) == 0
     out, err = capfd.readouterr()
     assert err == "1 lines of metrics.jsonl were in no part, and are in a new one\n"
     assert out.splitlines() == [str(part) for part in parts_of_folder(folder)]
-    assert rows(files_of(folder)[3]) == [(3, {**numbers_of(train(4)), "perf/step_s": 0.5})]
+    assert rows(files_of(folder)[1]) == [(1, {**numbers_of(train(2)), "perf/step_s": 0.5})]
     assert sync(folder) == 0
-    assert len(files_of(folder)) == 4, "nothing is missing any more"
+    assert len(files_of(folder)) == 2, "nothing is missing any more"
 
 
 def parts_of_folder(folder: Path) -> list[Path]:
@@ -747,7 +769,7 @@ def script(tmp_path):
 
 def test_the_script_sends_part_after_part_and_stops_at_one_that_fails(tmp_path, script):
     folder = tmp_path / "a run"
-    run_id = make_parts(folder)[0].name.rsplit("-", 1)[1]
+    run_id = make_parts(folder, starts=2)[0].name.rsplit("-", 1)[1]
     calls = [f"sync --id {run_id} {part}" for part in parts_of_folder(folder)]
     noted = tmp_path / "calls"
     wandb = NOTING_WANDB.format(calls=noted)
@@ -834,7 +856,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(machine) -> Iterator[Server]:
     with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         machine.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         machine.setenv("WANDB_API_KEY", KEY)
         yield server
@@ -851,14 +873,14 @@ def on(server: Server) -> list[tuple[int, float]]:
 def test_wandb_itself_appends_the_parts_that_the_script_sends(tmp_path, script, server, machine):
     machine.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "run"
-    make_parts(folder, starts=2)
-    with files_of(folder)[1].open("r+b") as file:  # the last start was killed
+    make_parts(folder, starts=1)
+    with files_of(folder)[0].open("r+b") as file:  # the run was killed
         file.truncate(file.seek(0, os.SEEK_END) - 10)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(train(3)) + "\n")
+        file.write(json.dumps(train(2)) + "\n")
     machine.delenv("WANDB_MODE")
     done = script(folder)
-    assert (done.returncode, on(server)) == (0, [(0, 1), (1, 2), (2, 3)]), done.stderr
+    assert (done.returncode, on(server)) == (0, [(0, 1), (1, 2)]), done.stderr
     assert done.stderr.endswith("wandb_sync.sh: all parts are sent\n")
 
 
@@ -885,10 +907,9 @@ def test_an_online_run_sends_its_results_beside_the_rows(tmp_path, server):
     assert sorted(server.artifacts) == artifacts_of(run_id)
 
 
-def test_the_dashboard_is_made_as_a_view_of_the_project(server):
-    command = [sys.executable, ROOT / "scripts" / "wandb_dashboard.py", "--entity", "somebody"]
-    done = subprocess.run([*command, "--project", "shop"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of wandb_workspaces, about itself
+def test_the_dashboard_is_made_as_a_view_of_the_project(server, capsys):
+    assert wandb_dashboard.main(["--entity", "somebody", "--project", "shop"]) == 0
     (view,) = server.views
     assert (view["entityName"], view["projectName"], view["displayName"]) == (
         *("somebody", "shop", "curricula"),
@@ -896,7 +917,8 @@ def test_the_dashboard_is_made_as_a_view_of_the_project(server):
     assert json.loads(view["spec"])["section"]["runSets"][0]["grouping"] == [
         {"section": "run", "name": "group"}
     ]
-    assert f"made: http://127.0.0.1:{server.server_port}/somebody/shop?nw=" in done.stderr
+    url = f"http://127.0.0.1:{server.server_port}/somebody/shop?nw="
+    assert f"made: {url}" in capsys.readouterr().err
 
 
 def test_a_resumed_online_run_sends_what_the_server_lacks(tmp_path, server):
