@@ -29,7 +29,8 @@ from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, Start
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, call, chat, make_task, say, says, tokenizer
+from tests.support.helpers import Desk, call, chat, make_task, say, tokenizer
+from tests.support.messages import says
 
 NUM_EPISODES = 520
 NUM_TURNS = 3000  # at least

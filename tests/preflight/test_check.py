@@ -21,7 +21,8 @@ from pipeline.preflight.check import validate
 from pipeline.preflight.memory import memory_of_a_rank, memory_per_rank
 from pipeline.preflight.prepare import prepare
 from tests.support import ROOT
-from tests.support.helpers import says, tokenizer
+from tests.support.helpers import tokenizer
+from tests.support.messages import says
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"

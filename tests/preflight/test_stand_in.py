@@ -11,7 +11,8 @@ from pipeline.preflight import check, memory, stand_in
 from pipeline.preflight.stand_in import gap_of, try_architecture
 from pipeline.rollout import kv_cache as row_cache
 from pipeline.tracking.profiling import work_of
-from tests.support.helpers import says, tokenizer
+from tests.support.helpers import tokenizer
+from tests.support.messages import says
 
 SHAPE = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},

@@ -29,7 +29,8 @@ from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import kept
 from scripts.proofs.grid import make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import chat, says, tokenizer
+from tests.support.helpers import chat, tokenizer
+from tests.support.messages import says
 
 END, VOCABULARY = 0, 32
 SHAPE = {
