@@ -73,7 +73,9 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
     assert re.search(r"  sum +\d+\.\d\d GiB, of \d+\.\d GiB that a rank has here: fits\n", said)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if path.stem != QWEN], ids=lambda p: p.stem
+)
 def test_every_shipped_recipe_passes_the_check(path, capsys):
     assert check.main(load_recipe(path)) == 0
     assert "that a rank has here" in capsys.readouterr().out
@@ -87,8 +89,9 @@ def test_an_evaluation_has_no_stages(capsys):
 
 
 def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
-    check.main(load_recipe(QWEN))
+    assert check.main(load_recipe(QWEN)) == 0
     said = capsys.readouterr().out
+    assert "that a rank has here" in said
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
     assert re.search(r"  weights \(fp32\) +14\.98 GiB\n", said)
     assert re.search(r"  weights of the sampler +7\.49 GiB\n", said)

@@ -47,21 +47,29 @@ def saved(folder, model) -> str:
     return str(folder)
 
 
+TRIED = {
+    "qwen3": {"head_dim": 8},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5},
+    "deepseek_v3": LATENT | EXPERTS,
+    "glm4_moe_lite": LATENT | EXPERTS,
+    "youtu": LATENT,
+    "qwen3_moe": EXPERTS,
+}
+PLAIN, ADAPTERS = (), ("--no-share-prefixes", "--gradient-checkpointing", "--use-peft")
+ALIKE = [("glm4_moe_lite", ADAPTERS), ("youtu", PLAIN), ("youtu", ADAPTERS)]  # to deepseek_v3
+
+
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "flags"),
     [
-        ("qwen3", {"head_dim": 8}),
-        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5}),
-        ("deepseek_v3", LATENT | EXPERTS),
-        ("glm4_moe_lite", LATENT | EXPERTS),
-        ("youtu", LATENT),
-        ("qwen3_moe", EXPERTS),
+        pytest.param(
+            *(kind, settings, flags),
+            marks=pytest.mark.proof if (kind, flags) in ALIKE else (),
+            id=f"{kind}-{'adapters' if flags else 'plain'}",
+        )
+        for kind, settings in TRIED.items()
+        for flags in (PLAIN, ADAPTERS)
     ],
-)
-@pytest.mark.parametrize(
-    "flags",
-    [[], ["--no-share-prefixes", "--gradient-checkpointing", "--use-peft"]],
-    ids=["plain", "adapters"],
 )
 def test_what_these_sample_is_what_they_train(kind, settings, flags):
     before = torch.random.get_rng_state()
