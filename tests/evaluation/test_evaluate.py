@@ -358,7 +358,7 @@ def test_of_more_tasks_it_solves_as_large_a_share():
 def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
     """After all lookups that the request names; the closing words hold the chosen value."""
     domains, environment = embedded(domain), embedded(domain)[domain].environment
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 60, "test", "medium")
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 40, "test", "medium")
     schemas = [schema["function"] for schema in tool_schemas(environment)]
     lookups = [s for s in schemas if s["name"].startswith("get_")]
     lookups += [s for s in schemas if s["name"].startswith("find_")]
