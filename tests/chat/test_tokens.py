@@ -225,7 +225,7 @@ def tags_in(made, ids):
     return [added[token].content for token in ids if token in added]
 
 
-# Thousands of turns
+# Many turns
 
 
 @in_size
@@ -496,9 +496,14 @@ def each(reasons):
     """Templates by what becomes of them; a variant for training of which the same becomes as of
     the template itself is tried with -m proof.
     """
-    for name, reason in reasons.items():
-        is_twin = name.endswith("_training") and reasons.get(name[:-9], ...) == reason
-        yield pytest.param(name, marks=pytest.mark.proof if is_twin else ())
+    return [
+        pytest.param(name, marks=pytest.mark.proof if is_twin(reasons, name) else ())
+        for name in reasons
+    ]
+
+
+def is_twin(reasons, name):
+    return name.endswith("_training") and reasons.get(name[:-9], ...) == reasons[name]
 
 
 @pytest.mark.parametrize("name", each(dict.fromkeys(WORK)))
