@@ -43,7 +43,8 @@ from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in eve
 from pipeline.run import main
 from pipeline.sft import check_demonstrations, try_demonstrations
 from tests.support import ROOT
-from tests.support.helpers import chat, embedded, refusal, says, tokenizer
+from tests.support.helpers import chat, embedded, tokenizer
+from tests.support.messages import refusal, says
 
 Usage = namedtuple("Usage", "total used free")
 SMALL = ["--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "2"]

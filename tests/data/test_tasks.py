@@ -31,7 +31,8 @@ from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import train_tasks
 from tests.support import ROOT
-from tests.support.helpers import embedded, says
+from tests.support.helpers import embedded
+from tests.support.messages import says
 
 PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
 ROW = {"id": "a", "prompt": PROMPT, "payload": {"card": "lost"}}

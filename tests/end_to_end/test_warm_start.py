@@ -26,7 +26,8 @@ from pipeline.sft import (
     warm_start,
 )
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, says, tokenizer
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, tokenizer
+from tests.support.messages import says
 
 DOMAINS = embedded()
 ENVIRONMENTS = environments_of(DOMAINS)

@@ -19,7 +19,7 @@ from pipeline.models.weights import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import says
+from tests.support.messages import says
 
 BUDGET = 160  # tokens that the micro-batches of these tests may have
 EPISODES = 48
