@@ -20,7 +20,7 @@ from tests.support import ROOT
 
 LONG_S = 60  # what is expected comes much sooner
 SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
-DEADLINE_S = 1.0  # where other calls have to be
+DEADLINE_S = 0.5  # where other calls have to be
 LATE = r"^CallTimeout: look took more than 0\.2 s$"
 
 
@@ -328,7 +328,7 @@ def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
         wait()
     assert found == ["seen"] * 4
     for wait in waits[:2]:
-        with pytest.raises(EnvironmentFault, match="CallTimeout: look took more than 1 s"):
+        with pytest.raises(EnvironmentFault, match="CallTimeout: look took more"):
             wait()
 
 
