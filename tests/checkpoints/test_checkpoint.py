@@ -119,6 +119,11 @@ def test_without_its_optimizer_training_would_go_on_differently(tmp_path):
 # On other ranks, with moments spread over them or not
 
 
+def hashes_of(shard_optimizer, *updates):
+    """Of the parameters after each of these updates, one after another on this rank."""
+    return [update(folder, shard_optimizer, resume) for folder, resume in updates]
+
+
 def update(folder, shard_optimizer, resume):
     """Two updates from the start, saved, or two more from there; the hash of the parameters.
 
@@ -161,20 +166,20 @@ def update(folder, shard_optimizer, resume):
     return parameter_hash(model.named_parameters())
 
 
-def hash_after(num_ranks, folder, shard_optimizer, resume) -> str:
-    hashes = play_ranks(update, num_ranks, folder, shard_optimizer, resume)
-    assert len(set(hashes)) == 1 and len(hashes[0]) == 64, hashes
-    return hashes[0]
+def hashes_after(num_ranks, shard_optimizer, *updates) -> list[str]:
+    first, *others = play_ranks(hashes_of, num_ranks, shard_optimizer, *updates)
+    assert isinstance(first, list) and others == [first] * (num_ranks - 1), (first, others)
+    assert all(len(found) == 64 for found in first)
+    return first
 
 
 def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
-    halfway = hash_after(2, tmp_path / "sharded", True, False)
-    assert hash_after(1, tmp_path / "whole", False, False) == halfway
-    end = hash_after(1, tmp_path / "whole", False, True)
-    assert end != halfway
-    assert hash_after(2, tmp_path / "whole", True, True) == end
-    assert hash_after(1, tmp_path / "sharded", False, True) == end
-    assert hash_after(3, tmp_path / "sharded", True, True) == end
+    sharded, whole = tmp_path / "sharded", tmp_path / "whole"
+    (halfway,) = hashes_after(2, True, (sharded, False))
+    begun, end, *ends = hashes_after(1, False, (whole, False), (whole, True), (sharded, True))
+    assert begun == halfway != end
+    ends += hashes_after(2, True, (whole, True)) + hashes_after(3, True, (sharded, True))
+    assert ends == [end] * 3
 
 
 # Interrupted

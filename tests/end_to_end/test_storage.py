@@ -23,6 +23,7 @@ FLAGS = [
     *("none", "--max-turns", "2", "--max-tokens-per-turn", "8", "--eval-tasks-per-domain", "2"),
     *("--eval-trials", "1", "--eval-steps", "0", "--warm-start-steps", "0", "--max-steps", "2"),
     *("--no-drop-dead-groups", "--entropy-coef", "0.05", "--save-steps", "1"),
+    *("--tasks-per-domain", "8"),
 ]
 
 
