@@ -107,7 +107,7 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
 
 def test_an_unknown_hub_model_is_refused():
     message = refusal(check.main, config(model={"model": "nobody/nothing"}))
-    assert message.startswith("model: got 'nobody/nothing', but its tokenizer cannot be loaded")
+    says(message, "model: ", "'nobody/nothing'", "tokenizer cannot be loaded")
 
 
 def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -240,9 +240,8 @@ def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
 
 def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
     model = {"use_peft": True, "lora_target_modules": ["q_proj", "w_proj"]}
-    assert refusal(validate, config(model=model)).startswith(
-        "lora_target_modules: got 'w_proj'; give linear layers below the output layer, here "
-    )
+    message = refusal(validate, config(model=model))
+    says(message, "lora_target_modules: got 'w_proj'", "give linear layers", "q_proj")
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum():
@@ -300,7 +299,7 @@ def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
 
 def test_a_file_for_a_domain_that_is_not_served_is_refused(tmp_path):
     data = {"domains": ["airline"], "tasks": {"retail": str(tmp_path / "own.jsonl")}}
-    with pytest.raises(ValueError, match="tasks: got 'retail', which is not among the domains"):
+    with pytest.raises(ValueError, match="tasks: got 'retail'"):
         config(data=data)
 
 
@@ -376,7 +375,7 @@ def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
 
 def test_what_a_generator_refuses_is_told(tmp_path, monkeypatch):
     settings = bank(tmp_path, monkeypatch, "small_bank", BANK + GENERATE, tasks_per_domain=51)
-    assert refusal(prepare, settings) == "tasks of bank: no more than 50 tasks exist"
+    says(refusal(prepare, settings), "tasks of bank: ", "no more than 50")
 
 
 # The run's folder
