@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from multiprocessing import forkserver
 
 import psutil
 import pytest
@@ -15,6 +16,12 @@ PR_SET_CHILD_SUBREAPER = 36
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of whole runs go first: a process of tests that gets one last works on alone."""
     items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+
+
+def pytest_collection_finish() -> None:
+    """The server from which ranks fork starts before a test changes the environment."""
+    if "scripts.proofs.ranks" in sys.modules:
+        forkserver.ensure_running()
 
 
 def is_server(process: psutil.Process, parent: int) -> bool:

@@ -163,7 +163,8 @@ def test_heads_that_share_keys_attend_as_if_these_were_repeated(num_queries):
 
 def test_rows_that_wait_and_padding_stay_within_learned_positions():
     shape = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 40}
-    sampler = sampler_of(GPT2LMHeadModel(GPT2Config(**shape)))
+    never = 16  # a message that is not cut short ends at no token of the model's
+    sampler = RowSampler(GPT2LMHeadModel(GPT2Config(**shape)), never, 1.0, torch.float32)
     episodes = sampler.open([[1] * 34, [2, 3]], range(2))
     assert [len(m.ids) for m in sampler.sample(episodes, [2, 9], greedy=True)] == [2, 9]
     for episode, reply in zip(episodes, ([4], [5] * 20), strict=True):
