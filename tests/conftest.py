@@ -19,9 +19,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The server from which ranks fork starts before a test changes the environment."""
-    if "scripts.proofs.ranks" in sys.modules:
-        forkserver.ensure_running()
+    """The server from which ranks fork starts before a test changes the environment.
+
+    What they print besides what a test reads does not stand among the tests' lines.
+    """
+    if "scripts.proofs.ranks" not in sys.modules:
+        return
+    before, nothing = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nothing, number)
+    forkserver.ensure_running()
+    for number, own in zip((1, 2), before, strict=True):
+        os.dup2(own, number)
+        os.close(own)
+    os.close(nothing)
 
 
 def is_server(process: psutil.Process, parent: int) -> bool:
