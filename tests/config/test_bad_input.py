@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tracemalloc
 from collections import namedtuple
@@ -1082,7 +1083,8 @@ def test_bad_input_ends_a_process_with_code_2_and_one_line(case, mistakes, tmp_p
     argv, variables, words = case
     command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *filled(argv, mistakes)]
     with open(tmp_path / "said", "w") as file:
-        process = WarmRun(command, file, env={**os.environ, **variables})
+        environment = {**os.environ, **variables}
+        process = WarmRun(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         assert process.wait(120) == 2
     said = (tmp_path / "said").read_text().removeprefix("running on CPU: 1 rank\n")
     says(the_line(said, tmp_path), *words)

@@ -57,7 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = place / "run"
     command = ["python", "pipeline/run.py", *RUN, "--output-dir", str(output)]
     with (place / "log").open("w") as log:
-        run = WarmRun(command, log, env=environment(WANDB_MODE="offline", HOME=str(place)))
+        own = environment(WANDB_MODE="offline", HOME=str(place))
+        run = WarmRun(command, stdout=log, stderr=subprocess.STDOUT, env=own)
     assert run.wait() == 0, (place / "log").read_text()
     return output
 
