@@ -42,9 +42,11 @@ _install() {
     fi
     say "installing the package and its tested versions into $VENV (minutes, the first time)"
     touch "$unfinished"
-    # Python compiles what is imported when it is first imported, which is a small part.
     "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile \
         -c "$ROOT/constraints.txt" -e "$ROOT${extra:+[$extra]}"
+    # Compiles what a run imports, which is a small part of what pip would compile.
+    (cd "$ROOT" && PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c \
+        "import pipeline.train, trl.trainer.sft_trainer, wandb, matplotlib.pyplot") >/dev/null
     echo "$wanted" >"$VENV/installed" # an extra comes on top of the plain package
     echo "$wanted" >"$stamp"
     rm "$unfinished"

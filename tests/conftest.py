@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from multiprocessing import forkserver
 
 import psutil
 import pytest
@@ -15,6 +16,23 @@ PR_SET_CHILD_SUBREAPER = 36
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of whole runs go first: a process of tests that gets one last works on alone."""
     items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+
+
+def pytest_collection_finish() -> None:
+    """The server from which ranks fork starts before a test changes the environment.
+
+    What they print besides what a test reads does not stand among the tests' lines.
+    """
+    if "scripts.proofs.ranks" not in sys.modules:
+        return
+    before, nothing = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nothing, number)
+    forkserver.ensure_running()
+    for number, own in zip((1, 2), before, strict=True):
+        os.dup2(own, number)
+        os.close(own)
+    os.close(nothing)
 
 
 def is_server(process: psutil.Process, parent: int) -> bool:

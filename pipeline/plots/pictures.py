@@ -54,7 +54,7 @@ def drawings(**draw: Callable[[], Figure]) -> dict[str, Figure]:
 def save(figures: Mapping[str, Figure], folder: Path) -> None:
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.png", dpi=DPI)
-        figure.set_layout_engine("none")  # what is laid out now is drawn again as it is
+        figure.set_layout_engine(None)  # what is laid out now is drawn again as it is
 
 
 def inline_svg(figure: Figure, name: str) -> str:

@@ -29,7 +29,8 @@ NUM_RANKS = 2
 WARM_START = 12  # optimizer steps of the warm start, until the model ends its messages
 FLAGS = [
     *("--model", "tiny", "--domains", "airline", "--tasks-per-domain", "40"),
-    *("--warm-start-steps", str(WARM_START), "--max-steps", "4", "--save-steps", "0"),
+    *("--warm-start-steps", str(WARM_START), "--warm-start-batch-size", "8"),
+    *("--max-steps", "3", "--save-steps", "0"),
     *("--tasks-per-step", "2", "--num-generations", "4", "--eval-steps", "0"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--report-to", "none"),
     *("--num-gpus", str(NUM_RANKS), "--output-dir", "out"),
@@ -131,6 +132,7 @@ def play(output: Path) -> None:
     threading.setprofile(trace)
     register_optimizer_step_post_hook(stepped)
     make_messages_call_tools()
+    leave_the_report_out()
     code = run.main(FLAGS)
     if code == 0 and num_steps < WARM_START + 3:
         raise RuntimeError(f"there were {num_steps} optimizer steps with the warm start")
@@ -148,6 +150,11 @@ def make_groups_live() -> None:
         return next(rewards)
 
     environment.get_reward = get_reward
+
+
+def leave_the_report_out() -> None:
+    """It comes after the last step, and takes longer than all of them."""
+    first_of("train").write_report = lambda *_: None
 
 
 def make_messages_call_tools() -> None:

@@ -8,6 +8,7 @@ file of a checkpoint is cut short or gets a flipped bit. The same command with
 `--resume-from-checkpoint auto` goes on each time. Every run that reaches its end must have the
 SHA-256 of the undisturbed run's parameters and of its metrics.jsonl, no process may be left after
 a kill, and a rank's death must end the others. Runs follow one another until all kills are spent.
+With `--at-checkpoints` a life is killed when it has saved a step, in place of a random moment.
 Flags that follow `--` go to every run.
 """
 
@@ -16,13 +17,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -36,6 +39,8 @@ from scripts.bench.common import ROOT, machine, write_json
 
 RUN = ROOT / "pipeline" / "run.py"
 KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
+Moment = Callable[[], bool]  # whether it has come
+RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
 LIMIT_S = 60.0  # for everything to end after a kill
 SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
 SHORT += "--eval-steps 2 --eval-steps-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
@@ -49,6 +54,7 @@ class Tally:
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     damaged: int = 0
     num_ends: int = 0  # runs that reached their end
+    num_resumed: int = 0  # lives that went on inside a stage
     faults: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
     detect_s: list[float] = field(default_factory=list)  # from the kill of a rank to the end
@@ -64,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of kills")
     parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
+    parser.add_argument("--at-checkpoints", action="store_true", help="not at random moments")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv[:place])
     where = machine()
@@ -74,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
         begun = time.perf_counter()
         finish([*command, "--output-dir", str(folder / "undisturbed")], folder / "log")
         length_s = time.perf_counter() - begun
-        tally = torment(command, folder, options.kills, Random(options.seed), length_s)
+        within_s = None if options.at_checkpoints else length_s
+        tally = torment(command, folder, options.kills, Random(options.seed), within_s)
     figures = figures_of(tally, options.kills)
     where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
     print("\n".join(f"{name:<28}{value:g}" for name, value in figures.items()))
@@ -118,22 +126,29 @@ def finish(flags: Sequence[str], log: Path) -> None:
 
 
 def torment(
-    command: Sequence[str], folder: Path, num_kills: int, random: Random, length_s: float
+    command: Sequence[str], folder: Path, num_kills: int, random: Random, within_s: float | None
 ) -> Tally:
-    """Kill and resume until all kills are spent, and let the last run reach its end."""
+    """Kill and resume until all kills are spent, and let the last run reach its end.
+
+    A kill comes within so many seconds of a start; if None, when a step has been saved.
+    """
     tally, number = Tally(), 0
     while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
         number += 1
         run, log = folder / f"run-{number}", folder / f"log-{number}"
         flags = [*command, "--output-dir", str(run), "--resume-from-checkpoint", "auto"]
         while True:
-            left = num_kills - sum(tally.kills.values())
-            after_s = random.uniform(0, length_s) if left else None
-            if live(flags, run, log, after_s, random, tally):
+            moment = None
+            if sum(tally.kills.values()) < num_kills:
+                moment = after_a_save(run)
+                if within_s is not None:
+                    moment = after(random.uniform(0, within_s))
+            if live(flags, run, log, moment, random, tally):
                 break
             if random.random() < 0.4:
                 tally.damaged += damage(run / "checkpoints", random)
         tally.num_ends += 1
+        tally.num_resumed += len(RESUMED.findall(log.read_text(encoding="utf-8")))
         found = digests(run)
         for what, digest in digests(folder / "undisturbed").items():
             if found.get(what) != digest:
@@ -144,19 +159,24 @@ def torment(
     return tally
 
 
+def after(seconds: float) -> Moment:
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() >= end
+
+
+def after_a_save(run: Path) -> Moment:
+    """When a later step has been saved than now."""
+    before = saved_step(run)
+    return lambda: saved_step(run) > before
+
+
 def live(
-    flags: Sequence[str],
-    run: Path,
-    log: Path,
-    after_s: float | None,
-    random: Random,
-    tally: Tally,
+    flags: Sequence[str], run: Path, log: Path, moment: Moment | None, random: Random, tally: Tally
 ) -> bool:
-    """One life of a run: to its end (True), or until it is killed `after_s` seconds."""
+    """One life of a run: to its end (True), or until the moment comes in which it is killed."""
     lines, begun = num_lines(run), time.perf_counter()
     process, resumed = start(flags, log), False
-    ranks: list[psutil.Process] = []
-    while process.poll() is None and (after_s is None or time.perf_counter() - begun < after_s):
+    while process.poll() is None and (moment is None or not moment()):
         time.sleep(0.05)
         if not resumed and num_lines(run) > lines > 0:
             resumed = True
@@ -166,10 +186,10 @@ def live(
             tally.faults.append(f"exit code {process.returncode}:\n{log.read_text()[-4000:]}")
         return True
     launcher = psutil.Process(process.pid)  # before the kill: after it there may be none
-    ranks = launcher.children(recursive=True)
+    processes, ranks = [launcher, *launcher.children(recursive=True)], ranks_of(launcher)
     kind, killed_at = kill(process, ranks, random), time.perf_counter()
     tally.kills[kind] += 1
-    alive = still_alive([*ranks, launcher], LIMIT_S)
+    alive = still_alive(processes, LIMIT_S)
     took_s = time.perf_counter() - killed_at
     for stray in alive:
         tally.faults.append(f"{kind}: process {stray.pid} is alive after {LIMIT_S:.0f} s")
@@ -177,10 +197,18 @@ def live(
     process.wait()
     if kind == "one rank" and ranks:
         tally.detect_s.append(took_s)
-    reached = num_steps(run)
-    saved = max([0, *(int(p.name[5:11]) for p in (run / "checkpoints").glob("step-*"))])
-    tally.steps_lost.append(max(0, reached - saved))
+    tally.steps_lost.append(max(0, num_steps(run) - saved_step(run)))
     return False
+
+
+def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
+    """Without the sentinels beside them, whose end would end nothing."""
+    found = []
+    for child in launcher.children():
+        with suppress(psutil.NoSuchProcess):
+            if not any(word.endswith("sentinel.py") for word in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def still_alive(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
@@ -243,6 +271,10 @@ def num_steps(run: Path) -> int:
     return path.read_bytes().count(b'"kind": "train"') if path.is_file() else 0
 
 
+def saved_step(run: Path) -> int:
+    return max([0, *(int(p.name[5:11]) for p in (run / "checkpoints").glob("step-*"))])
+
+
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 of the parameters after each stage and of the metrics."""
     stages = sorted((run / "checkpoints").glob("stage-*"))
@@ -261,6 +293,7 @@ def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
         **{f"  {kind}": float(count) for kind, count in tally.kills.items()},
         "checkpoint files damaged": float(tally.damaged),
         "runs brought to their end": float(tally.num_ends),
+        "resumed inside a stage": float(tally.num_resumed),
     }
     for name, values in (
         ("steps lost per kill", tally.steps_lost),

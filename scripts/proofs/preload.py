@@ -2,14 +2,17 @@
 
 from pipeline.files.imports import importing
 
-with importing():
-    import matplotlib.backends.backend_agg  # noqa: F401
-    import peft  # noqa: F401
-    import torch.distributed.optim  # noqa: F401
-    import trl.trainer.sft_trainer  # noqa: F401
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+try:
+    with importing():
+        import matplotlib.backends.backend_agg  # noqa: F401
+        import peft  # noqa: F401
+        import torch.distributed.optim  # noqa: F401
+        import trl.trainer.sft_trainer  # noqa: F401
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import pipeline.run
-    import pipeline.train  # noqa: F401
+        import pipeline.run
+        import pipeline.train  # noqa: F401
 
-    get_checkpoint_conversion_mapping("qwen3")
+        get_checkpoint_conversion_mapping("qwen3")
+except ImportError as error:
+    raise RuntimeError(f"nothing is held ready: {error}") from error  # the server passes it over

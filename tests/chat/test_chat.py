@@ -1,6 +1,7 @@
 """Chat: pieces rendered one by one are the conversation; no text becomes a control token."""
 
 import warnings
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -75,7 +76,12 @@ def qwen3(**options):
         return Chat(other_tokenizer(path.read_text(encoding="utf-8")), options)
 
 
+@cache
 def expert_episodes(count=12):
+    return list(_expert_episodes(count))
+
+
+def _expert_episodes(count):
     for domain in EMBEDDED_DOMAINS:
         module = import_module(f"pipeline.embedded.{domain}")
         for task in module.generate_tasks(0, count, "train", "hard"):
@@ -232,6 +238,7 @@ CALL = '<tool_call>\n{"name": "find_line", "arguments": {"customer": "K07"}}\n</
 FOUND = ("find_line", {"customer": "K07"})
 
 
+@cache
 def readers():
     """By the tokenizer's response template, and by Hermes tags."""
     return [chat(), Chat(tokenizer(), tool_call_format="hermes")]

@@ -1,14 +1,14 @@
 """Tokens in, tokens out: what was sampled is what is trained, whatever text comes back.
 
-Thousands of turns are played by the real sampler and the real rollout, in an environment whose
-request, results and user are texts that look like tool calls, headers and special tokens; then the
-same texts go through chat templates of many models.
+A thousand turns (three thousand with -m proof) are played by the real sampler and the real rollout,
+in an environment whose request, results and user are texts that look like tool calls, headers and
+special tokens; then the same texts go through chat templates of many models.
 """
 
 import re
 import warnings
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -29,10 +29,11 @@ from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, Start
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, call, chat, make_task, say, says, tokenizer
+from tests.support.helpers import Desk, call, chat, make_task, say, tokenizer
+from tests.support.messages import refusal, says
 
-NUM_EPISODES = 520
-NUM_TURNS = 3000  # at least
+SOME, ALL = range(200, 380), range(520)  # episodes, each of which has its own random numbers
+NUM_TURNS = 3000  # of all episodes, at least; of fewer their share
 TOLERANCE = 1e-5  # of log-probabilities, absolute
 TEMPERATURE = 0.8
 BUDGETS = [(400, False), (2048, False), (512, True)]  # tokens of a micro-batch, padding-free
@@ -42,7 +43,6 @@ LIMITS = RolloutSettings(
     max_tokens=500,
     max_malformed_calls=8,
     max_tool_result_tokens=40,
-    max_live_episodes=260,
 )
 FREE = -1  # in a script: the token that the sampler draws
 TOOLS = tool_schemas(Desk)
@@ -201,15 +201,21 @@ def sharp_model():
     return model
 
 
+in_size = pytest.mark.parametrize(
+    "numbers", [SOME, pytest.param(ALL, marks=pytest.mark.proof)], ids=["some", "all"]
+)
+
+
 @cache
-def played():
+def played(numbers):
     """Trajectories, and for each what its sampler saw: (was it sampled, ids) in order."""
     sampler = Talker(sharp_model(), chat().end_of_turn_id, TEMPERATURE, torch.float32)
-    keys = [stream_key("tokens", number) for number in range(NUM_EPISODES)]
+    keys = [stream_key("tokens", number) for number in numbers]
     sampler.scripts = {key: script(key) for key in keys}
-    tasks = [make_task(f"t{n}", TEXTS[n % len(TEXTS)]) for n in range(NUM_EPISODES)]
+    tasks = [make_task(f"t{n}", TEXTS[n % len(TEXTS)]) for n in numbers]
     starts = [Start(task=t, trial=0, key=key) for t, key in zip(tasks, keys, strict=True)]
-    trajectories = Rollout(sampler, chat(), {"desk": Hostile}, LIMITS)(starts)
+    limits = LIMITS.model_copy(update={"max_live_episodes": len(numbers) // 2})
+    trajectories = Rollout(sampler, chat(), {"desk": Hostile}, limits)(starts)
     return trajectories, [sampler.seen[key] for key in keys]
 
 
@@ -219,12 +225,14 @@ def tags_in(made, ids):
     return [added[token].content for token in ids if token in added]
 
 
-# Thousands of turns
+# Many turns
 
 
-def test_log_probabilities_recomputed_in_training_are_the_samplers():
-    trajectories, _ = played()
-    assert sum(trajectory.num_turns for trajectory in trajectories) >= NUM_TURNS
+@in_size
+def test_log_probabilities_recomputed_in_training_are_the_samplers(numbers):
+    trajectories, _ = played(numbers)
+    share = len(numbers) / len(ALL)
+    assert sum(trajectory.num_turns for trajectory in trajectories) >= NUM_TURNS * share
     module = TokenLogprobs(sharp_model(), TEMPERATURE)
     largest, compared, entropies = 0.0, 0, []
     for number, (budget, padding_free) in enumerate(BUDGETS):
@@ -236,12 +244,14 @@ def test_log_probabilities_recomputed_in_training_are_the_samplers():
             compared += len(logprobs)
             entropies += entropy.tolist()
     assert largest <= TOLERANCE
-    assert compared == sum(trajectory.num_sampled_tokens for trajectory in trajectories) > 30_000
+    assert compared == sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+    assert compared > 30_000 * share
     assert min(entropies) < 3 < max(entropies)  # nats; a flat distribution has 6.8
 
 
-def test_the_loss_mask_covers_exactly_what_the_sampler_sampled():
-    trajectories, seen = played()
+@in_size
+def test_the_loss_mask_covers_exactly_what_the_sampler_sampled(numbers):
+    trajectories, seen = played(numbers)
     for trajectory, (prompt, *pieces) in zip(trajectories, seen, strict=True):
         assert prompt == (False, trajectory.prompt_ids)
         assert trajectory.completion_ids == [token for _, ids in pieces for token in ids]
@@ -251,8 +261,9 @@ def test_the_loss_mask_covers_exactly_what_the_sampler_sampled():
         ]
 
 
-def test_what_the_environment_says_is_text_and_all_of_it_arrives():
-    trajectories, seen = played()
+@in_size
+def test_what_the_environment_says_is_text_and_all_of_it_arrives(numbers):
+    trajectories, seen = played(numbers)
     header = "<|im_start|>assistant\n"
     num_replies = 0
     for trajectory, pieces in zip(trajectories, seen, strict=True):
@@ -269,7 +280,7 @@ def test_what_the_environment_says_is_text_and_all_of_it_arrives():
             assert tokenizer().decode(ids) == "".join(texts) + header
             assert tags_in(tokenizer(), ids) == [*SPECIAL[1:3] * len(fitting), SPECIAL[1]]
             num_replies += len(fitting)
-    assert num_replies > 2000
+    assert num_replies > 2000 * len(numbers) / len(ALL)
 
 
 # No text becomes a control token, whatever the template
@@ -370,7 +381,7 @@ def test_no_text_becomes_a_control_token(name, options):
     harmless = [tags_in(made.tokenizer, ids) for ids in everywhere(made, "harm")]
     assert all(harmless)
     draws = generator("hostile text", name)
-    for text in [*tags, *(hostile_text(draws, tags) for _ in range(80))]:
+    for text in [*tags, *(hostile_text(draws, tags) for _ in range(40))]:
         if text.strip():  # some templates leave out what is blank
             assert [tags_in(made.tokenizer, i) for i in everywhere(made, text)] == harmless, text
 
@@ -481,7 +492,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", WORK)
+def each(reasons):
+    """Templates by what becomes of them; a variant for training of which the same becomes as of
+    the template itself is tried with -m proof.
+    """
+    return [
+        pytest.param(name, marks=pytest.mark.proof if is_twin(reasons, name) else ())
+        for name in reasons
+    ]
+
+
+def is_twin(reasons, name):
+    return name.endswith("_training") and reasons.get(name[:-9], ...) == reasons[name]
+
+
+@pytest.mark.parametrize("name", each(dict.fromkeys(WORK)))
 def test_a_reply_to_a_real_call_is_rendered_as_after_the_stub(name):
     made = shipped(name)
     asked = [{"role": "system", "content": "x"}, {"role": "user", "content": "cancel K07"}]
@@ -497,7 +522,7 @@ def test_a_reply_to_a_real_call_is_rendered_as_after_the_stub(name):
         assert all(reply["content"] in delta for reply in replies)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", each(REFUSED))
 def test_a_shipped_template_that_rollouts_cannot_use_is_refused_in_one_line(name):
     with pytest.raises(UserError, match=f"model: its chat template {REFUSED[name]}") as caught:
         shipped(name)
@@ -607,7 +632,7 @@ def said_with_calls(made, *calls):
         return made.message_ids({**message, "reasoning_content": "Hm."})
 
 
-@pytest.mark.parametrize("name", sorted({*WORK} - {*WITHOUT_CALLS}))
+@pytest.mark.parametrize("name", each(dict.fromkeys(sorted({*WORK} - {*WITHOUT_CALLS}))))
 def test_every_template_that_is_let_in_reads_its_own_calls(name):
     made, tools = shipped(name), tool_schemas(Booking)
     for calls in ([("book", BOOK)], [("change", CHANGE)], [("book", BOOK), ("change", CHANGE)]):
@@ -624,10 +649,11 @@ def test_a_template_that_leaves_calls_out_says_how_they_are_read(name):
     assert made.parse(made.tokenizer(text)["input_ids"]).calls == [("book", {"code": "007"})]
 
 
-UNREAD = "model: its chat template writes tool calls that are not read back "
-NO_HERMES = "as Hermes (one with arguments: not JSON: Expecting value), so none would work; "
-ONE_FOUND = "as Hermes (one with arguments: 0 found of 1), so none would work; "
-GIVE_A_READER = "set tokenizer.response_template to one that reads them, or use another template"
+UNREAD = ("chat template", "not read back", "one with arguments")
+NO_HERMES = ("as Hermes", "not JSON: Expecting value")
+ONE_FOUND = ("as Hermes", "0 found of 1")
+GIVE_A_READER = ("set tokenizer.response_template", "use another template")
+LEAVE_AT_AUTO = ("leave tool_call_format at auto", "use another template")
 
 
 @pytest.mark.parametrize(
@@ -635,38 +661,28 @@ GIVE_A_READER = "set tokenizer.response_template to one that reads them, or use 
     [
         ("muse_glimmer", "", "auto", ONE_FOUND + GIVE_A_READER),
         ("qwen3_6_training", "{#- mine -#}", "auto", NO_HERMES + GIVE_A_READER),
-        ("qwen3_6", "", "hermes", NO_HERMES + "leave tool_call_format at auto, or use another te"),
-        ("llama3_1", "", "hermes", ONE_FOUND + "leave tool_call_format at auto, or use another t"),
+        ("qwen3_6", "", "hermes", NO_HERMES + LEAVE_AT_AUTO),
+        ("llama3_1", "", "hermes", ONE_FOUND + LEAVE_AT_AUTO),
     ],
 )
 def test_a_template_whose_calls_are_not_read_is_refused(name, edit, tool_call_format, problem):
     made = tokenizer_of((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") + edit)
-    with pytest.raises(UserError) as caught:
-        Chat(made, tool_call_format=tool_call_format)
-    assert str(caught.value).startswith(UNREAD + problem)
-    assert "\n" not in str(caught.value)
+    says(refusal(partial(Chat, made, tool_call_format=tool_call_format)), *UNREAD, *problem)
 
 
 def test_a_response_template_that_does_not_fit_the_template_is_refused():
     made = tokenizer_of(CHAT_TEMPLATE)
     made.response_template = RESPONSE_TEMPLATES["muse_glimmer"]
-    fitting = UNREAD + "by its response template (one with arguments: 0 found of 1), so none would"
-    with pytest.raises(UserError) as caught:
-        Chat(made)
-    assert str(caught.value) == f"{fitting} work; set tool_call_format: hermes"
+    problem = (*UNREAD, "by its response template", "0 found of 1")
+    says(refusal(Chat, made), *problem, "set tool_call_format: hermes")
     assert made.chat_template == CHAT_TEMPLATE
     made.chat_template = (TEMPLATES / "qwen3_6.jinja").read_text(encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        Chat(made)
-    assert str(caught.value) == f"{fitting} work; {GIVE_A_READER}"
+    says(refusal(Chat, made), *problem, *GIVE_A_READER)
 
 
 def test_what_a_format_of_calls_cannot_hold_is_told():
-    told_of_quotes = told("lfm2_v2")
-    assert told_of_quotes == [
-        "the chat template's tool calls cannot hold quotes or line breaks in arguments: where a "
-        "model writes them, a tool is given something else"
-    ]
+    (warning,) = told("lfm2_v2")
+    says(warning, "chat template", "tool calls cannot hold quotes or line breaks in arguments")
 
 
 def test_a_template_that_writes_lists_as_python_does_writes_their_texts_whole():

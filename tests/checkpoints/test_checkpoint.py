@@ -25,6 +25,7 @@ from pipeline.grpo.updater import Updater
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import tokenizer
+from tests.support.messages import says
 
 
 def at(step=0):
@@ -119,8 +120,13 @@ def test_without_its_optimizer_training_would_go_on_differently(tmp_path):
 # On other ranks, with moments spread over them or not
 
 
+def hashes_of(shard_optimizer, *updates):
+    """Of the parameters after each of these updates, one after another on this rank."""
+    return [update(folder, shard_optimizer, resume) for folder, resume in updates]
+
+
 def update(folder, shard_optimizer, resume):
-    """Three updates from the start, saved, or three more from there; the hash of the parameters.
+    """Two updates from the start, saved, or two more from there; the hash of the parameters.
 
     A deterministic run, so that the number of ranks changes no bit.
     """
@@ -141,9 +147,9 @@ def update(folder, shard_optimizer, resume):
     updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
     if resume:
         load_optimizer(path, updater.optimizer)
-    rows, advantages = make_episodes(24)
-    mine = [i for i in range(24) if i // 4 % num_ranks == rank]  # whole groups
-    for step in range(3):
+    rows, advantages = make_episodes(12)
+    mine = [i for i in range(12) if i // 4 % num_ranks == rank]  # whole groups
+    for step in range(2):
         rate = 1e-2 / (1 + step)
         updater.update_policy([rows[i] for i in mine], [advantages[i] for i in mine], rate)
     if not resume:
@@ -151,7 +157,7 @@ def update(folder, shard_optimizer, resume):
         if ranks.is_main:
             save(
                 folder / "checkpoints",
-                "step-000003",
+                "step-000002",
                 model,
                 tokenizer(),
                 at(),
@@ -161,20 +167,20 @@ def update(folder, shard_optimizer, resume):
     return parameter_hash(model.named_parameters())
 
 
-def hash_after(num_ranks, folder, shard_optimizer, resume) -> str:
-    hashes = play_ranks(update, num_ranks, folder, shard_optimizer, resume)
-    assert len(set(hashes)) == 1 and len(hashes[0]) == 64, hashes
-    return hashes[0]
+def hashes_after(num_ranks, shard_optimizer, *updates) -> list[str]:
+    first, *others = play_ranks(hashes_of, num_ranks, shard_optimizer, *updates)
+    assert isinstance(first, list) and others == [first] * (num_ranks - 1), (first, others)
+    assert all(len(found) == 64 for found in first)
+    return first
 
 
 def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
-    halfway = hash_after(2, tmp_path / "sharded", True, False)
-    assert hash_after(1, tmp_path / "whole", False, False) == halfway
-    end = hash_after(1, tmp_path / "whole", False, True)
-    assert end != halfway
-    assert hash_after(2, tmp_path / "whole", True, True) == end
-    assert hash_after(1, tmp_path / "sharded", False, True) == end
-    assert hash_after(3, tmp_path / "sharded", True, True) == end
+    sharded, whole = tmp_path / "sharded", tmp_path / "whole"
+    (halfway,) = hashes_after(2, True, (sharded, False))
+    begun, end, *ends = hashes_after(1, False, (whole, False), (whole, True), (sharded, True))
+    assert begun == halfway != end
+    ends += hashes_after(2, True, (whole, True)) + hashes_after(3, True, (sharded, True))
+    assert ends == [end] * 3
 
 
 # Interrupted
@@ -497,11 +503,8 @@ def test_where_all_are_damaged_the_run_is_refused_or_starts_afresh(tmp_path, who
         flip(path / "optimizer.pt")
     with pytest.raises(UserError) as refused:
         find_checkpoint(tmp_path / "run", "latest")
-    assert str(refused.value) == (
-        f"resume_from_checkpoint: {tmp_path}/run holds no whole checkpoint (step-000020 is passed "
-        "over: optimizer.pt is not what was written (its SHA-256 differs)); check --output-dir, or "
-        "remove the folder and start anew"
-    )
+    why = "step-000020 is passed over: optimizer.pt"
+    says(str(refused.value), "resume_from_checkpoint", f"{tmp_path}/run", why, "start anew")
     path, notes = find_checkpoint(tmp_path / "run", "auto")
     assert path is None
     assert len(notes) == 2
@@ -529,25 +532,19 @@ def test_a_fresh_start_puts_everything_aside(tmp_path):
 def refusal(output_dir, name) -> str:
     with pytest.raises(UserError) as refused:
         find_checkpoint(output_dir, name)
+    assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
 def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path):
-    assert refusal(tmp_path, "latest") == (
-        f"resume_from_checkpoint: {tmp_path} holds no whole checkpoint; check --output-dir, or "
-        "remove the folder and start anew"
-    )
-    assert refusal(tmp_path, "step-000050") == (
-        "resume_from_checkpoint: got 'step-000050'; checkpoints here: none"
-    )
+    setting = "resume_from_checkpoint: "
+    none = (f"{tmp_path} holds no whole checkpoint", "--output-dir", "start anew")
+    says(refusal(tmp_path, "latest"), setting, *none)
+    says(refusal(tmp_path, "step-000050"), setting, "got 'step-000050'", "here: none")
     folder = tmp_path / "checkpoints"
     plain(folder, "stage-1-airline", "warm-start")
     (folder / ".writing-step-000010").mkdir()
-    assert refusal(tmp_path, "step-000050") == (
-        "resume_from_checkpoint: got 'step-000050'; checkpoints here: stage-1-airline, warm-start"
-    )
+    there = "here: stage-1-airline, warm-start"
+    says(refusal(tmp_path, "step-000050"), setting, "got 'step-000050'", there)
     elsewhere = save_plain(tmp_path / "other" / "checkpoints", "step-000050")
-    assert refusal(tmp_path, str(elsewhere)) == (
-        f"resume_from_checkpoint: got '{elsewhere}', which is no checkpoint of {tmp_path}; to "
-        "train it further in a new run, give it as --model"
-    )
+    says(refusal(tmp_path, str(elsewhere)), setting, f"'{elsewhere}'", str(tmp_path), "--model")

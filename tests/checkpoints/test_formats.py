@@ -103,6 +103,14 @@ def test_a_run_whose_settings_name_a_task_file_in_the_former_way_goes_on(tmp_pat
         open_folder(parse(other))
 
 
+def test_a_run_that_was_tracked_with_trackio_goes_on_without_it(tmp_path):
+    run = put_down("v1", tmp_path)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("report_to: []", "report_to: [trackio]"))
+    assert "trackio" in (run / "config.yaml").read_text()
+    assert load_recipe(run / "config.yaml").tracking.report_to == []
+
+
 def changed(checkpoint: Path, **changes) -> None:
     """As another version would have written the state; None takes a field out."""
     path = checkpoint / "state.json"

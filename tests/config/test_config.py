@@ -12,7 +12,7 @@ from pipeline.config.cli import parse
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config, DataSettings
 from tests.support import ROOT
-from tests.support.helpers import refusal, says
+from tests.support.messages import refusal, says
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PER_DEVICE = ("max_tokens_per_microbatch", "set these")

@@ -31,10 +31,12 @@ from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import train_tasks
 from tests.support import ROOT
-from tests.support.helpers import embedded, says
+from tests.support.helpers import embedded
+from tests.support.messages import says
 
 PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
 ROW = {"id": "a", "prompt": PROMPT, "payload": {"card": "lost"}}
+OF_A = "line 1 (task 'a'): "
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -140,57 +142,39 @@ def test_any_text_survives_saving(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("row", "words"),
     [
-        (3, "line 1: got int; a task is one JSON object"),
-        (
-            {**ROW, "goal": 1},
-            "line 1: unknown key ['goal']; a task has branch, domain, family, id, payload, prompt",
-        ),
-        ({"prompt": PROMPT}, "line 1: id: got None; give a non-empty string"),
-        ({**ROW, "id": ""}, "line 1: id: got ''; give a non-empty string"),
-        ({**ROW, "id": 7}, "line 1: id: got 7; give a non-empty string"),
-        (
-            {**ROW, "domain": "shop"},
-            "line 1 (task 'a'): domain: got 'shop' in a file of bank tasks; move it or mend it",
-        ),
-        ({**ROW, "prompt": []}, "line 1 (task 'a'): prompt: give a non-empty list of messages"),
-        ({**ROW, "prompt": "hi"}, "line 1 (task 'a'): prompt: give a non-empty list of messages"),
+        (3, (": got int", "one JSON object")),
+        ({**ROW, "goal": 1}, (": unknown key ['goal']", "a task has branch, domain")),
+        ({"prompt": PROMPT}, (": id: got None", "give a non-empty string")),
+        ({**ROW, "id": ""}, (": id: got ''", "give a non-empty string")),
+        ({**ROW, "id": 7}, (": id: got 7", "give a non-empty string")),
+        ({**ROW, "domain": "shop"}, (OF_A, "domain: got 'shop'", "bank", "mend")),
+        ({**ROW, "prompt": []}, (OF_A, "prompt: ", "give a non-empty list")),
+        ({**ROW, "prompt": "hi"}, (OF_A, "prompt: ", "give a non-empty list")),
         (
             {**ROW, "prompt": [{"role": "boss", "content": "x"}]},
-            "line 1 (task 'a'): prompt: bad message {'role': 'boss', 'content': 'x'}; "
-            "give role and content",
+            (OF_A, "prompt: ", "{'role': 'boss', 'content': 'x'}", "give role and content"),
         ),
         (
             {**ROW, "prompt": [{"role": "user", "content": None}]},
-            "line 1 (task 'a'): prompt: bad message {'role': 'user', 'content': None}; "
-            "give role and content",
+            (OF_A, "prompt: ", "{'role': 'user', 'content': None}", "give role and content"),
         ),
-        (
-            {**ROW, "prompt": ["hi"]},
-            "line 1 (task 'a'): prompt: bad message 'hi'; give role and content",
-        ),
-        (
-            {**ROW, "prompt": PROMPT[:1]},
-            "line 1 (task 'a'): prompt: the last message must be the user's request",
-        ),
-        ({**ROW, "payload": 3}, "line 1 (task 'a'): payload: got int; give an object"),
-        (
-            {**ROW, "payload": "{'a': 1}"},
-            "line 1 (task 'a'): payload: not JSON (Expecting property name enclosed in double "
-            "quotes); give an object",
-        ),
-        ({**ROW, "family": 3}, "line 1 (task 'a'): family: got 3; give a string"),
-        ({**ROW, "branch": None}, "line 1 (task 'a'): branch: got None; give a string"),
+        ({**ROW, "prompt": ["hi"]}, (OF_A, "prompt: ", "'hi'", "give role and content")),
+        ({**ROW, "prompt": PROMPT[:1]}, (OF_A, "prompt: ", "the user's request")),
+        ({**ROW, "payload": 3}, (OF_A, "payload: got int", "give an object")),
+        ({**ROW, "payload": "{'a': 1}"}, (OF_A, "payload: not JSON", "give an object")),
+        ({**ROW, "family": 3}, (OF_A, "family: got 3", "give a string")),
+        ({**ROW, "branch": None}, (OF_A, "branch: got None", "give a string")),
     ],
 )
-def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, problem):
-    assert refusal(write("tasks.jsonl", row)) == f"tasks.jsonl, {problem}"
+def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, words):
+    says(refusal(write("tasks.jsonl", row)), "tasks.jsonl, line 1", *words)
 
 
 def test_the_line_is_counted_with_blank_lines(write):
     path = write("tasks.jsonl", "", ROW, "", {**ROW, "id": 5})
-    assert refusal(path) == "tasks.jsonl, line 4: id: got 5; give a non-empty string"
+    says(refusal(path), "tasks.jsonl, line 4: id: got 5", "give a non-empty string")
 
 
 def test_a_broken_line_is_named(write):

@@ -2,6 +2,8 @@
 
 The real processes run the real `pipeline/run.py`; in place of the training, a `sitecustomize` on
 their path puts a short one that connects the ranks through Accelerate and says what they found.
+Each way to launch is tried once with everything cold; elsewhere the launcher forks from a process
+that has imported torch, and ranks that need not meet import nothing heavy.
 """
 
 import asyncio
@@ -12,8 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands import launch as accelerate_launch
@@ -24,7 +28,9 @@ from pipeline import run
 from pipeline.distributed import launch
 from pipeline.distributed.launch import World, resolve
 from pipeline.errors import UserError
+from scripts.proofs.ranks import FORKSERVER
 from tests.support import ROOT
+from tests.support.messages import refusal, says
 
 pytestmark = pytest.mark.whole_run
 
@@ -37,26 +43,34 @@ SHORT_TRAINING = """
 import os, sys, time, types
 
 def main(config):
-    import torch
-    from accelerate import Accelerator
     from pipeline.errors import UserError
-    accelerator = Accelerator()
-    rank, do = accelerator.process_index, config.tracking.run_name
-    total = int(accelerator.reduce(torch.tensor([2.0**rank])))
-    facts = f"rank {rank} of {accelerator.num_processes}/{config.run.num_gpus}: sum {total}, "
-    facts += f"{accelerator.device.type}, {torch.get_num_threads()} threads\\n"
-    print(facts, end="", flush=True)
+    do = config.tracking.run_name
+    rank = connected(config) if do in (None, "fault") else int(os.environ["RANK"])
     if do == "mistake":
         raise UserError("tasks: got none; give some")
     if rank == 1 and do == "fault":
         raise RuntimeError("the second rank broke")
     if rank == 1 and do == "killed":
         os.kill(os.getpid(), 9)
-    if do:
+    if do == "fault":
         accelerator.wait_for_everyone()
     if do == "sleep":
+        print(f"rank {rank} sleeps", flush=True)
+    if do in ("sleep", "killed"):
         time.sleep(600)
     return 0
+
+def connected(config):
+    global accelerator
+    import torch
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    total = int(accelerator.reduce(torch.tensor([2.0**rank])))
+    facts = f"rank {rank} of {accelerator.num_processes}/{config.run.num_gpus}: sum {total}, "
+    facts += f"{accelerator.device.type}, {torch.get_num_threads()} threads\\n"
+    print(facts, end="", flush=True)
+    return rank
 
 sys.modules["pipeline.train"] = train = types.ModuleType("pipeline.train")
 train.main = main
@@ -90,6 +104,43 @@ def environment(tmp_path, monkeypatch, no_stray_processes):
 
 def start(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+class WarmLauncher:
+    """In place of `subprocess.Popen([python, "pipeline/run.py", ...])`, in a process that has
+    imported what the launcher needs.
+    """
+
+    def __init__(self, command, env=None, ignored=(), default=()) -> None:
+        assert command[:2] == [sys.executable, RUN]
+        place = (command[2:], dict(os.environ if env is None else env), os.getcwd())
+        self.process = FORKSERVER.Process(target=_launch, args=(*place, ignored, default))
+        self.process.start()
+
+    def wait(self) -> None:
+        self.process.join(120)
+        self.returncode = self.process.exitcode
+        self.stdout, self.stderr = (Path(name).read_text() for name in ("stdout", "stderr"))
+
+
+def _launch(argv, environment, folder, ignored, default) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    for number in default:  # tests in the background of a shell ignore SIGINT
+        is_interrupt = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    run.leave(run.main(argv))
+
+
+def start_warm(*flags: str) -> WarmLauncher:
+    launcher = WarmLauncher([sys.executable, RUN, *flags])
+    launcher.wait()
+    return launcher
 
 
 # The world, from `--num-gpus` and the environment
@@ -137,51 +188,46 @@ def test_the_world_is_what_was_asked_for_and_launched(gpus, num_gpus, visible, v
     assert resolve(num_gpus) == World(**dict(zip(names, expected, strict=True)))
 
 
+NO_ROOM = ("use: python pipeline/run.py --num-gpus", "ACCELERATE_USE_CPU=true")
+
+
 @pytest.mark.parametrize(
-    ("num_gpus", "visible", "variables", "message"),
+    ("num_gpus", "visible", "variables", "words"),
     [
         (
             4,
             0,
             launched(0, 2, 2),
-            "--num-gpus: got 4, but 2 ranks were launched; give --num-gpus 2, or start them with: "
-            "python pipeline/run.py --num-gpus 4",
+            ("--num-gpus: got 4, but 2 ranks", "give --num-gpus 2", "pipeline/run.py --num-gpus 4"),
         ),
-        (
-            8,
-            2,
-            {},
-            "--num-gpus: got 8 ranks for this machine, but 2 GPUs are visible; use: python "
-            "pipeline/run.py --num-gpus 2, or set ACCELERATE_USE_CPU=true for ranks on CPU",
-        ),
+        (8, 2, {}, ("--num-gpus: got 8 ranks", "2 GPUs are visible", "--num-gpus 2", *NO_ROOM)),
         (
             None,
             1,
             launched(0, 16, 8),
-            "--num-gpus: got 8 ranks for this machine, but 1 GPU is visible; use: python "
-            "pipeline/run.py --num-gpus 1, or set ACCELERATE_USE_CPU=true for ranks on CPU",
+            ("--num-gpus: got 8 ranks", "1 GPU is visible", "--num-gpus 1", *NO_ROOM),
         ),
         (
             2,
             0,
             {"WORLD_SIZE": "2", "RANK": "0"},
-            "WORLD_SIZE is 2 without LOCAL_RANK, MASTER_ADDR, MASTER_PORT, so the processes would "
-            "not find each other; start the ranks with: python pipeline/run.py --num-gpus 2",
+            (
+                "WORLD_SIZE is 2 without LOCAL_RANK, MASTER_ADDR, MASTER_PORT",
+                "start the ranks with: python pipeline/run.py --num-gpus 2",
+            ),
         ),
         (
             None,
             0,
             {"OMPI_COMM_WORLD_SIZE": "2"},
-            "MPI started 2 processes, which is not supported; start the ranks with: "
-            "python pipeline/run.py --num-gpus 2",
+            ("MPI started 2", "start the ranks with: python pipeline/run.py --num-gpus 2"),
         ),
-        (None, 0, {"WORLD_SIZE": "two"}, "WORLD_SIZE: got 'two' in the environment; unset it"),
+        (None, 0, {"WORLD_SIZE": "two"}, ("WORLD_SIZE: got 'two'", "unset it")),
     ],
 )
-def test_a_world_that_cannot_be_is_refused_in_one_line(gpus, num_gpus, visible, variables, message):
+def test_a_world_that_cannot_be_is_refused_in_one_line(gpus, num_gpus, visible, variables, words):
     gpus(visible, **variables)
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        resolve(num_gpus)
+    says(refusal(resolve, num_gpus), *words)
 
 
 MULTI_CPU = "distributed_type: MULTI_CPU\nnum_processes: 2\ncompute_environment: LOCAL_MACHINE\n"
@@ -314,13 +360,13 @@ def test_one_process_starts_the_ranks_and_imports_no_model_code(environment, mon
 
 
 def test_a_mistake_that_all_ranks_see_is_told_once(environment):
-    done = start(sys.executable, RUN, "--num-gpus", "2", "--run-name", "mistake")
+    done = start_warm("--num-gpus", "2", "--run-name", "mistake")
     assert done.returncode == 2
     assert done.stderr.splitlines()[1:] == ["error: tasks: got none; give some"]
 
 
 def test_the_fault_of_one_rank_ends_the_run_with_its_traceback_alone(environment):
-    done = start(sys.executable, RUN, "--num-gpus", "2", "--run-name", "fault")
+    done = start_warm("--num-gpus", "2", "--run-name", "fault")
     assert done.returncode == 1
     assert lines(done.stderr, "rank") == ["rank 1 failed:"]
     assert done.stderr.count("Traceback") == 1
@@ -328,60 +374,76 @@ def test_the_fault_of_one_rank_ends_the_run_with_its_traceback_alone(environment
 
 
 def test_a_killed_rank_is_named(environment):
-    done = start(sys.executable, RUN, "--num-gpus", "2", "--run-name", "killed")
+    done = start_warm("--num-gpus", "2", "--run-name", "killed")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[1:] == ["rank 1 was ended by SIGKILL (out of memory?)"]
+    running = lines(done.stderr, "running on CPU")  # rank 0 may be ended before it says so
+    told = [line for line in done.stderr.splitlines() if line not in running]
+    assert told == ["rank 1 was ended by SIGKILL (out of memory?)"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_ranks_too(environment, stop):
-    def as_under_nohup() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(stop, signal.SIG_DFL)  # tests in the background of a shell ignore SIGINT
-
-    process = subprocess.Popen(
-        [sys.executable, RUN, "--num-gpus", "2", "--run-name", "sleep"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=as_under_nohup,
-    )
-    assert process.stdout is not None
-    started = [process.stdout.readline() for _ in range(2)]
-    assert sorted(started) == [f"{line}\n" for line in facts(2)]
-    process.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)
-    process.send_signal(stop)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 1
+    command = [sys.executable, RUN, "--num-gpus", "2", "--run-name", "sleep"]
+    launcher = WarmLauncher(command, ignored=[signal.SIGHUP], default=[stop])  # as under nohup
+    assert launcher.process.pid is not None
+    while not Path("stdout").is_file() or Path("stdout").read_text().count("sleeps") < 2:
+        assert launcher.process.is_alive()
+        time.sleep(0.05)
+    os.kill(launcher.process.pid, signal.SIGHUP)
+    launcher.process.join(0.5)
+    assert launcher.process.is_alive()
+    os.kill(launcher.process.pid, stop)
+    launcher.wait()
+    assert launcher.returncode == 1
     said = {signal.SIGTERM: "interrupted; what was saved before stands"}
-    assert stderr.splitlines()[1:] == [said.get(stop, "interrupted")]
+    assert launcher.stderr.splitlines()[1:] == [said.get(stop, "interrupted")]
 
 
 # Ranks that others start
 
 
 @pytest.mark.parametrize(
-    ("launcher", "flags", "num_ranks"),
+    ("launcher", "flags"),
     [
         (
             [*ACCELERATE, "--config_file", str(CONFIGS / "multi_gpu.yaml"), "--num_processes=2"],
             ["--num-gpus", "2"],
-            2,
         ),
-        ([*ACCELERATE, *LONE["--cpu"]], ["--num-gpus", "2"], 2),
-        ([*TORCHRUN, "--nproc_per_node=2"], [], 2),
+        ([*TORCHRUN, "--nproc_per_node=2"], []),
+        pytest.param([*ACCELERATE, *LONE["--cpu"]], ["--num-gpus", "2"], marks=pytest.mark.proof),
+        pytest.param(ACCELERATE, ["--num-gpus", "2"], marks=pytest.mark.proof),
     ],
-    ids=["multi_gpu.yaml", "--cpu", "torchrun"],
+    ids=["multi_gpu.yaml", "torchrun", "--cpu", "no configuration"],
 )
-def test_launched_ranks_know_each_other(environment, launcher, flags, num_ranks):
+def test_launched_ranks_know_each_other(environment, launcher, flags):
     done = start(*launcher, RUN, *flags)
     assert done.returncode == 0, done.stderr
-    assert lines(done.stdout, "rank") == facts(num_ranks)
+    assert lines(done.stdout, "rank") == facts(2)
     assert len(lines(done.stderr, "running on CPU")) == 1
 
 
+def test_accelerate_without_a_configuration_starts_a_run_that_starts_its_ranks(
+    environment, monkeypatch
+):
+    """Accelerate's own code decides what to start, and with which environment."""
+    started: list[WarmLauncher] = []
+
+    def popen(command, env):
+        started.append(WarmLauncher(command, env))
+        return started[-1]
+
+    monkeypatch.setattr(accelerate_launch, "subprocess", SimpleNamespace(Popen=popen))
+    monkeypatch.setattr(accelerate_launch, "default_config_file", "no file")
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # Accelerate sets variables
+    arguments = accelerate_launch.launch_command_parser().parse_args([RUN, "--num-gpus", "2"])
+    accelerate_launch.launch_command(arguments)
+    (launcher,) = started
+    assert launcher.returncode == 0, launcher.stderr
+    assert lines(launcher.stdout, "rank") == facts(2)
+    assert launcher.stderr == "running on CPU: 2 ranks, over gloo\n"
+
+
+@pytest.mark.proof
 def test_another_number_of_ranks_is_refused_once(environment):
     done = start(*TORCHRUN, "--nproc_per_node=2", RUN, "--num-gpus", "3")
     assert done.returncode != 0
@@ -407,7 +469,7 @@ NOTING_PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-c "*) exit 0 ;;
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip") [ ! -e fail ] || exit 1; sleep 0.5 ;;
+    "-m pip") [ ! -e fail ] || exit 1; [ ! -e slow ] || sleep 0.5 ;;
 esac
 echo "$@" >>calls
 [ ! -e code ] || exit "$(cat code)"
@@ -453,6 +515,7 @@ def test_run_ddp_installs_when_needed_and_passes_flags_and_code(tmp_path, monkey
     shutil.rmtree(checkout / ".venv")
     command = ["bash", str(checkout / "scripts" / "run_ddp.sh")]
     calls.write_text("")
+    Path("slow").touch()
     for process in [subprocess.Popen(command, env=settings) for _ in range(2)]:
         assert process.wait(timeout=60) == 0
     assert len(calls.read_text().splitlines()) == 5, "two at once install once"

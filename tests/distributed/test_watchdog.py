@@ -4,8 +4,8 @@ import ctypes
 import os
 import re
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from pipeline.distributed import watchdog as watching
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
@@ -20,7 +21,8 @@ from scripts.proofs.ranks import play_ranks
 
 pytestmark = pytest.mark.whole_run
 
-TIMEOUT_S = 8
+TIMEOUT_S = 4
+SHORT_S, SUSPENDED_S = 2, 5  # a deadline; longer than any that goes by the clock
 TASK = "airline/t7\x1b[2J"
 SHOWN = r"airline/t7\\x1b\[2J"  # in a terminal
 
@@ -31,7 +33,8 @@ def work(kind: str, num_ranks: int, stderr: str):
     accelerator = Accelerator()
     rank = accelerator.process_index
     ranks = Ranks(rank, accelerator.num_processes, TIMEOUT_S)
-    begun = time.monotonic()
+    if kind == "hang outside Python" and rank == num_ranks - 1:
+        watching.GRACE_S = 2.0  # its sentinel ends it, after the other rank has named it
     try:
         with Watchdog(ranks, TIMEOUT_S) as watchdog:
             ranks.barrier("start")
@@ -49,8 +52,8 @@ def work(kind: str, num_ranks: int, stderr: str):
     except (ToldElsewhere, CollectiveError, ValueError, Interrupted, KeyboardInterrupt) as error:
         notes = getattr(error, "__notes__", [])
         code = getattr(error, "exit_code", None)
-        return type(error).__name__, code, notes, step, time.monotonic() - begun
-    return "done", 0, [], 3, time.monotonic() - begun
+        return type(error).__name__, code, notes, step
+    return "done", 0, [], 3
 
 
 def befall(kind: str, ranks: Ranks) -> None:
@@ -74,16 +77,38 @@ def befall(kind: str, ranks: Ranks) -> None:
             time.sleep(0.01)
 
 
+def played_in(folder: Path, function, num_ranks: int, *arguments) -> tuple[list, str]:
+    """What each rank says of its end, and what all wrote to standard error."""
+    folder.mkdir(exist_ok=True)
+    stderr = folder / "stderr"
+    stderr.touch()
+    results = play_ranks(function, num_ranks, *arguments, str(stderr))
+    return results, stderr.read_text()
+
+
 @pytest.fixture
 def played(tmp_path):
-    """Plays a fault; what each rank says of its end, and what all wrote to standard error."""
+    """Plays a fault."""
+    return lambda kind, num_ranks=2: played_in(tmp_path, work, num_ranks, kind, num_ranks)
 
-    def play(kind: str, num_ranks: int = 2) -> tuple[list, str]:
-        stderr = tmp_path / "stderr"
-        results = play_ranks(work, num_ranks, kind, num_ranks, str(stderr))
-        return results, stderr.read_text()
 
-    return play
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory):
+    """What takes the time of deadlines is played side by side; `result()` of each waits for it."""
+    folder = tmp_path_factory.mktemp("waited")
+    plays = {
+        "suspended": (play_suspended,),
+        "hang outside Python": (played_in, work, 2, "hang outside Python", 2),
+        "hang": (played_in, work, 2, "hang", 2),
+        "torch": (played_in, wait_in_torch, 2),
+        "slow": (played_in, slow, 2),
+        "alone": (played_in, stuck_outside_python, 1),
+    }
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        yield {
+            name: pool.submit(play, folder / name, *arguments)
+            for name, (play, *arguments) in plays.items()
+        }
 
 
 @pytest.mark.parametrize(
@@ -108,7 +133,7 @@ def test_a_users_mistake_on_one_rank_ends_the_others_as_a_mistake(played):
     assert first[:2] == ("ToldElsewhere", 2)
 
 
-@pytest.mark.parametrize("kind", ["exit", "kill"])
+@pytest.mark.parametrize("kind", [pytest.param("exit", marks=pytest.mark.proof), "kill"])
 def test_a_rank_that_is_gone_is_named_with_where_it_was(played, kind):
     (first, last), said = played(kind)
     assert first[:2] == ("ToldElsewhere", 1)
@@ -118,8 +143,8 @@ def test_a_rank_that_is_gone_is_named_with_where_it_was(played, kind):
 
 
 @pytest.mark.parametrize("kind", ["hang", "hang outside Python"])
-def test_a_rank_that_hangs_is_named_and_ended(played, kind):
-    (first, last), said = played(kind)
+def test_a_rank_that_hangs_is_named_and_ended(waited, kind):
+    (first, last), said = waited[kind].result()
     assert first[:2] == ("ToldElsewhere", 1)
     assert last == "rank 1 said nothing"
     if kind == "hang":
@@ -133,7 +158,7 @@ def wait_in_torch(stderr: str) -> None:
     """One rank hangs; the other waits for it where no collective of ours says so."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     ranks = Ranks(Accelerator().process_index, 2, 60)
-    with Watchdog(ranks, TIMEOUT_S / 2), ranks.phase("warm start"):
+    with Watchdog(ranks, 3), ranks.phase("warm start"):
         if ranks.rank == 1:
             time.sleep(1)
             ranks.alive()  # the one that waits has shown no progress for longer
@@ -141,14 +166,13 @@ def wait_in_torch(stderr: str) -> None:
         torch.distributed.all_reduce(torch.ones(1))
 
 
-def test_a_rank_that_waits_inside_torch_is_not_taken_for_the_one_that_hangs(tmp_path):
-    stderr = tmp_path / "stderr"
-    play_ranks(wait_in_torch, 2, str(stderr))
-    named = re.findall(r"^rank (\d) on \S+ \(pid", stderr.read_text(), re.MULTILINE)
+def test_a_rank_that_waits_inside_torch_is_not_taken_for_the_one_that_hangs(waited):
+    _, said = waited["torch"].result()
+    named = re.findall(r"^rank (\d) on \S+ \(pid", said, re.MULTILINE)
     assert named == ["1"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_signal_to_one_rank_interrupts_all_of_them_at_the_same_place(played, num_ranks):
     results, said = played("SIGTERM", num_ranks)
     assert [result[0] for result in results] == ["Interrupted"] * num_ranks
@@ -156,42 +180,46 @@ def test_a_signal_to_one_rank_interrupts_all_of_them_at_the_same_place(played, n
     assert said.count("SIGTERM: the run stops in good order; a second signal ends it at once") == 1
 
 
-def twice(pause_s: float, can_resume: bool):
-    """Two signals, `pause_s` apart, while the main thread is busy."""
-    Accelerator()
+def twice(same_signal_s: float, can_resume: bool) -> str:
+    """Two signals, the second half a second after the first was heard; the main thread is busy."""
+    watching.SAME_SIGNAL_S = same_signal_s
     with Watchdog(Ranks(0, 1, TIMEOUT_S), 60) as watchdog:
         watchdog.can_resume = can_resume
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(pause_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not watchdog._first_signal_at:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
     return "lived"
 
 
-@pytest.mark.parametrize(("pause_s", "lives"), [(0.2, True), (2.5, False)])
-def test_a_signal_that_comes_twice_is_one_and_a_later_one_ends_the_rank_at_once(pause_s, lives):
-    (result,) = play_ranks(twice, 1, pause_s, True)
-    assert result == ("lived" if lives else "rank 0 said nothing")
+def test_a_signal_that_comes_twice_is_one():
+    assert watching.SAME_SIGNAL_S == 2
+    assert play_ranks(twice, 1, 2.0, True) == ["lived"]
 
 
-def exit_code_of_second_signal(can_resume: bool) -> int:
-    if (child := os.fork()) == 0:
-        twice(2.5, can_resume)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def exit_codes_of_a_later_signal() -> list[int]:
+    """Without a checkpoint, and with one."""
+    children = []
+    for can_resume in (False, True):
+        if (child := os.fork()) == 0:
+            twice(0.2, can_resume)
+            os._exit(0)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def test_its_exit_code_says_whether_there_is_a_checkpoint():
-    assert play_ranks(exit_code_of_second_signal, 1, True) == [75]
-    assert play_ranks(exit_code_of_second_signal, 1, False) == [1]
+def test_a_later_signal_ends_the_rank_at_once_and_its_code_says_whether_it_can_be_resumed():
+    assert play_ranks(exit_codes_of_a_later_signal, 1) == [[1, 75]]
 
 
-def slow(num_deadlines: float):
-    """Work that takes several deadlines, with signs of progress all the time."""
-    accelerator = Accelerator()
-    ranks = Ranks(accelerator.process_index, 2, 60)
-    with Watchdog(ranks, 2):
+def slow(stderr: str) -> str:
+    """Work that takes longer than the deadline, with signs of progress all the time."""
+    ranks = Ranks(Accelerator().process_index, 2, 60)
+    with Watchdog(ranks, SHORT_S):
         ranks.barrier("start")
-        until = time.monotonic() + 2 * num_deadlines
+        until = time.monotonic() + 1.5 * SHORT_S
         while time.monotonic() < until:
             ranks.progress("t1")
             time.sleep(0.05)
@@ -199,8 +227,8 @@ def slow(num_deadlines: float):
     return "done"
 
 
-def test_a_rank_at_work_is_left_alone_however_long_it_takes():
-    assert play_ranks(slow, 2, 2.5) == ["done", "done"]
+def test_a_rank_at_work_is_left_alone_however_long_it_takes(waited):
+    assert waited["slow"].result() == (["done", "done"], "")
 
 
 def test_handlers_of_signals_are_put_back():
@@ -210,13 +238,10 @@ def test_handlers_of_signals_are_put_back():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-SHORT_S, SUSPENDED_S = 3, 10  # a deadline, and more than three times as long
-
-
 def go_through(folder: str) -> str:
     """Rounds with collectives of every kind, until a file says that it is enough."""
+    watching.GRACE_S = 1.0
     ranks = Ranks(Accelerator().process_index, int(os.environ["WORLD_SIZE"]), SHORT_S)
-    Path(folder, f"pid-{ranks.rank}").write_text(str(os.getpid()))
     rounds = 0
     with Watchdog(ranks, SHORT_S), ranks.phase("sample", "airline", 1):
         while not ranks.max(float(Path(folder, "enough").exists())):
@@ -228,6 +253,7 @@ def go_through(folder: str) -> str:
             if ranks.num_ranks > 1:
                 torch.distributed.all_reduce(torch.ones(1))
             rounds += 1
+            Path(folder, f"pid-{ranks.rank}").write_text(str(os.getpid()))
     return "went on"
 
 
@@ -235,7 +261,6 @@ def suspend_all(folder: Path, num_ranks: int) -> None:
     """Stop all ranks, and what watches them, for longer than the deadline; then let them go on."""
     while len(pids := [p.read_text() for p in folder.glob("pid-*")]) < num_ranks or "" in pids:
         time.sleep(0.1)
-    time.sleep(2)
     ranks = [psutil.Process(int(pid)) for pid in pids]
     processes = [process for rank in ranks for process in [*rank.children(), rank]]
     assert len(processes) >= 2 * num_ranks
@@ -248,23 +273,29 @@ def suspend_all(folder: Path, num_ranks: int) -> None:
     (folder / "enough").touch()
 
 
-def test_ranks_that_were_suspended_for_longer_than_the_deadline_go_on(tmp_path):
-    num_ranks = 2
-    suspending = threading.Thread(target=suspend_all, args=[tmp_path, num_ranks])
-    suspending.start()
-    assert play_ranks(go_through, num_ranks, str(tmp_path)) == ["went on"] * num_ranks
-    suspending.join()
+def play_suspended(folder: Path) -> list:
+    folder.mkdir()
+    with ThreadPoolExecutor() as pool:
+        suspending = pool.submit(suspend_all, folder, 2)
+        results = play_ranks(go_through, 2, str(folder))
+        suspending.result()
+    return results
+
+
+def test_ranks_that_were_suspended_for_longer_than_the_deadline_go_on(waited):
+    assert max(watching.SUSPENDED_S, SHORT_S + 1.0) < SUSPENDED_S  # 1 s: GRACE_S, of the sentinels
+    assert waited["suspended"].result() == ["went on"] * 2
 
 
 def stuck_outside_python(stderr: str) -> None:
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    watching.GRACE_S = 1.0
     with Watchdog(Ranks(0, 1, 60), 1):
         ctypes.PyDLL(None).sleep(1000)
 
 
-def test_a_rank_alone_that_is_stuck_outside_python_is_ended_with_its_stack(tmp_path):
-    stderr = tmp_path / "stderr"
-    assert play_ranks(stuck_outside_python, 1, str(stderr)) == ["rank 0 said nothing"]
-    said = stderr.read_text()
-    assert re.match(r"rank process \d+ shows no sign of Python for 6 s and is ended\n", said)
+def test_a_rank_alone_that_is_stuck_outside_python_is_ended_with_its_stack(waited):
+    results, said = waited["alone"].result()
+    assert results == ["rank 0 said nothing"]
+    assert re.match(r"rank process \d+ shows no sign of Python for 2 s and is ended\n", said)
     assert "Fatal Python error: Aborted" in said and "in stuck_outside_python" in said

@@ -6,10 +6,9 @@ Faults are put into the ranks themselves: a function in place of another, on one
 import io
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -34,9 +33,8 @@ from pipeline.doctor.machine import (
 )
 from pipeline.doctor.table import Check, Finding, named, shown
 from scripts.proofs.ranks import play_ranks
-from tests.support import ROOT
+from tests.support.warm import play
 
-RUN = ROOT / "pipeline" / "run.py"
 ROWS = (
     *("connection", "devices", "versions", "all-reduce", "bandwidth", "barrier", "DDP"),
     *("bf16", "disk", "memory"),
@@ -65,18 +63,12 @@ def environment(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / value) if value else value)
 
 
-def start(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(RUN), "--doctor", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def files() -> list[str]:
     return sorted(str(path) for path in Path(".").rglob("*"))
 
 
-def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(environment, no_stray_processes):
-    done = start("--num-gpus", "2", "--output-dir", "deep/er/run")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
+    done = play("--doctor", "--output-dir", "deep/er/run", cwd=tmp_path)
     rows = rows_of(done.stdout)
     assert tuple(rows) == ROWS
     assert {name for name, (status, _) in rows.items() if status != "ok"} == {"bf16"}
@@ -88,7 +80,8 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(environment, no
     assert re.search(r": \d+ MB/s .*, \d+\.\d GiB free; in ", rows["disk"][1])
     assert re.fullmatch(r"doctor: nothing is broken \(after \d+ s\)", done.stdout.splitlines()[-1])
     assert done.stderr == "running on CPU: 2 ranks, over gloo\n"
-    assert files() == ["tmp"]
+    said = [f"{name}-{rank}" for name in ("stderr", "stdout") for rank in range(2)]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == said  # what `play` wrote
 
 
 # Ranks with a fault
@@ -187,13 +180,13 @@ def error_on_rank_1(rank):
 
 
 def error_before_the_exchange(rank):
-    doctor.EARLY = 0.2
+    doctor.EARLY = 4 / 30
     if rank == 1:
         links.sum_over_ranks = lambda tensor: {}["cable"]
 
 
 def no_barrier(rank):
-    doctor.EARLY = 0.2
+    doctor.EARLY = 4 / 30
     if rank == 1:
         Ranks.barrier = lambda self, name: None
 
@@ -253,9 +246,23 @@ def test_a_fault_of_a_rank_is_a_broken_line_with_what_to_try(fault):
     assert "try: " in text
 
 
-def test_an_error_before_an_exchange_is_told_with_the_wait_of_the_others():
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory):
+    """What takes the time of deadlines is played side by side; `result()` of each waits for it."""
+    folder = str(tmp_path_factory.mktemp("hang"))
+    exchanged, barred = ("all-reduce", "barrier", "bf16"), ("barrier", "DDP")
+    left = ("versions", "bf16", "disk", "memory")
+    with ThreadPoolExecutor() as pool:
+        yield {
+            "hang": pool.submit(lambda: (Path(folder), play_ranks(hang, 2, folder, left))),
+            "error": pool.submit(examined, 2, error_before_the_exchange, exchanged),
+            "barrier": pool.submit(examined, 2, no_barrier, barred),
+        }
+
+
+def test_an_error_before_an_exchange_is_told_with_the_wait_of_the_others(waited):
     """Rank 0 waits in the exchange, until gloo's deadline, which comes before the check's."""
-    code, rows = examined(2, error_before_the_exchange, ("all-reduce", "barrier", "bf16"))
+    code, rows = waited["error"].result()
     status, text = rows["all-reduce"]
     assert (code, status) == (1, "broken")
     assert re.match(r"rank 1: KeyError: 'cable'; rank 0: RuntimeError: Timed out waiting ", text)
@@ -263,8 +270,8 @@ def test_an_error_before_an_exchange_is_told_with_the_wait_of_the_others():
     assert rows["bf16"][0] == "note" and rows["bf16"][1].startswith("works ")
 
 
-def test_a_rank_that_is_missing_at_the_barrier_is_named():
-    code, rows = examined(2, no_barrier, ("barrier", "DDP"))
+def test_a_rank_that_is_missing_at_the_barrier_is_named(waited):
+    code, rows = waited["barrier"].result()
     status, text = rows["barrier"]
     assert (code, status) == (1, "broken")
     assert text.startswith("rank 0: CollectiveError: barrier 'doctor' (rank 0 in phase start): ")
@@ -302,18 +309,18 @@ def hang(folder, names):
     sleeping = Check("bf16", lambda place: time.sleep(600 * place.ranks.rank), judge_bf16, "sleep")
     checks = [sleeping if check.name == "bf16" else check for check in doctor.CHECKS]
     with redirect_stdout(io.StringIO()) as said:
-        doctor.main(Config(), [check for check in checks if check.name in names], 8.0)
+        doctor.main(Config(), [check for check in checks if check.name in names], 4.0)
 
 
-def test_a_check_that_hangs_is_named_and_ended(tmp_path):
-    results = play_ranks(hang, 2, str(tmp_path), ("versions", "bf16", "disk", "memory"))
+def test_a_check_that_hangs_is_named_and_ended(waited):
+    folder, results = waited["hang"].result()
     assert results == ["rank 0 said nothing", "rank 1 said nothing"]
-    table, end = (tmp_path / "0").read_text().split("doctor: broken: ")
+    table, end = (folder / "0").read_text().split("doctor: broken: ")
     rows = rows_of(f"{table}doctor: ")
     assert list(rows) == ["connection", "versions", "bf16"]
-    assert rows["bf16"] == ("broken", "not done after 8 s; rank 1 still in it try: sleep")
+    assert rows["bf16"] == ("broken", "not done after 4 s; rank 1 still in it try: sleep")
     assert re.fullmatch(r"bf16; not checked: disk, memory \(after \d+ s\)\nexit 1", end)
-    assert (tmp_path / "1").read_text() == "exit 1"
+    assert (folder / "1").read_text() == "exit 1"
 
 
 # The connection

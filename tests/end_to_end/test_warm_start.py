@@ -26,7 +26,8 @@ from pipeline.sft import (
     warm_start,
 )
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, says, tokenizer
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, tokenizer
+from tests.support.messages import refusal, says
 
 DOMAINS = embedded()
 ENVIRONMENTS = environments_of(DOMAINS)
@@ -181,14 +182,14 @@ def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp
     assert passes[0] != passes[1]
 
 
-MISSING_MESSAGES = "messages: give a list of objects with role and content"
-NO_ANSWER = "a demonstration starts with a request and holds an assistant message"
+MISSING_MESSAGES = ("messages: give", "role and content")
+NO_ANSWER = ("starts with a request", "assistant message")
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("line", "words"),
     [
-        ("{oops", "not JSON (Expecting property name enclosed in double quotes); mend the line"),
+        ("{oops", ("not JSON", "mend the line")),
         ("[1, 2]", MISSING_MESSAGES),
         ({"rows": []}, MISSING_MESSAGES),
         ({"messages": "hi"}, MISSING_MESSAGES),
@@ -199,11 +200,9 @@ NO_ANSWER = "a demonstration starts with a request and holds an assistant messag
         ({"messages": GOOD["messages"][1:]}, NO_ANSWER),
     ],
 )
-def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
+def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, words):
     path = write(tmp_path / "own.jsonl", GOOD, "", line, GOOD)
-    with pytest.raises(UserError) as refused:
-        read_demonstrations(path)
-    assert str(refused.value) == f"{path}, line 3: {problem}"
+    says(refusal(read_demonstrations, path), f"{path}, line 3: ", *words)
 
 
 def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):

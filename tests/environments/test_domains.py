@@ -24,7 +24,8 @@ from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, demonstration_rows, warm_start
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
-from tests.support.helpers import embedded, says, tokenizer
+from tests.support.helpers import embedded, tokenizer
+from tests.support.messages import says
 
 BANK = '''
 import json

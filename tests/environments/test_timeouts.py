@@ -4,6 +4,7 @@ A call "hangs" where it waits for an event that the test sets only at its end.
 """
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from pipeline.environments import timeouts
 from pipeline.environments.timeouts import Calls, CallTimeout, EnvironmentFault, guarded, settled
 from pipeline.errors import CtrlC
 from tests.support import ROOT
+from tests.support.messages import says
 
 LONG_S = 60  # what is expected comes much sooner
 SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
-DEADLINE_S = 1.0  # where other calls have to be
-LATE = r"^CallTimeout: look took more than 0\.2 s$"
+DEADLINE_S = 0.5  # where other calls have to be
+LATE = r"^CallTimeout: look .* 0\.2 s$"
 
 
 @pytest.fixture
@@ -44,9 +46,8 @@ def test_a_call_gives_what_it_returns_awaited_where_need_be():
 
 
 def test_a_call_that_hangs_is_interrupted_at_its_deadline(never):
-    with pytest.raises(EnvironmentFault) as caught:
+    with pytest.raises(EnvironmentFault, match=LATE) as caught:
         guarded("look", SHORT_S, never.wait)
-    assert str(caught.value) == "CallTimeout: look took more than 0.2 s"
     assert caught.value.timed_out
 
 
@@ -156,7 +157,7 @@ def in_thread(function):
 
 def test_a_late_call_of_another_thread_is_told_late():
     fault = in_thread(lambda: guarded("look", 0.05, lambda: time.sleep(0.1)))
-    assert str(fault) == "CallTimeout: look took more than 0.05 s"
+    says(str(fault), "CallTimeout: look ", " 0.05 s")
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["main thread", "another"])
@@ -179,7 +180,7 @@ def test_an_async_call_that_hangs_is_cancelled(here):
             with pytest.raises(EnvironmentFault, match=LATE):
                 late()
         else:
-            assert str(in_thread(late)) == "CallTimeout: look took more than 0.2 s"
+            assert re.match(LATE, str(in_thread(late)))
         assert cancelled.wait(LONG_S)
     finally:
         refuses.set()
@@ -310,7 +311,7 @@ def test_a_call_in_the_background_is_timed_from_its_own_start():
 
     wait = Calls(0.05, lambda key: None).beside(("desk", "t1"), lambda guard: guard("look", late))
     assert ended.wait(LONG_S)
-    with pytest.raises(EnvironmentFault, match=r"^CallTimeout: look took more than 0\.05 s$"):
+    with pytest.raises(EnvironmentFault, match=r"^CallTimeout: look .* 0\.05 s$"):
         wait()
 
 
@@ -328,7 +329,7 @@ def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
         wait()
     assert found == ["seen"] * 4
     for wait in waits[:2]:
-        with pytest.raises(EnvironmentFault, match="CallTimeout: look took more than 1 s"):
+        with pytest.raises(EnvironmentFault, match=r"CallTimeout: look .* 0\.5 s"):
             wait()
 
 
@@ -385,7 +386,8 @@ except Exception as fault:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG_S
     )
-    assert done.stdout == "bank/t1\nCallTimeout: look took more than 0.2 s\n"
+    told, late = done.stdout.splitlines()
+    assert told == "bank/t1" and re.match(LATE, late)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -207,13 +207,13 @@ def script_of(task):
     return ids
 
 
-def train(model, rows, folder):
+def train(model, rows, folder, max_tokens=160):
     settings = {
         "output_dir": str(folder),
         "max_steps": 1,
         "num_generations": 2,
         "per_device_train_batch_size": len(rows) * 2,
-        "max_completion_length": 160,
+        "max_completion_length": max_tokens,
         "learning_rate": 1e-3,
         "use_cpu": True,
         "bf16": False,
@@ -258,7 +258,7 @@ def test_a_step_of_grpo_with_the_expert_among_the_siblings(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_of_grpo_with_what_the_tiny_model_samples(tmp_path):
     rows = [row for domain in DEFAULT_DOMAINS for row in alone(domain, 3)[1][:1]]
-    log = train(tiny_model(tokenizer(), 0), rows, tmp_path)
+    log = train(tiny_model(tokenizer(), 0), rows, tmp_path, max_tokens=24)
     assert log["rewards/outcome/mean"] == 0.0
     assert log["loss"] == pytest.approx(0.0, abs=1e-6)  # no sibling is better than another
     assert log["completions/mean_length"] > 1

@@ -13,7 +13,7 @@ from pipeline.rollout.trajectory import StopReason
 from pipeline.tracking.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import says
+from tests.support.messages import says
 
 ALONE = Ranks(0, 1, 5)
 FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}

@@ -323,7 +323,7 @@ FAILURES = ("reset", "get_reward", "nothing", "reset")
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 400, "test", "medium")
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 150, "test", "medium")
     floor = floors(embedded(domain), {domain: tasks})[domain]
     assert floor["nothing"] == 0.0
     assert floor["transfer"] <= 0.12
@@ -345,6 +345,10 @@ def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_no
         rewards.append(environment.get_reward())
     found = floors(embedded("telecom"), {"telecom": tasks})["telecom"]
     assert found["unread"] == fmean(rewards) == 45 / 120
+
+
+@pytest.mark.proof
+def test_of_more_tasks_it_solves_as_large_a_share():
     more = telecom.generate_tasks(1, 400, "test", "medium")
     found = floors(embedded("telecom"), {"telecom": more})["telecom"]
     assert found["unread"] >= 0.377
@@ -354,7 +358,7 @@ def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_no
 def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
     """After all lookups that the request names; the closing words hold the chosen value."""
     domains, environment = embedded(domain), embedded(domain)[domain].environment
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 60, "test", "medium")
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 40, "test", "medium")
     schemas = [schema["function"] for schema in tool_schemas(environment)]
     lookups = [s for s in schemas if s["name"].startswith("get_")]
     lookups += [s for s in schemas if s["name"].startswith("find_")]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from pipeline.models.weights import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import says
+from tests.support.messages import says
 
 BUDGET = 160  # tokens that the micro-batches of these tests may have
-EPISODES = 48
+EPISODES = 24  # of each rank
 
 
 def find_no_memory():
@@ -77,8 +78,8 @@ def updater_of(module, budget=BUDGET, run=None, **grpo) -> Updater:
 
 def mine(ranks):
     """This rank's share of the episodes and their advantages."""
-    rows, advantages = make_episodes(EPISODES)
-    groups = range(ranks.rank, EPISODES // 4, ranks.num_ranks)
+    rows, advantages = make_episodes(EPISODES * ranks.num_ranks)
+    groups = range(ranks.rank, len(rows) // 4, ranks.num_ranks)
     chosen = [4 * group + i for group in groups for i in range(4)]
     return [rows[i] for i in chosen], [advantages[i] for i in chosen]
 
@@ -103,6 +104,11 @@ def two_updates(module, budget=BUDGET, starts_with=None, **settings):
     return found, said.getvalue(), updater
 
 
+@cache
+def with_half_the_budget():
+    return two_updates(TokenLogprobs(small_model(), 1.0), BUDGET // 2)
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("which", ["first", "middle", "last"])
 def test_where_memory_ends_the_update_is_that_of_half_the_budget(which, backward):
@@ -112,7 +118,7 @@ def test_where_memory_ends_the_update_is_that_of_half_the_budget(which, backward
     number = {"first": 1, "middle": count // 2, "last": count}[which]
     module = Tight(small_model(), {number}, backward)
     found, said, updater = two_updates(module)
-    expected, nothing, half = two_updates(TokenLogprobs(small_model(), 1.0), BUDGET // 2)
+    expected, nothing, half = with_half_the_budget()
     assert nothing == ""
     for (statistics, parameters), (others, other_parameters) in zip(found, expected, strict=True):
         assert parameters == other_parameters
@@ -211,9 +217,7 @@ def test_out_of_memory_is_known_by_its_type_or_its_text():
     assert not is_out_of_memory(KeyError("can't allocate memory"))
 
 
-def places():
-    """Which of a rank's micro-batches fails, and in which pass."""
-    return [(which, backward) for which in (1, 2, "last") for backward in (False, True)]
+PLACES = [(1, False), (2, True), ("last", False)]  # which micro-batch fails; in its backward pass
 
 
 def one_rank_fails():
@@ -221,7 +225,7 @@ def one_rank_fails():
     plain = updater_of(TokenLogprobs(small_model(), 1.0), balance_ranks=False)
     count = len(plain._cut([(row, 0.0, 1.0) for row in mine(plain.ranks)[0]]))
     found = {}
-    for which, backward in places():
+    for which, backward in PLACES:
         fails = {count if which == "last" else which} if plain.ranks.rank == 1 else set()
         module = Tight(small_model(), fails, backward)
         results, said, updater = two_updates(module, balance_ranks=False)
@@ -235,7 +239,7 @@ def one_rank_fails():
 def test_where_memory_ends_on_one_rank_the_others_wait_and_then_take_its_budget():
     (_, first), (count, second) = play_ranks(one_rank_fails, 2)
     assert count >= 4
-    for place in places():
+    for place in PLACES:
         assert first[place][0] == second[place][0] == first["expected"] == second["expected"], place
         assert first[place][1] == "", "only the rank that it happened to says so"
         assert "micro-batch of" in second[place][1] and "on rank 1; going on" in second[place][1]
@@ -245,11 +249,16 @@ def test_where_memory_ends_on_one_rank_the_others_wait_and_then_take_its_budget(
     assert later["train/max_tokens_per_microbatch"] == 80
 
 
-def in_order(fails):
-    """A deterministic update in float64, in which memory may end on the last rank.
+def in_order():
+    """Deterministic updates in float64, in which memory ends nowhere, or on the last rank.
 
-    Parameters, the sizes of this rank's micro-batches, how often it warned, and its budget.
+    Of each the parameters, the sizes of this rank's micro-batches, how often it warned, and its
+    budget.
     """
+    return [update_in_order(fails) for fails in (set(), {1}, {4})]
+
+
+def update_in_order(fails):
     fails = fails if Accelerator().is_last_process else set()
     module, sizes, said = Tight(in_float64(small_model()), fails, backward=True), [], io.StringIO()
     updater = updater_of(module, 200, run={"deterministic": True})
@@ -260,10 +269,10 @@ def in_order(fails):
 
 
 def test_in_order_only_the_group_in_which_memory_ended_is_computed_again():
-    (undisturbed, _, _, _), (_, sizes, _, _) = play_ranks(in_order, 2, set())
+    first, second = play_ranks(in_order, 2)
+    (undisturbed, _, _, _), (_, sizes, _, _) = first[0], second[0]
     assert len(sizes) == 6 and min(sizes) > 50, "a micro-batch for each group"
-    for number in (1, 4):
-        one, two = play_ranks(in_order, 2, {number})
+    for number, one, two in zip((1, 4), first[1:], second[1:], strict=True):
         assert one[0] == two[0] == pytest.approx(undisturbed, abs=1e-12)
         assert two[1][:number] == sizes[:number] and max(two[1][number:]) <= 50
         assert (one[2], two[2]) == (0, 1)
@@ -397,9 +406,9 @@ def skip_on_two_ranks(folder):
     updater, said, errors = updater_of(module, BUDGET, max_skipped_steps=2), io.StringIO(), []
     updater.faults_folder = folder
     rank = updater.ranks.rank
-    rows, advantages = make_episodes(EPISODES)
+    rows, advantages = make_episodes(2 * EPISODES)
     # Rank 1 has most, so that some of its groups move to rank 0 before the update.
-    chosen = slice(0, 8) if rank == 0 else slice(8, EPISODES)
+    chosen = slice(0, 8) if rank == 0 else slice(8, None)
     rows = [
         make_trajectory(
             row.prompt_ids,
@@ -481,7 +490,7 @@ def test_where_every_loss_is_finite_all_micro_batches_are_kept(skipped):
     batches = [batch for content in found.values() for batch in content["micro_batches"]]
     assert all(math.isfinite(batch["loss"]) for batch in batches)
     tasks = sorted(task for batch in batches for task in batch["tasks"])
-    assert tasks == sorted(f"retail/t{number // 4}" for number in range(EPISODES))
+    assert tasks == sorted(f"retail/t{number // 4}" for number in range(2 * EPISODES))
 
 
 def test_a_kept_micro_batch_can_be_computed_again(skipped):

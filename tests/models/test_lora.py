@@ -45,7 +45,8 @@ from pipeline.models.loading import load_folder, load_model
 from pipeline.models.weights import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import make_trajectory, small_model
-from tests.support.helpers import says, tokenizer
+from tests.support.helpers import tokenizer
+from tests.support.messages import says
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]])
 PLAIN = ModelSettings()

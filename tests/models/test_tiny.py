@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from importlib import import_module
+from inspect import getsource
 from random import Random
 
 import pytest
@@ -222,8 +223,9 @@ def test_the_model_has_about_half_a_million_parameters():
 def test_another_process_makes_the_same_tokenizer_and_model():
     """Whatever its hash seed and the state of its generator."""
     program = (
-        "import torch; torch.manual_seed(99)\n"
-        "from tests.models.test_tiny import hash_of, tiny_model, tiny_tokenizer\n"
+        "import hashlib, torch; torch.manual_seed(99)\n"
+        "from pipeline.models.tiny import tiny_model, tiny_tokenizer\n"
+        f"{getsource(hash_of)}\n"
         "tokenizer = tiny_tokenizer()\n"
         "print(hash_of(tiny_model(tokenizer, 3)))\n"
         "print(sorted(tokenizer.get_vocab().items()))"

@@ -21,10 +21,13 @@ from pipeline.preflight.check import validate
 from pipeline.preflight.memory import memory_of_a_rank, memory_per_rank
 from pipeline.preflight.prepare import prepare
 from tests.support import ROOT
-from tests.support.helpers import says, tokenizer
+from tests.support.helpers import tokenizer
+from tests.support.messages import says
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
+OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN}
+OTHER_RECIPES = [path for path in RECIPES if path.stem not in OF_OTHER_TESTS]
 
 
 @pytest.fixture(autouse=True)
@@ -72,22 +75,28 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
     assert re.search(r"  sum +\d+\.\d\d GiB, of \d+\.\d GiB that a rank has here: fits\n", said)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_passes_the_check(path, capsys):
+@pytest.mark.parametrize(
+    "path",
+    [path for path in RECIPES if path.stem not in OF_OTHER_TESTS],
+    ids=lambda path: path.stem,
+)
+def test_every_other_shipped_recipe_passes_the_check(path, capsys):
     assert check.main(load_recipe(path)) == 0
     assert "that a rank has here" in capsys.readouterr().out
 
 
 def test_an_evaluation_has_no_stages(capsys):
-    check.main(load_recipe("evaluate_only"))
+    assert check.main(load_recipe("evaluate_only")) == 0
     said = capsys.readouterr().out
+    assert "that a rank has here" in said
     assert "  none: evaluation only\n" in said
     assert "AdamW" not in said
 
 
 def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
-    check.main(load_recipe(QWEN))
+    assert check.main(load_recipe(QWEN)) == 0
     said = capsys.readouterr().out
+    assert "that a rank has here" in said
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
     assert re.search(r"  weights \(fp32\) +14\.98 GiB\n", said)
     assert re.search(r"  weights of the sampler +7\.49 GiB\n", said)
@@ -98,7 +107,7 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
 
 def test_an_unknown_hub_model_is_refused():
     message = refusal(check.main, config(model={"model": "nobody/nothing"}))
-    assert message.startswith("model: got 'nobody/nothing', but its tokenizer cannot be loaded")
+    says(message, "model: ", "'nobody/nothing'", "tokenizer cannot be loaded")
 
 
 def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -231,9 +240,8 @@ def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
 
 def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
     model = {"use_peft": True, "lora_target_modules": ["q_proj", "w_proj"]}
-    assert refusal(validate, config(model=model)).startswith(
-        "lora_target_modules: got 'w_proj'; give linear layers below the output layer, here "
-    )
+    message = refusal(validate, config(model=model))
+    says(message, "lora_target_modules: got 'w_proj'", "give linear layers", "q_proj")
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum():
@@ -291,7 +299,7 @@ def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
 
 def test_a_file_for_a_domain_that_is_not_served_is_refused(tmp_path):
     data = {"domains": ["airline"], "tasks": {"retail": str(tmp_path / "own.jsonl")}}
-    with pytest.raises(ValueError, match="tasks: got 'retail', which is not among the domains"):
+    with pytest.raises(ValueError, match="tasks: got 'retail'"):
         config(data=data)
 
 
@@ -367,7 +375,7 @@ def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
 
 def test_what_a_generator_refuses_is_told(tmp_path, monkeypatch):
     settings = bank(tmp_path, monkeypatch, "small_bank", BANK + GENERATE, tasks_per_domain=51)
-    assert refusal(prepare, settings) == "tasks of bank: no more than 50 tasks exist"
+    says(refusal(prepare, settings), "tasks of bank: ", "no more than 50")
 
 
 # The run's folder

@@ -11,7 +11,8 @@ from pipeline.preflight import check, memory, stand_in
 from pipeline.preflight.stand_in import gap_of, try_architecture
 from pipeline.rollout import kv_cache as row_cache
 from pipeline.tracking.profiling import work_of
-from tests.support.helpers import says, tokenizer
+from tests.support.helpers import tokenizer
+from tests.support.messages import says
 
 SHAPE = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -46,21 +47,29 @@ def saved(folder, model) -> str:
     return str(folder)
 
 
+TRIED = {
+    "qwen3": {"head_dim": 8},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5},
+    "deepseek_v3": LATENT | EXPERTS,
+    "glm4_moe_lite": LATENT | EXPERTS,
+    "youtu": LATENT,
+    "qwen3_moe": EXPERTS,
+}
+PLAIN, ADAPTERS = (), ("--no-share-prefixes", "--gradient-checkpointing", "--use-peft")
+ALIKE = [("glm4_moe_lite", ADAPTERS), ("youtu", PLAIN), ("youtu", ADAPTERS)]  # to deepseek_v3
+
+
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "flags"),
     [
-        ("qwen3", {"head_dim": 8}),
-        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5}),
-        ("deepseek_v3", LATENT | EXPERTS),
-        ("glm4_moe_lite", LATENT | EXPERTS),
-        ("youtu", LATENT),
-        ("qwen3_moe", EXPERTS),
+        pytest.param(
+            *(kind, settings, flags),
+            marks=pytest.mark.proof if (kind, flags) in ALIKE else (),
+            id=f"{kind}-{'adapters' if flags else 'plain'}",
+        )
+        for kind, settings in TRIED.items()
+        for flags in (PLAIN, ADAPTERS)
     ],
-)
-@pytest.mark.parametrize(
-    "flags",
-    [[], ["--no-share-prefixes", "--gradient-checkpointing", "--use-peft"]],
-    ids=["plain", "adapters"],
 )
 def test_what_these_sample_is_what_they_train(kind, settings, flags):
     before = torch.random.get_rng_state()

@@ -11,7 +11,6 @@ from pipeline.evaluation.transfer import differences, summary
 from pipeline.report import comparison
 from pipeline.report.transfer_sections import shown
 from pipeline.report.write import main
-from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 
 
@@ -38,8 +37,12 @@ def rows_of(sweep):
     return comparison.rows_of(runs)
 
 
-def test_seeds_of_equal_settings_are_one_row_and_mixed_training_is_the_first(sweep):
-    rows = rows_of(sweep)
+@pytest.fixture(scope="module")
+def rows(sweep):
+    return rows_of(sweep)
+
+
+def test_seeds_of_equal_settings_are_one_row_and_mixed_training_is_the_first(rows):
     assert [(row.label, len(row.runs)) for row in rows] == [
         ("mixed", 2),
         ("replay 0.05", 2),
@@ -48,22 +51,22 @@ def test_seeds_of_equal_settings_are_one_row_and_mixed_training_is_the_first(swe
     assert [[run.config["run"]["seed"] for run in row.runs] for row in rows] == 3 * [[1, 2]]
 
 
-def test_numbers_are_those_of_all_seeds_and_their_difference_to_mixed(sweep):
-    _, first, _ = rows_of(sweep)
+def test_numbers_are_those_of_all_seeds_and_their_difference_to_mixed(rows):
+    mixed_row, first, _ = rows
     results = [run.results for run in first.runs]
-    mixed = [load_run(sweep / f"mixed-seed-{seed}").results for seed in (1, 2)]
+    mixed = [run.results for run in mixed_row.runs]
     assert first.transfer == summary(results)
     assert first.against_mixed == differences(results, mixed)
     assert first.against_mixed["average_accuracy"][0] == pytest.approx(0.0)
 
 
-def test_the_command_compares_the_runs_of_a_folder(sweep, tmp_path, capsys):
+def test_the_command_compares_the_runs_of_a_folder(sweep, rows, tmp_path, capsys):
     folder = tmp_path / "all"
     shutil.copytree(sweep, folder)
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'comparison.md'}\n"
     text = (folder / "comparison.md").read_text()
-    _, first, _ = rows_of(sweep)
+    _, first, _ = rows
     for name in ("stage_gain", "forgetting"):
         assert f" {shown(first.transfer['metrics'][name], '+')} |" in text
     assert "| mixed (reference) | 2 | 360 | 0.62 [" in text
@@ -92,12 +95,12 @@ def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path
 
 
 def test_mixed_training_with_other_episodes_is_no_reference(sweep, tmp_path):
-    shutil.copytree(sweep, tmp_path / "all")
-    for seed in (1, 2):
-        path = tmp_path / "all" / f"mixed-seed-{seed}" / "results.json"
-        results = json.loads(path.read_text())
-        results["training"]["mixed"]["episodes"] = 400
-        path.write_text(json.dumps(results))
+    for name in ("mixed", "replay=0.05", "replay=0.5"):
+        shutil.copytree(sweep / f"{name}-seed-1", tmp_path / "all" / name)
+    path = tmp_path / "all" / "mixed" / "results.json"
+    results = json.loads(path.read_text())
+    results["training"]["mixed"]["episodes"] = 400
+    path.write_text(json.dumps(results))
     rows = rows_of(tmp_path / "all")
     assert [row.against_mixed for row in rows] == [None, None, None]
     [section, *_] = comparison.sections_of(rows)

@@ -293,7 +293,8 @@ def test_a_picture_shows_every_number_of_the_matrix(run_folder):
             assert f"[{100 * low:.0f}, {100 * high:.0f}]" in picture
 
 
-def test_ten_thousand_episodes_load_and_a_choice_shows_at_once(tmp_path, browser):
+def test_ten_thousand_episodes_load_and_a_choice_shows_at_once(tmp_path, browser, monkeypatch):
+    monkeypatch.setattr("pipeline.plots.pictures.pictures_of", lambda run: {})
     folder = make_run(tmp_path / "run", ("airline",), ("airline",))
     write_tokenizer(folder / "checkpoints" / "final")
     for step in range(1, 127):

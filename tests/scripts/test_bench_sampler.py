@@ -1,12 +1,12 @@
 """The benchmark of the sampler, small: every method plays the cell, and the figures are written."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from tests.support import ROOT
+from tests.support.warm_process import WarmRun
 
 pytestmark = pytest.mark.whole_run
 
@@ -15,9 +15,10 @@ def test_a_small_cell_is_played_by_every_method(tmp_path):
     flags = ["--turns", "2", "--group-sizes", "2", "--prompt-tokens", "16", "--repeats", "1"]
     flags += ["--message-tokens", "3", "--reply-tokens", "2"]
     flags += ["--json", str(tmp_path / "found.json")]
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "sampler.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, ROOT / "scripts" / "bench" / "sampler.py", *flags]
+        code = WarmRun(command, stdout=log, stderr=log).wait(timeout=300)
+    assert code == 0, (tmp_path / "log").read_text()
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     cell = "turns-2/G-2/prompt-16"
     assert set(found["figures"]) == {

@@ -1,39 +1,34 @@
 """The small version of scripts/bench/scaling.py: what it counts is so, whatever the clock says."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.support import ROOT
+from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
 
 BENCH = ROOT / "scripts" / "bench"
 
 
-def test_connected_ranks_do_the_work_of_runs_apart_and_exchange_their_gradients(tmp_path):
+def test_connected_ranks_do_the_work_of_runs_apart_and_exchange_their_gradients(
+    tmp_path, scaling, monkeypatch, capsys
+):
+    import turns
+
+    monkeypatch.setattr(turns, "subprocess", warm_subprocess())
     small = ["--ranks", "2", "--repeats", "1", "--block", "1", "--model", "tiny"]
     small += ["--tasks-per-rank", "2", "--tasks-per-step", "4", "--stage-steps", "3"]
     small += ["--num-generations", "2", "--json", str(tmp_path / "figures.json")]
     passed_on = ["--no-drop-dead-groups", "--tasks-per-domain", "40"]
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "scaling.py"), *small, "--", *passed_on],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert scaling.main([*small, "--", *passed_on]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert figures["exchange_bytes_2"] == figures["gradient_bytes_2"] == 4 * 558_528
     assert 0 < figures["control_bytes_2"] < 10_000  # small typed tensors, a step
     assert 0 < figures["records_bytes_2"] / (3 * 2 * 2) < 1024  # a record, as an object
     assert figures["weak_scaling_2"] > 0 and 0 < figures["wait_share_2"] < 1
-    assert "2 ranks, weak: episodes/s" in done.stdout
+    assert "2 ranks, weak: episodes/s" in capsys.readouterr().out
 
 
 def side(seconds, episodes, tokens=100.0, **more):

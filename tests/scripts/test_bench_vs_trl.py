@@ -1,18 +1,17 @@
 """The comparison with TRL in small: both sides run and do the same work; times are not judged."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from pipeline.models.tiny import tiny_model
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
+from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
 
-SCRIPT = ROOT / "scripts" / "bench" / "vs_trl.py"
+BENCH = ROOT / "scripts" / "bench"
 SMALL = ["--ranks", "1", "--steps", "1", "--tasks-per-step", "2", "--num-generations", "4"]
 QUANTITIES = ("s", "cpu_s", "episodes", "episodes_per_s", "tokens_per_s", "tokens_per_episode")
 
@@ -24,8 +23,13 @@ def found(tmp_path_factory):
     tokenizer().save_pretrained(folder / "model")
     flags = ["--model", str(folder / "model"), "--json", str(folder / "found.json")]
     flags += ["--parts", "step", "update", "--trl-settings", "4:2"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *SMALL, *flags], capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(BENCH)
+        import turns
+        import vs_trl
+
+        patched.setattr(turns, "subprocess", warm_subprocess())
+        assert vs_trl.main([*SMALL, *flags]) == 0
     return json.loads((folder / "found.json").read_text())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline.files.durable import read_records
 from pipeline.rollout.trajectory import StopReason
 from pipeline.tracking.wandb import numbers, rows_of
 from pipeline.tracking.wandb_results import episode_rows, final_numbers
+from scripts import wandb_dashboard
 from tests.support import ROOT
 from tests.support.warm_process import WarmRun
 
@@ -24,6 +26,8 @@ RUN = [
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"),
     *("--report-to", "tensorboard"),
 ]
+
+WARNS_OF_ITSELF = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # wandb_workspaces
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -49,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = place / "run"
     command = ["python", "pipeline/run.py", *RUN, "--output-dir", str(output)]
     with (place / "log").open("w") as log:
-        run = WarmRun(command, log, env=environment(HOME=str(place)))
+        own = environment(HOME=str(place))
+        run = WarmRun(command, stdout=log, stderr=subprocess.STDOUT, env=own)
     assert run.wait() == 0, (place / "log").read_text()
     return output
 
@@ -83,20 +88,23 @@ def test_tensorboard_has_the_lines(folder: Path) -> None:
     assert points_of(found) == points_of(lines_of(folder))
 
 
-def view(*domains: str) -> dict[str, Any]:
+def view(capsys: pytest.CaptureFixture[str], *domains: str) -> dict[str, Any]:
     """What the script prints, without a key and without a network."""
-    forbid = "import socket, runpy, sys; socket.getaddrinfo = None; sys.argv = sys.argv[1:]; "
-    code = forbid + "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = python("-c", code, "scripts/wandb_dashboard.py", "--print", "--domains", *domains)
-    assert done.returncode == 0, done.stderr
-    section: dict[str, Any] = json.loads(done.stdout)["section"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("WANDB_API_KEY", raising=False)
+        patched.setattr(socket, "getaddrinfo", None)
+        assert wandb_dashboard.main(["--print", "--domains", *domains]) == 0
+    section: dict[str, Any] = json.loads(capsys.readouterr().out)["section"]
     return section
 
 
-def test_the_dashboard_shows_names_that_a_run_writes(folder: Path) -> None:
+@WARNS_OF_ITSELF
+def test_the_dashboard_shows_names_that_a_run_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logged = {name for _, row in lines_of(folder) for name in row}
     final = final_numbers(json.loads((folder / "results.json").read_text()))
-    shown = view("airline", "retail")
+    shown = view(capsys, "airline", "retail")
     panels = [p for s in shown["panelBankConfig"]["sections"] for p in s["panels"]]
     lines = [p["config"] for p in panels if p["viewType"] == "Run History Line Plot"]
     bars = [p["config"] for p in panels if p["viewType"] == "Bar Chart"]
@@ -112,8 +120,9 @@ def test_the_dashboard_shows_names_that_a_run_writes(folder: Path) -> None:
     assert stops["metrics"] == [f"rollout/stop/{reason}" for reason in StopReason]
 
 
-def test_the_dashboard_groups_runs_by_curriculum() -> None:
-    shown = view("airline", "bank")
+@WARNS_OF_ITSELF
+def test_the_dashboard_groups_runs_by_curriculum(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(capsys, "airline", "bank")
     assert [section["name"] for section in shown["panelBankConfig"]["sections"]] == [
         *("Transfer", "Learning: airline", "Learning: bank", "Rollouts", "Updates"),
         *("Speed and memory", "Episodes"),

@@ -1,16 +1,14 @@
 """Small runs of the benchmarks that kill runs and put faults into them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts.proofs import faults
-from tests.support import ROOT
+from scripts.proofs import chaos, faults
+from tests.support.warm_process import warm_subprocess
 
-PROOFS = ROOT / "scripts" / "proofs"
 SMALL = [  # groups live whatever the untrained model says, and what it says is short
     *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2"),
     *("--warm-start-steps", "0", "--no-dynamic-sampling", "--no-drop-dead-groups"),
@@ -20,46 +18,35 @@ SMALL = [  # groups live whatever the untrained model says, and what it says is 
 pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
 
 
-def run(script: str, *flags: str, folder: Path) -> tuple[str, dict[str, float]]:
+def run(script: Any, *flags: str, folder: Path) -> dict[str, float]:
+    """The script in this process, its runs in processes that have imported the pipeline."""
     figures = folder / "figures.json"
-    done = subprocess.run(
-        [sys.executable, str(PROOFS / script), "--json", str(figures), *flags],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(script, "subprocess", warm_subprocess())
+        assert script.main(["--json", str(figures), *flags]) == 0
     found: dict[str, float] = json.loads(figures.read_text())["figures"]
-    return done.stdout, found
+    return found
 
 
-def test_a_run_that_is_killed_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
-    flags = [
-        "--kills",
-        "1",
-        "--seed",
-        "6",
-        "--warm-start-steps",
-        "0",
-        "--",
-        *SMALL,
-        "--max-steps",
-        "3",
-    ]
-    _, figures = run("chaos.py", *flags, folder=tmp_path)
-    assert figures["kills survived"] == 1
+def test_a_run_that_is_killed_after_a_checkpoint_goes_on_from_it_and_ends_as_the_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    flags = ["--kills", "1", "--at-checkpoints", "--seed", "6", "--warm-start-steps", "0"]
+    figures = run(chaos, *flags, "--", *SMALL, "--max-steps", "5", folder=tmp_path)
+    assert figures["kills survived"] == figures["  one rank"] == 1
+    assert figures["checkpoint files damaged"] == 0
+    assert figures["resumed inside a stage"] == 1
     assert figures["runs brought to their end"] >= 1
 
 
 def test_a_rank_that_is_killed_is_named_and_nan_in_what_it_sampled_skips_one_step(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--phases", "sample", "--kinds", "kill", "NaN", "--ranks", "1", "--slack", "90"]
     flags += ["--warm-start-steps", "0", "--", *SMALL]
-    said, figures = run("faults.py", *flags, folder=tmp_path)
+    figures = run(faults, *flags, folder=tmp_path)
     assert (figures["faults"], figures["not told rightly"]) == (2, 0)
+    said = capsys.readouterr().out
     assert said.count("in sample airline step 1") == 1
     assert said.count("one step skipped, its batch kept") == 1
     assert said.endswith("2 of 2 right\n")

@@ -4,35 +4,17 @@ ranks.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
-
-import pytest
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS, DataSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import Domain, load_domains
-from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.models.weights import Weights
 from pipeline.rollout.trajectory import Sampled
-
-
-def refusal(call: Callable[..., Any], *arguments: Any) -> str:
-    """What the UserError of a call says, which is one line."""
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def says(line: str, *words: str) -> None:
-    """Holds a message to what it must name: the setting or the file, what is wrong, the remedy."""
-    missing = [word for word in words if word not in line]
-    assert not missing, f"{line!r} lacks {missing}"
 
 
 @cache

@@ -14,7 +14,7 @@ from pipeline.files.durable import read_records
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.progress import StageProgress
 from tests.support import ROOT
-from tests.support.helpers import says
+from tests.support.messages import says
 
 TRAIN = {
     "kind": "train",

@@ -24,7 +24,9 @@ from pipeline.files.durable import read_records
 from pipeline.tracking import wandb as feed
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.wandb_results import episode_rows
+from scripts import wandb_dashboard
 from tests.support import ROOT
+from tests.support.warm_process import WarmRun
 
 START = {"kind": "eval", "stage": "start", "after": "start", "step": 0, "eval/retail/success": 0.0}
 AFTER = {**START, "stage": "airline", "after": "airline", "step": 2, "eval/retail/success": 0.5}
@@ -48,6 +50,19 @@ def write(log: RunLog, *lines: dict[str, Any]) -> None:
     """Lines that say how many cores there are go to the timings."""
     for line in lines:
         (log.timings if "cores" in line else log.metrics)(line)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_starts():
+    """At each start W&B lists what is installed, and waits for its service with long naps."""
+    import wandb.util
+    from wandb.sdk.lib.service import service_port_file
+
+    installed = list(wandb.util.working_set())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wandb.util, "working_set", lambda: installed)
+        patched.setattr(service_port_file, "_SLEEP", lambda _: time.sleep(0.01))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -262,9 +277,12 @@ log.close()
 def test_the_server_has_each_line_once_whatever_was_killed(tmp_path, server):
     def start(last: int, save_at: int, die: bool) -> None:
         numbers = [str(int(number)) for number in (last, save_at, die)]
-        command = [sys.executable, "-c", KILLED, str(tmp_path), *numbers]
-        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, timeout=120)
-        assert done.returncode == (-9 if die else 0)
+        command = [sys.executable, str(script), str(tmp_path), *numbers]
+        process = WarmRun(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        assert process.wait(120) == (-9 if die else 0)
+
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
 
     start(last=60, save_at=20, die=True)
     start(last=70, save_at=50, die=True)
@@ -519,12 +537,6 @@ def test_a_run_that_failed_sends_no_results(tmp_path, server):
 # scripts/wandb_sync.sh
 
 
-def sync(folder: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pipeline.tracking.wandb", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stderr
-
-
 def test_a_run_without_a_key_is_sent_once_when_there_is_one(tmp_path, server, machine, capfd):
     machine.delenv("WANDB_API_KEY")
     folder = tmp_path / "run"
@@ -541,9 +553,8 @@ def test_a_run_without_a_key_is_sent_once_when_there_is_one(tmp_path, server, ma
         assert feed.main([str(folder)]) == 2
         assert "still alive" in capfd.readouterr().err
     for _ in range(2):  # it may be repeated
-        code, said = sync(folder)
-        assert code == 0, said
-        assert said.endswith("W&B has all 2 lines of metrics.jsonl\n")
+        assert feed.main([str(folder)]) == 0
+        assert capfd.readouterr().err.endswith("W&B has all 2 lines of metrics.jsonl\n")
         assert server.steps == [(0, 1), (1, 2)]
     assert len({run["name"] for run in server.upserts}) == 1
     assert server.summary["final/airline/success"] == 0.75
@@ -555,10 +566,9 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capfd):
     assert "holds no run" in first and "give one run folder" in second
 
 
-def test_the_dashboard_is_made_as_a_view_of_the_project(server):
-    command = [sys.executable, ROOT / "scripts" / "wandb_dashboard.py", "--entity", "somebody"]
-    done = subprocess.run([*command, "--project", "shop"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of wandb_workspaces, about itself
+def test_the_dashboard_is_made_as_a_view_of_the_project(server, capsys):
+    assert wandb_dashboard.main(["--entity", "somebody", "--project", "shop"]) == 0
     (view,) = server.views
     assert (view["entityName"], view["projectName"], view["displayName"]) == (
         *("somebody", "shop", "curricula"),
@@ -566,4 +576,5 @@ def test_the_dashboard_is_made_as_a_view_of_the_project(server):
     assert json.loads(view["spec"])["section"]["runSets"][0]["grouping"] == [
         {"section": "run", "name": "group"}
     ]
-    assert f"made: http://127.0.0.1:{server.server_port}/somebody/shop?nw=" in done.stderr
+    url = f"http://127.0.0.1:{server.server_port}/somebody/shop?nw="
+    assert f"made: {url}" in capsys.readouterr().err
