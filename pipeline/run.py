@@ -107,8 +107,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
         return _check(config)
     if os.environ.get("RANK", "0") == "0" and not config.run.doctor:
         check_folder(config)
-        if config.run.resume_from_checkpoint is None:
-            check_name(config.model.model)
+        check_name("tiny" if config.run.resume_from_checkpoint else config.model.model)
     with importing():
         world = launch.resolve(config.run.num_gpus)
     if world.num_launched < world.num_ranks:

@@ -1,12 +1,15 @@
 """What all tests share: one thread, no network, and no process left behind."""
 
 import ctypes
+import gc
 import os
 import sys
 from multiprocessing import forkserver
 
 import psutil
 import pytest
+
+gc.disable()  # what is imported while tests are collected stays
 
 os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", HF_HUB_OFFLINE="1")
 
@@ -21,8 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """The server from which ranks fork starts before a test changes the environment.
 
-    What they print besides what a test reads does not stand among the tests' lines.
+    What ranks print besides what a test reads does not stand among the tests' lines.
     """
+    gc.freeze()
+    gc.enable()
     if "scripts.proofs.ranks" not in sys.modules:
         return
     before, nothing = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)

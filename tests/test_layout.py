@@ -207,7 +207,8 @@ def test_nothing_is_left_to_do_in_the_code():
     kinds = (
         "pipeline/**/*.py",
         "tests/**/*.py",
-        "scripts/**/*.[ps]*",
+        "scripts/**/*.py",
+        "scripts/**/*.sh",
         "recipes/*.yaml",
         "accelerate_configs/*",
     )

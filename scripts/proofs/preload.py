@@ -1,17 +1,22 @@
 """What the server from which ranks fork holds ready: the imports and tables of a run's start."""
 
+import sys
+
 from pipeline.files.imports import importing
 
 try:
     with importing():
+        import pipeline.train
+
+        OF_EVERY_RANK = frozenset(sys.modules)  # what no rank does without
+
         import matplotlib.backends.backend_agg  # noqa: F401
         import peft  # noqa: F401
         import torch.distributed.optim  # noqa: F401
         import trl.trainer.sft_trainer  # noqa: F401
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        import pipeline.run
-        import pipeline.train  # noqa: F401
+        import pipeline.run  # noqa: F401
 
         get_checkpoint_conversion_mapping("qwen3")
 except ImportError as error:

@@ -7,7 +7,6 @@ that has imported torch, and ranks that need not meet import nothing heavy.
 """
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -28,7 +27,7 @@ from pipeline import run
 from pipeline.distributed import launch
 from pipeline.distributed.launch import World, resolve
 from pipeline.errors import UserError
-from scripts.proofs.ranks import FORKSERVER
+from scripts.proofs.ranks import FORKSERVER, play_ranks
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 
@@ -334,14 +333,18 @@ def test_help_imports_nothing_heavy(environment):
     assert not re.search(r"\| +(torch|transformers|accelerate|numpy)\b", done.stderr)
 
 
-def test_a_rank_imports_what_only_some_runs_need_where_they_need_it(environment, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH")
-    code = "import json, sys, pipeline.train; print(json.dumps(sorted(sys.modules)))"
-    done = start(sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT)!r}]; {code}")
-    assert done.returncode == 0, done.stderr
+def modules_of_every_rank():
+    from scripts.proofs import preload
+
+    return sorted(preload.OF_EVERY_RANK)
+
+
+def test_a_rank_imports_what_only_some_runs_need_where_they_need_it():
+    (modules,) = play_ranks(modules_of_every_rank, 1)
+    assert {"pipeline.train", "torch", "transformers"} <= set(modules)
     some_need = {"peft", "trl", "datasets", "wandb", "tensorboard", "matplotlib"}
     some_need |= {"transformers.trainer", "transformers.trainer_callback", "optuna", "pandas"}
-    assert not some_need.intersection(json.loads(done.stdout))
+    assert not some_need.intersection(modules)
 
 
 # Ranks that the run starts itself

@@ -7,7 +7,6 @@ import pytest
 
 from scripts.proofs.grid import (
     LAYOUTS,
-    LEVELS,
     LOSS_TYPES,
     Cell,
     difference,
@@ -23,11 +22,11 @@ pytestmark = pytest.mark.whole_run
 
 GRID = update_cells([1, 2], [4], "small")
 WHOLE = [Cell(dtype=dtype) for dtype in ("float64", "float32")]  # what they are compared with
+KINDS = [*((kind, "token") for kind in LOSS_TYPES), ("grpo", "sequence"), ("dapo", "sequence")]
 LOSSES = [
     Cell(num_ranks=n, count=2, loss_type=loss_type, level=level, layout="token-budget")
     for n in (1, 2)
-    for loss_type in LOSS_TYPES
-    for level in LEVELS
+    for loss_type, level in KINDS
 ]
 FAULTY = Cell(num_ranks=2, means=True)
 
@@ -59,8 +58,7 @@ def test_in_fp32_they_change_no_more_than_rounding(outcomes, layout):
             assert difference(outcomes[cell].gradient, exact.gradient) <= 1.5 * rounding, cell
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "level"), KINDS)
 def test_every_loss_is_the_same_on_two_ranks(outcomes, loss_type, level):
     one, two = (outcomes[c] for c in LOSSES if c.loss_type == loss_type and c.level == level)
     assert difference(two.gradient, one.gradient) <= 1e-12
@@ -119,6 +117,7 @@ def test_a_token_forced_against_its_draw_is_noticed(start: list[str], tmp_path: 
     assert max(again.ties) > 1e-5
 
 
+@pytest.mark.proof
 def test_a_deterministic_run_is_the_same_on_one_and_two_ranks(
     start: list[str], tmp_path: Path
 ) -> None:

@@ -64,7 +64,9 @@ def copy_of(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("name", ["warm-start", "step-000001"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("warm-start", marks=pytest.mark.proof), "step-000001"]
+)
 def test_from_every_kind_of_checkpoint_a_resume_ends_bit_by_bit_as_the_undisturbed_run(
     undisturbed: Path, tmp_path: Path, name: str
 ) -> None:

@@ -1,10 +1,7 @@
-"""Whole runs, as a user starts them: real processes, real ranks, a tiny model."""
+"""Whole runs: real processes, real ranks, a tiny model."""
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.collect import RolloutBatch, advantages_of
+from pipeline.train import Training
 from scripts.proofs.grid import make_trajectory
-from tests.support import ROOT
 from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
@@ -28,22 +25,6 @@ SHORT = [
     *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--eval-steps", "0"),
     *("--report-to", "none"),
 ]
-
-
-def run(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pipeline" / "run.py"), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "what was trained is whole" not in done.stdout, done.stdout  # a report that failed
-    return done
 
 
 def metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -77,8 +58,8 @@ TRAIN = [
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Three domains in sequence on two ranks, a step each."""
     cwd = tmp_path_factory.mktemp("two-ranks")
-    arguments = ["--num-gpus", "2", "--save-steps", "1", "--output-dir", "out", "--profile", "2"]
-    done = run(*TRAIN, *arguments, cwd=cwd)
+    arguments = ["--save-steps", "1", "--output-dir", "out", "--profile", "2"]
+    done = play(*TRAIN, *arguments, cwd=cwd, kind=Training)
     assert all(record["train/grad_norm"] > 0 for record in metrics(cwd / "out"))
     return cwd / "out", done.stdout + done.stderr
 
@@ -246,7 +227,7 @@ def test_one_rank_and_two_ranks_are_the_same_training(
 
 def test_a_folder_that_holds_a_run_is_refused_unless_resumed(two_ranks: tuple[Path, str]) -> None:
     folder = two_ranks[0]
-    done = run(*SHORT, "--output-dir", str(folder), cwd=folder.parent, code=2)
+    done = play(*SHORT, "--output-dir", str(folder), cwd=folder.parent, num_ranks=1, code=2)
     assert done.stderr.count("\n") == 1
     assert "holds a run; resume it with --resume-from-checkpoint latest" in done.stderr
 

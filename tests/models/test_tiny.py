@@ -220,6 +220,7 @@ def test_the_model_has_about_half_a_million_parameters():
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
+@pytest.mark.proof  # every process of the tests has another hash seed, and the words are listed
 def test_another_process_makes_the_same_tokenizer_and_model():
     """Whatever its hash seed and the state of its generator."""
     program = (

@@ -1,15 +1,51 @@
-"""The algorithm in one file runs, and its update is GRPO's: weights move where groups differ."""
+"""The algorithm in one file does what a run does, and learns."""
 
 import re
 
+import pytest
+import torch
+from accelerate import Accelerator
+
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.grpo.updater import Updater
 from scripts import minimal_grpo
+from scripts.proofs.grid import make_episodes, small_model
+from scripts.proofs.ranks import play_ranks
+
+RATE = 1e-3
 
 
-def test_two_steps_of_grpo_after_a_short_warm_start(capsys):
-    flags = ["--domain", "airline", "--warm-start-steps", "60", "--steps", "2"]
-    rate = minimal_grpo.main(flags)
-    assert 0 <= rate <= 1
-    said = capsys.readouterr().out
-    steps = re.findall(r"^step (\d): reward (\S+), groups with signal (\d+)%, loss", said, re.M)
-    assert [step for step, _, _ in steps] == ["1", "2"]
-    assert all(int(signal) > 0 for _, _, signal in steps), "nothing was learnt from"
+def first_updates(factor: float) -> float:
+    """How far the steps of both differ, as a share of the step; the other's advantages times."""
+    (episodes, advantages), config = make_episodes(16), Config()
+    minimal, whole, before = (TokenLogprobs(small_model(), 1.0).eval() for _ in range(3))
+    optimizer = torch.optim.AdamW(minimal.parameters(), lr=RATE, weight_decay=0.0)
+    alive = torch.ones(16, dtype=torch.bool)
+    minimal_grpo.update(minimal, optimizer, episodes, torch.tensor(advantages), alive, config)
+    updater = Updater(Accelerator(), whole, Ranks(0, 1, 60), config, 0)
+    updater.update_policy(episodes, [factor * advantage for advantage in advantages], RATE)
+    mine, other, start = (
+        torch.cat([p.detach().flatten() for p in module.parameters()])
+        for module in (minimal, whole, before)
+    )
+    return float((mine - other).norm() / (mine - start).norm())
+
+
+def test_its_optimizer_step_is_that_of_a_run():
+    assert play_ranks(first_updates, 1, 1.0)[0] < 1e-3
+    assert play_ranks(first_updates, 1, -1.0)[0] > 1
+
+
+def test_it_plays_and_trains(capsys):
+    assert minimal_grpo.main(["--warm-start-steps", "1", "--steps", "2"]) == 0
+    steps = re.findall(r"^step (\d): reward 0.00, groups", capsys.readouterr().out, re.M)
+    assert steps == ["1", "2"]
+
+
+@pytest.mark.proof
+def test_it_learns(capsys):
+    rate = minimal_grpo.main(["--domain", "airline", "--steps", "30"])
+    (start,) = re.findall(r"warm start: success (\S+)", capsys.readouterr().out)
+    assert rate > float(start) + 0.15

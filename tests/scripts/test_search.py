@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from pipeline.config.cli import parse
 from pipeline.errors import UserError
@@ -64,6 +63,8 @@ def parameters() -> dict[str, list[Any]]:
 
 def command(values: dict[str, Any]) -> list[str]:
     """The arguments of the program as W&B's agent makes them of a sweep's command."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
     expanded = create_sweep_command_args({"args": {k: {"value": v} for k, v in values.items()}})
     words = create_sweep_command(list(SWEEP["command"]))
     assert words[:3] == ["${env}", "${interpreter}", "${program}"]

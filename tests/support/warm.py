@@ -8,7 +8,9 @@ import threading
 import time
 from pathlib import Path
 
+from pipeline.train import Training
 from scripts.proofs import ranks
+from scripts.proofs.runs import Unreported
 
 Done = subprocess.CompletedProcess[str]
 
@@ -19,14 +21,15 @@ def play(
     num_ranks: int = 2,
     code: int = 0,
     sigterm_at: str = "",
+    kind: type[Training] = Unreported,
 ) -> Done:
     """`pipeline/run.py` with these arguments on so many ranks that were launched, in `cwd`.
 
     All ranks get SIGTERM when the metrics of the folder `out` have a line with `sigterm_at`.
-    The pages and pictures at the end, which take longer than a small run, are left out.
+    `kind` Training makes the pages and pictures at the end, which take longer than a small run.
     """
     argv = [*arguments, "--num-gpus", str(num_ranks)]
-    codes = ranks.play_ranks(_main, num_ranks, argv, cwd, sigterm_at)
+    codes = ranks.play_ranks(_main, num_ranks, argv, cwd, sigterm_at, kind)
     said = [
         "".join((cwd / f"{name}-{rank}").read_text() for rank in range(num_ranks))
         for name in ("stdout", "stderr")
@@ -37,9 +40,8 @@ def play(
     return done
 
 
-def _main(argv: list[str], cwd: Path, sigterm_at: str) -> int:
+def _main(argv: list[str], cwd: Path, sigterm_at: str, kind: type[Training]) -> int:
     from pipeline.run import main
-    from scripts.proofs.runs import Unreported
 
     os.chdir(cwd)
     sys.path.insert(0, str(cwd))  # environments of the test's own
@@ -50,7 +52,7 @@ def _main(argv: list[str], cwd: Path, sigterm_at: str) -> int:
         setattr(sys, name, file)
     if sigterm_at:
         threading.Thread(target=_sigterm, args=(Path("out"), sigterm_at), daemon=True).start()
-    code = main(argv, make_training=Unreported)
+    code = main(argv, make_training=kind)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
