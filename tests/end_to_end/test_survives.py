@@ -15,6 +15,7 @@ import pytest
 
 from tests.end_to_end.test_train import jsonl, metrics, results
 from tests.support import ROOT
+from tests.support.messages import says
 from tests.support.warm import play, wait_for
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
@@ -176,10 +177,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_by_latest(
     damaged = ["--resume-from-checkpoint", "out/checkpoints/step-000004"]
     done = play(*damaged, cwd=tmp_path, num_ranks=1, code=2)
     why = "model.safetensors is not what was written (its SHA-256 differs)"
-    assert done.stderr.splitlines()[-1] == (
-        f"error: resume_from_checkpoint: step-000004 is damaged ({why}); give latest, which finds "
-        "the newest that is whole"
-    )
+    says(done.stderr.splitlines()[-1], "resume_from_checkpoint: step-000004", why, "give latest")
     assert sorted(folder.rglob("*")) == before
     done = play("--resume-from-checkpoint", "latest", "--output-dir", "out", cwd=tmp_path)
     said = done.stdout.splitlines()
@@ -197,7 +195,4 @@ def test_two_runs_never_write_to_one_folder(undisturbed: Path, tmp_path: Path) -
         fcntl.flock(lock, fcntl.LOCK_EX)
         resume = ["--output-dir", "out", "--resume-from-checkpoint", "latest"]
         done = play(*resume, cwd=tmp_path, num_ranks=1, code=2)
-    assert done.stderr.splitlines()[-1] == (
-        "error: output_dir: out is in use by a run that is still alive; end it first, or name "
-        "another folder"
-    )
+    says(done.stderr.splitlines()[-1], "output_dir: out", "still alive", "another folder")
