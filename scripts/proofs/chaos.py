@@ -6,7 +6,8 @@ One short run of three stages is made undisturbed. Then the same run is killed a
 SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the launcher; after some kills a
 file of a checkpoint is cut short or gets a flipped bit. The same command with
 `--resume-from-checkpoint auto` goes on each time. Every run that reaches its end must have the
-SHA-256 of the undisturbed run's parameters and of its metrics.jsonl, no process may be left after
+SHA-256 of the undisturbed run's parameters after each stage and of its metrics.jsonl (a stage's end
+that this script damaged and no life needed again is counted instead), no process may be left after
 a kill, and a rank's death must end the others. Runs follow one another until all kills are spent.
 With `--at-checkpoints` a life is killed when it has saved a step, in place of a random moment.
 Flags that follow `--` go to every run.
@@ -53,6 +54,7 @@ class Tally:
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     damaged: int = 0
+    num_left: int = 0  # damaged ends of stages that no life needed again
     num_ends: int = 0  # runs that reached their end
     num_resumed: int = 0  # lives that went on inside a stage
     faults: list[str] = field(default_factory=list)
@@ -135,6 +137,7 @@ def torment(
     tally, number = Tally(), 0
     while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
         number += 1
+        spoilt = {""}  # what files became under our hands
         run, log = folder / f"run-{number}", folder / f"log-{number}"
         flags = [*command, "--output-dir", str(run), "--resume-from-checkpoint", "auto"]
         while True:
@@ -146,12 +149,16 @@ def torment(
             if live(flags, run, log, moment, random, tally):
                 break
             if random.random() < 0.4:
-                tally.damaged += damage(run / "checkpoints", random)
+                spoilt.add(damage(run / "checkpoints", random))
         tally.num_ends += 1
+        tally.damaged += len(spoilt) - 1
         tally.num_resumed += len(RESUMED.findall(log.read_text(encoding="utf-8")))
         found = digests(run)
-        for what, digest in digests(folder / "undisturbed").items():
-            if found.get(what) != digest:
+        expected = digests(folder / "undisturbed")
+        for what, digest in expected.items():
+            if found.get(what) in spoilt and what != last_of(expected):
+                tally.num_left += 1  # as we damaged it; no life had to go back that far
+            elif found.get(what) != digest:
                 tally.faults.append(f"run {number}: {what} differ; the run's output:")
                 tally.faults.append(log.read_text()[-4000:])
         shutil.rmtree(run)
@@ -245,11 +252,11 @@ def kill(process: subprocess.Popen[bytes], ranks: list[psutil.Process], random: 
     return kind
 
 
-def damage(folder: Path, random: Random) -> int:
-    """Cut a file of a random checkpoint short, or flip one bit of it; returns how many."""
+def damage(folder: Path, random: Random) -> str:
+    """Cut a file of a random checkpoint short, or flip one bit of it; returns its new SHA-256."""
     files = [path for path in sorted(folder.glob("[!.]*/*")) if path.stat().st_size]
     if not files:
-        return 0
+        return ""
     path = random.choice(files)
     content = bytearray(path.read_bytes())
     place = random.randrange(len(content))
@@ -258,7 +265,7 @@ def damage(folder: Path, random: Random) -> int:
     else:
         del content[place:]
     path.write_bytes(content)
-    return 1
+    return hashlib.sha256(content).hexdigest()
 
 
 def num_lines(run: Path) -> int:
@@ -286,12 +293,18 @@ def digests(run: Path) -> dict[str, str]:
     }
 
 
+def last_of(found: dict[str, str]) -> str:
+    """The parameters at the end of the run, which no life leaves damaged."""
+    return [name for name in found if name.startswith("parameters")][-1]
+
+
 def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
     figures = {
         "kills survived": float(sum(tally.kills.values()) if not tally.faults else 0),
         "kills wanted": float(num_kills),
         **{f"  {kind}": float(count) for kind, count in tally.kills.items()},
         "checkpoint files damaged": float(tally.damaged),
+        "  and never needed again": float(tally.num_left),
         "runs brought to their end": float(tally.num_ends),
         "resumed inside a stage": float(tally.num_resumed),
     }
