@@ -128,9 +128,10 @@ class _Mark:
     """A compiled pattern that does not search again where it knows the next match of a text."""
 
     def __init__(self, pattern: Any, limit: int | None = None) -> None:
-        if pattern.pattern.startswith(_IS_AHEAD):  # no other place need be tried
-            pattern = regex.compile(rf"\G{pattern.pattern}", pattern.flags)
-        self._pattern = pattern
+        # \G: what matches everywhere need be tried at one place only. (?!): at each place `regex`
+        # would search the whole rest of the text for what a single alternative must contain.
+        start = r"\G" if pattern.pattern.startswith(_IS_AHEAD) else ""
+        self._pattern = regex.compile(rf"{start}(?:{pattern.pattern})|(?!)", pattern.flags)
         self._limit = limit  # of characters before the match
         self._known: tuple[str, bool, int, Any] = ("", False, 0, None)
 
