@@ -118,8 +118,9 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     if config.run.doctor:
         with importing():
             from pipeline.doctor.main import main as doctor
+            from pipeline.train import connect
 
-        return doctor(config)
+        return doctor(config, connect)
     with importing():
         from pipeline.train import main as train
 

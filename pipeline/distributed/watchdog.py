@@ -82,6 +82,7 @@ class Watchdog:
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         self._ranks, self._timeout_s, self.can_resume = ranks, timeout_s, False
+        self.advice = ""  # printed after a fault that the watchdog names
         self._board = Board(ranks.num_ranks)
         self._own = Beat(host=platform.node(), pid=os.getpid())
         # Of the other ranks: their newest beat, and when its tick was seen to change.
@@ -186,7 +187,7 @@ class Watchdog:
         except RuntimeError:  # the store went with its process
             fault = self._fault or own
         if fault == own and text and not self._fault:
-            print(printable(text), file=sys.stderr, flush=True)
+            print(printable(text + self.advice), file=sys.stderr, flush=True)
         self._fault, self._fault_at = fault, self._fault_at or time.monotonic()
         return fault
 
