@@ -54,7 +54,8 @@ def main(
     """
     timeout = min(deadline_s, config.run.timeout)
     run = config.run.model_copy(update={"timeout": timeout})
-    rank, begun, findings = int(os.environ.get("RANK", "0")), time.perf_counter(), {}
+    rank, begun = int(os.environ.get("RANK", "0")), time.perf_counter()
+    findings: dict[str, Finding] = {}
     if rank == 0:
         print(f"doctor: recipe {config.recipe}; each check may take {timeout:g} s")
         print(f"{'check':<{COLUMNS[0]}}{'status':<{COLUMNS[1]}}finding", flush=True)
