@@ -97,11 +97,3 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over the ranks in place, by NCCL on GPU and gloo on CPU."""
     dist.all_reduce(tensor)
     return tensor
-
-
-def gather_into(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Fill `whole` with every rank's `part`, in order of ranks, by NCCL on GPU and gloo on CPU."""
-    # torch 2.13 introduced the first name and warns of the second.
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part)
-    return whole

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.distributed.gradients import gather_into, sum_over_ranks, summed_over_ranks
-from pipeline.doctor.table import Facts, Finding, Place, named
+from pipeline.distributed.gradients import sum_over_ranks, summed_over_ranks
+from pipeline.doctor.table import Facts, Finding, Place
 
 EXCHANGED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes, for the bandwidth
 SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # of the fit, over all ranks
@@ -25,42 +25,17 @@ UNSUMMED = "TORCH_DISTRIBUTED_DEBUG=DETAIL; the ranks do not add their gradients
 FIT_STEPS, FIT_RATE = 30, 0.75  # halves the distance to the solution in every step
 
 
-def measure_mean(place: Place) -> list[float]:
-    """The mean over the ranks of [1, 2, 3] + rank / 2, as this rank computes it."""
-    own = torch.tensor([1.0, 2.0, 3.0], device=place.device) + place.ranks.rank / 2
-    mean: list[float] = (sum_over_ranks(own) / place.ranks.num_ranks).tolist()
-    return mean
-
-
-def judge_mean(means: list[list[float]]) -> Finding:
-    expected = [value + (len(means) - 1) / 4 for value in (1.0, 2.0, 3.0)]
-    for rank, mean in enumerate(means):
-        if not _close(mean, expected, 1e-5):
-            text = f"rank {rank} computed the mean {mean}; it is {expected}"
-            return Finding("broken", text, FAULTY)
-    return Finding("ok", f"all {len(means)} ranks computed the mean {expected}")
-
-
-def measure_speed(place: Place) -> Facts:
-    """Seconds of an exchange of many bytes and of one number, by kind; medians."""
-    num_bytes, num_ranks, device = EXCHANGED[place.device.type], place.ranks.num_ranks, place.device
-    facts: Facts = {"bytes": num_bytes, "gathered": True, "all-reduce": [], "all-gather": []}
-    for size, most in ((num_bytes // 4, 10), (1, 200)):  # of float32
-        tensor = torch.zeros(size, device=device)
-        part = torch.full((-(-size // num_ranks),), float(place.ranks.rank), device=device)
-        gathered = gather_into(torch.empty(len(part) * num_ranks, device=device), part)
-        in_order = torch.arange(num_ranks, device=device).repeat_interleave(len(part))
-        facts["gathered"] &= torch.equal(gathered, in_order.float())
-        facts["all-reduce"].append(_seconds(partial(sum_over_ranks, tensor), place, most))
-        facts["all-gather"].append(_seconds(partial(gather_into, gathered, part), place, most))
-    return facts
-
-
-def _seconds(call: Callable[[], Any], place: Place, most: int) -> float:
-    """The median of as many calls as take two seconds, `most` at most; the first is not counted."""
-    first = place.ranks.max(_once(call, place.device))
-    count = max(1, min(most, int(2 / first)))  # the same on all ranks
-    return median(_once(call, place.device) for _ in range(count))
+def measure_all_reduce(place: Place) -> Facts:
+    """The mean over the ranks of [1, 2, 3] + rank / 2, and median seconds of an all-reduce."""
+    ranks, device = place.ranks, place.device
+    own = torch.tensor([1.0, 2.0, 3.0], device=device) + ranks.rank / 2
+    facts: Facts = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
+    for size, most in ((EXCHANGED[device.type] // 4, 10), (1, 200)):  # of float32
+        exchange = partial(sum_over_ranks, torch.zeros(size, device=device))
+        first = ranks.max(_once(exchange, device))
+        count = max(1, min(most, int(2 / first)))  # about two seconds, the same on all ranks
+        facts["seconds"].append(median(_once(exchange, device) for _ in range(count)))
+    return {**facts, "bytes": EXCHANGED[device.type]}
 
 
 def _once(call: Callable[[], Any], device: torch.device) -> float:
@@ -71,22 +46,21 @@ def _once(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - begun
 
 
-def judge_speed(facts: list[Facts]) -> Finding:
-    """The bandwidth and latency of the slowest rank.
+def judge_all_reduce(facts: list[Facts]) -> Finding:
+    """The mean of every rank, and the bandwidth and latency of the slowest.
 
-    The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): bytes over seconds, times
-    2 (n - 1) / n for an all-reduce and (n - 1) / n for an all-gather of so many bytes in all.
+    The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): 2 (n - 1) / n bytes over seconds.
     """
     num_ranks, num_bytes = len(facts), facts[0]["bytes"]
-    if wrong := [rank for rank, fact in enumerate(facts) if not fact["gathered"]]:
-        return Finding("broken", f"all-gather gave other values to {named(wrong)}", FAULTY)
-    texts = []
-    for name, factor in (("all-reduce", 2), ("all-gather", 1)):
-        many_s, one_s = (max(fact[name][i] for fact in facts) for i in (0, 1))
-        bandwidth = num_bytes / many_s * factor * (num_ranks - 1) / num_ranks
-        texts.append(f"{name} {bandwidth / 1e9:.2f} GB/s and {one_s * 1e6:.0f} µs")
-    how = f"bus bandwidth of {num_bytes >> 20} MiB, as nccl-tests defines it; latency of one number"
-    return Finding("ok", f"{'; '.join(texts)} ({how})")
+    expected = [value + (num_ranks - 1) / 4 for value in (1.0, 2.0, 3.0)]
+    for rank, fact in enumerate(facts):
+        if not _close(fact["mean"], expected, 1e-5):
+            text = f"rank {rank} computed the mean {fact['mean']}; it is {expected}"
+            return Finding("broken", text, FAULTY)
+    many_s, one_s = (max(fact["seconds"][i] for fact in facts) for i in (0, 1))
+    bandwidth = 2 * (num_ranks - 1) / num_ranks * num_bytes / many_s / 1e9
+    text = f"all {num_ranks} ranks computed the mean {expected}; bus bandwidth {bandwidth:.2f} GB/s"
+    return Finding("ok", f"{text} for {num_bytes >> 20} MiB, latency {one_s * 1e6:.0f} µs")
 
 
 def measure_barrier(place: Place) -> float:
@@ -99,7 +73,7 @@ def judge_barrier(seconds: list[float]) -> Finding:
 
 
 def measure_fit(place: Place) -> Facts:
-    """Weights and median seconds of a step, of a line that DDP fits on all ranks.
+    """The weights of a line that DDP fits on all ranks, and median seconds of a step.
 
     Each rank alone sees another line; only the gradient over all ranks leads to y = 2x + 3.
     """

@@ -72,8 +72,8 @@ def judge_bf16(facts: list[tuple[bool, bool]]) -> Finding:
     return Finding("ok", f"this recipe computes in {'bf16' if wanted else 'fp32'} here")
 
 
-def measure_folder(place: Place) -> Facts:
-    """Rank 0 makes a file beside the runs; the others look for it before it is removed."""
+def measure_folder(place: Place) -> tuple[str, bool]:
+    """The folder of the runs or its nearest parent, and whether a file of rank 0 is seen there."""
     wanted, ranks = (place.config.run.output_dir or Path("runs")).absolute(), place.ranks
     folder = next(path for path in (wanted, *wanted.parents) if path.exists())
     is_main = ranks.is_main
@@ -83,14 +83,13 @@ def measure_folder(place: Place) -> Facts:
         while not (sees := (folder / name).exists()) and time.monotonic() < until:
             time.sleep(0.2)
         ranks.barrier("folder")
-    return {"host": platform.node(), "folder": str(folder), "sees": sees}
+    return f"{folder} on {platform.node()}", sees
 
 
-def judge_folder(facts: list[Facts]) -> Finding:
-    first, blind = facts[0], [rank for rank, fact in enumerate(facts) if not fact["sees"]]
-    if not blind:
-        return Finding("ok", f"every rank sees the files that rank 0 writes in {first['folder']}")
-    other = facts[blind[0]]
-    text = f"{named(blind)} on {other['host']} cannot see in {other['folder']} the file that "
-    text += f"rank 0 on {first['host']} made in {first['folder']}"
-    return Finding("broken", text, "an --output-dir in a folder that all hosts share")
+def judge_folder(facts: list[tuple[str, bool]]) -> Finding:
+    written = facts[0][0]
+    for rank, (folder, sees) in enumerate(facts):
+        if not sees:
+            text = f"rank {rank} cannot see in {folder} the file that rank 0 made in {written}"
+            return Finding("broken", text, "an --output-dir in a folder that all hosts share")
+    return Finding("ok", f"every rank sees the files that rank 0 writes in {written}")

@@ -19,7 +19,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.doctor import links, machine
-from pipeline.doctor.table import COLUMNS, Check, Finding, Place, row
+from pipeline.doctor.table import Check, Finding, Place, row
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
@@ -32,8 +32,7 @@ FOLDER = "another --output-dir; df -h and mount show what is there"
 CHECKS = (
     Check("devices", machine.measure_devices, machine.judge_devices, "nvidia-smi on every host"),
     Check("versions", machine.measure_versions, machine.judge_versions, INSTALL),
-    Check("all-reduce", links.measure_mean, links.judge_mean, needs_links=True),
-    Check("bandwidth", links.measure_speed, links.judge_speed, needs_links=True),
+    Check("all-reduce", links.measure_all_reduce, links.judge_all_reduce, needs_links=True),
     Check("barrier", links.measure_barrier, links.judge_barrier, needs_links=True),
     Check("DDP", links.measure_fit, links.judge_fit, needs_links=True),
     Check("bf16", machine.measure_bf16, machine.judge_bf16, "--mixed-precision no"),
@@ -58,7 +57,7 @@ def main(
     findings: dict[str, Finding] = {}
     if rank == 0:
         print(f"doctor: recipe {config.recipe}; each check may take {timeout:g} s")
-        print(f"{'check':<{COLUMNS[0]}}{'status':<{COLUMNS[1]}}finding", flush=True)
+        print(f"{'check':<12}{'status':<8}finding", flush=True)
     reports, names = rank == 0, ["connection", *(check.name for check in checks)]
     try:
         for finding in _findings(config.model_copy(update={"run": run}), connect, checks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 
 Facts = dict[str, Any]
-
-COLUMNS = (12, 8, 80)  # widths of the name, of the status, and of the finding with its remedy
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,9 @@ class Check:
 
 
 def row(name: str, finding: Finding) -> str:
-    """A row: name and status, then the text and the remedy in a column of their own."""
-    first, second, width = COLUMNS
-    lines = [finding.text] + ([f"try: {finding.remedy}"] if finding.remedy else [])
-    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    text = f"\n{' ' * (first + second)}".join(part for line in lines for part in wrap.wrap(line))
-    return f"{name:<{first}}{finding.status:<{second}}{text}"
+    """A row of the table; the remedy follows in a line of its own."""
+    remedy = f"\n{'':20}try: {finding.remedy}" if finding.remedy else ""
+    return f"{name:<12}{finding.status:<8}{finding.text}{remedy}"
 
 
 def named(ranks: Iterable[int]) -> str:

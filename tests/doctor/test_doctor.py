@@ -20,7 +20,7 @@ from pipeline.distributed import gradients as distributed
 from pipeline.distributed.watchdog import ToldElsewhere
 from pipeline.doctor import links, machine
 from pipeline.doctor import main as doctor
-from pipeline.doctor.links import judge_fit, judge_mean, judge_speed
+from pipeline.doctor.links import judge_all_reduce, judge_fit
 from pipeline.doctor.machine import judge_bf16, judge_devices, judge_versions
 from pipeline.doctor.table import Check, Finding, named
 from pipeline.train import connect
@@ -28,7 +28,7 @@ from scripts.proofs.ranks import play_ranks
 from tests.support.warm import play
 
 ROWS = (
-    *("connection", "devices", "versions", "all-reduce", "bandwidth", "barrier", "DDP"),
+    *("connection", "devices", "versions", "all-reduce", "barrier", "DDP"),
     *("bf16", "folder"),
 )
 
@@ -66,10 +66,10 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
     assert rows["connection"][1].startswith("2 ranks met in ")
     assert ": ranks 0, 1 on CPU with " in rows["devices"][1]
     assert f"torch {torch.__version__}" in rows["versions"][1]
-    assert re.search(r"all-reduce \d+\.\d\d GB/s and \d+ µs; all-gather \d+", rows["bandwidth"][1])
+    assert re.search(r"bandwidth \d+\.\d\d GB/s for 16 MiB, latency \d+ µs", rows["all-reduce"][1])
     assert re.search(r"2 ranks fit y = 2x \+ 3 together .* takes \d+\.\d ms", rows["DDP"][1])
     assert rows["bf16"][1] == "this recipe computes in fp32 here"
-    assert rows["folder"][1].endswith(f"that rank 0 writes in {tmp_path}")
+    assert f"that rank 0 writes in {tmp_path} on " in rows["folder"][1]
     assert re.fullmatch(r"doctor: nothing is broken \(after \d+ s\)", done.stdout.splitlines()[-1])
     assert done.stderr == "running on CPU: 2 ranks, over gloo\n"
     said = [f"{name}-{rank}" for name in ("stderr", "stdout") for rank in range(2)]
@@ -108,7 +108,7 @@ def examined(num_ranks, *arguments):
 
 def test_three_ranks_show_the_worked_example(tmp_path):
     code, rows = examined(3, None, ROWS, 30.0, str(tmp_path / "run"))
-    assert rows["all-reduce"] == ("ok", "all 3 ranks computed the mean [1.5, 2.5, 3.5]")
+    assert rows["all-reduce"][1].startswith("all 3 ranks computed the mean [1.5, 2.5, 3.5]; bus ")
     assert "3 ranks fit y = 2x + 3 together" in rows["DDP"][1]
     assert tuple(rows) == ROWS
     assert code == 0
@@ -121,9 +121,9 @@ def test_one_rank_has_nothing_to_exchange_and_may_look_at_the_folder_of_a_run(en
     code, rows = examined(1, None, ROWS, 30.0, "old")
     assert code == 0
     assert tuple(rows) == ROWS
-    for name in ("all-reduce", "bandwidth", "barrier", "DDP"):
+    for name in ("all-reduce", "barrier", "DDP"):
         assert rows[name] == ("note", "one rank: there is nothing to exchange")
-    assert rows["folder"][1].endswith(f" in {Path('old').absolute()}")
+    assert f" in {Path('old').absolute()} on " in rows["folder"][1]
     assert files() == ["old", "old/config.yaml", "tmp"]
 
 
@@ -139,17 +139,6 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(environment):
 def wrong_sum(rank):
     if rank == 1:
         links.sum_over_ranks = lambda tensor: distributed.sum_over_ranks(tensor) + 0.25
-
-
-def wrong_order(rank):
-    """Of the many bytes, rank 1 gathers those of the ranks in the order turned round."""
-
-    def gather(whole, part):
-        distributed.gather_into(whole, part)
-        return whole.copy_(whole.flip(0).clone()) if len(part) > 1 else whole
-
-    if rank == 1:
-        links.gather_into = gather
 
 
 def gradients_not_averaged(rank):
@@ -175,7 +164,7 @@ def out_of_memory(rank):
     def fail(place):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    check = next(check for check in doctor.CHECKS if check.name == "bandwidth")
+    check = next(check for check in doctor.CHECKS if check.name == "barrier")
     new = Check(check.name, fail, check.judge, needs_links=True)
     doctor.CHECKS = [new if old is check else old for old in doctor.CHECKS]
 
@@ -184,10 +173,6 @@ FAULTS = {
     wrong_sum: (
         "all-reduce",
         "rank 1 computed the mean [1.375, 2.375, 3.375]; it is [1.25, 2.25, 3.25] try: NCCL_P2P",
-    ),
-    wrong_order: (
-        "bandwidth",
-        "all-gather gave other values to rank 1 try: NCCL_P2P",
     ),
     gradients_not_averaged: (
         "DDP",
@@ -202,7 +187,7 @@ FAULTS = {
         "all-reduce",
         r"rank 1 on \S+: KeyError: 'cable' try: GLOO_SOCKET_IFNAME=eth0 ",
     ),
-    out_of_memory: ("bandwidth", r"rank \d on \S+: OutOfMemoryError: .* try: .*nvidia-smi"),
+    out_of_memory: ("barrier", r"rank \d on \S+: OutOfMemoryError: .* try: .*nvidia-smi"),
 }
 
 
@@ -227,9 +212,9 @@ def test_ranks_that_do_not_share_the_folder_of_the_runs_are_named(tmp_path):
     code, rows = examined(2, fault, ("folder",), 30.0, "runs/a")
     status, text = rows["folder"]
     assert (code, status) == (1, "broken")
-    assert text.startswith("rank 1 on ")
-    assert f"cannot see in {tmp_path}/1 the file that rank 0 on " in text
-    assert f"made in {tmp_path}/0 try: an --output-dir in a folder that all hosts share" in text
+    assert text.startswith(f"rank 1 cannot see in {tmp_path}/1 on ")
+    assert f" the file that rank 0 made in {tmp_path}/0 on " in text
+    assert text.endswith(" try: an --output-dir in a folder that all hosts share")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["0", "1"]
 
 
@@ -275,7 +260,7 @@ def test_ranks_that_do_not_meet_are_told_what_to_try(alone, capsys):
     assert status == "broken"
     assert re.match(r"rank 0 on \S+: RuntimeError: no route to host try: GLOO_SOCKET", text)
     assert "MASTER_ADDR" in text
-    left = "devices, versions, all-reduce, bandwidth, barrier, DDP, bf16, folder"
+    left = "devices, versions, all-reduce, barrier, DDP, bf16, folder"
     assert f"doctor: broken: connection; not checked: {left} (after 0 s)" in said
 
 
@@ -337,17 +322,18 @@ def test_ranks_with_other_versions_are_named():
 
 
 def test_the_bandwidth_is_that_of_nccl_tests_and_of_the_slowest_rank():
-    fact = {"bytes": 16 << 20, "gathered": True}
-    quick = {**fact, "all-reduce": (0.001, 1e-6), "all-gather": (0.001, 9e-6)}
-    slow = {**fact, "all-reduce": (0.002, 5e-6), "all-gather": (0.004, 7e-6)}
-    assert judge_speed([quick, quick, slow, quick]).text == (
-        "all-reduce 12.58 GB/s and 5 µs; all-gather 3.15 GB/s and 9 µs (bus bandwidth of "
-        "16 MiB, as nccl-tests defines it; latency of one number)"
+    fact = {"bytes": 16 << 20, "mean": [1.75, 2.75, 3.75]}
+    quick = {**fact, "seconds": (0.001, 1e-6)}
+    slow = {**fact, "seconds": (0.002, 5e-6)}
+    assert judge_all_reduce([quick, quick, slow, quick]).text == (
+        "all 4 ranks computed the mean [1.75, 2.75, 3.75]; bus bandwidth 12.58 GB/s for 16 MiB, "
+        "latency 5 µs"
     )
 
 
 def test_a_mean_that_is_no_number_is_broken():
-    found = judge_mean([[1.25, 2.25, 3.25], [1.25, float("nan"), 3.25]])
+    means = [[1.25, 2.25, 3.25], [1.25, float("nan"), 3.25]]
+    found = judge_all_reduce([{"bytes": 4, "mean": m, "seconds": (1, 1)} for m in means])
     text = "rank 1 computed the mean [1.25, nan, 3.25]; it is [1.25, 2.25, 3.25]"
     assert (found.status, found.text) == ("broken", text)
 
