@@ -31,10 +31,8 @@ COMMAND = "python pipeline/run.py --num-gpus"
 PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 PLACE |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY"}
 SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# From SIGTERM to SIGKILL of the ranks; schedulers commonly grant 30 s in all.
-SHUTDOWN_TIMEOUT_S = 20
+SHUTDOWN_TIMEOUT_S = 20  # from SIGTERM to SIGKILL; schedulers commonly grant 30 s in all
 
 
 @dataclass(frozen=True, kw_only=True)

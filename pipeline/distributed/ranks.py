@@ -108,8 +108,7 @@ class Ranks:
     def shard(self, count: int) -> range:
         """Which of `count` groups this rank plays: every num_ranks-th one.
 
-        Shares differ by at most one. Interleaved, so that the domains of a step, listed one after
-        another, spread over the ranks.
+        So the domains of a step, listed one after another, spread over the ranks.
         """
         return range(self.rank, count, self.num_ranks)
 

@@ -104,7 +104,13 @@ class Watchdog:
         self._old_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._ranks.on_phase = self._post_beat
         self._ranks.leave_deadlines_to_watchdog()
-        self._start_sentinel()
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2)  # prints the stacks where the sentinel ends this process
+        ticks = str(round((self._timeout_s + GRACE_S) / sentinel.TICK_S))
+        command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), ticks]
+        self._sentinel = subprocess.Popen(
+            command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
+        )
         self._looked_at = time.monotonic()
         self._post_beat()
         self._thread.start()
@@ -116,36 +122,20 @@ class Watchdog:
         Of ranks that fail together one keeps its exception, with a note of where it was.
         """
         try:
-            if isinstance(error, UserError):
-                if self._post_fault("mistake", self._own)["rank"] != self._ranks.rank:
-                    raise ToldElsewhere("mistake") from error
-                error.is_first = True
-            elif error is not None and not isinstance(error, Interrupted):
+            if error is not None and not isinstance(error, Interrupted):
                 self._blame(error)
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        self._ranks.on_phase = lambda: None
-        self._wakeup.send(b"\0")
-        self._thread.join()
-        self._sentinel.stdin.close()  # which ends it
-        self._sentinel.wait()
-        signal.set_wakeup_fd(self._old_fd)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._signals.close()
-        self._wakeup.close()
-        self._post_beat(left=True)
-
-    def _start_sentinel(self) -> None:
-        if not faulthandler.is_enabled():
-            faulthandler.enable(file=2)  # prints the stacks where the sentinel ends this process
-        ticks = str(round((self._timeout_s + GRACE_S) / sentinel.TICK_S))
-        command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), ticks]
-        self._sentinel = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
-        )
+            self._ranks.on_phase = lambda: None
+            self._wakeup.send(b"\0")
+            self._thread.join()
+            self._sentinel.stdin.close()  # which ends it
+            self._sentinel.wait()
+            signal.set_wakeup_fd(self._old_fd)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._signals.close()
+            self._wakeup.close()
+            self._post_beat(left=True)
 
     def _blame(self, error: BaseException) -> None:
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
@@ -157,10 +147,14 @@ class Watchdog:
         if not self._fault and lost:
             with suppress(RuntimeError):  # the store may be gone as well
                 self._name_culprits(is_deadlock=False)
-        fault = self._fault or self._post_fault("raised", self._own)
-        if fault["kind"] != "raised" or fault["rank"] != self._ranks.rank:
+        kind = "mistake" if isinstance(error, UserError) else "raised"
+        fault = self._fault or self._post_fault(kind, self._own)
+        if (fault["kind"], fault["rank"]) != (kind, self._ranks.rank):
             raise ToldElsewhere(fault["kind"]) from error
-        error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._beat().place}")
+        if isinstance(error, UserError):
+            error.is_first = True
+        else:
+            error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._beat().place}")
 
     def _post_fault(self, kind: str, beat: Beat, text: str = "") -> dict[str, Any]:
         """Post a rank's fault, and print it if it is the first; returns the first."""
@@ -180,9 +174,10 @@ class Watchdog:
                 self._sentinel.stdin.write(b".")
             ready, _, _ = select.select([self._signals], [], [], TICK_S)
             received = self._signals.recv(64) if ready else b""
-            if 0 in received:  # sent by `_close`
+            if 0 in received:  # sent by `__exit__`
                 return
-            self._handle_signals([number for number in received if number in SIGNALS])
+            if numbers := [number for number in received if number in SIGNALS]:
+                self._handle_signal(numbers[0])
             try:
                 self._exchange_beats()
                 if not self._fault:
@@ -193,26 +188,21 @@ class Watchdog:
             if self._fault:
                 self._end()
 
-    def _handle_signals(self, numbers: list[int]) -> None:
+    def _handle_signal(self, number: int) -> None:
         """The first signal asks all ranks to stop; a later one ends this rank."""
-        now = time.monotonic()
-        if numbers and not self._first_signal_at:
-            self._first_signal_at = now
-            self._stop(signal.Signals(numbers[0]).name)
-        elif numbers and now - self._first_signal_at > SAME_SIGNAL_S:
+        now, is_first = time.monotonic(), not self._first_signal_at
+        if not is_first and now - self._first_signal_at > SAME_SIGNAL_S:
             leave_at_once(INTERRUPTED if self.can_resume else 1)
-
-    def _stop(self, why: str) -> None:
-        """Ask all ranks to stop; not where the launcher ends them because one of them is gone."""
+        self._first_signal_at = self._first_signal_at or now
         with suppress(RuntimeError):  # without the store every rank ends
             self._exchange_beats()
             self._look_for_gone_ranks()
-            if self._fault:
+            if not is_first or self._fault:  # the launcher ends the others of a gone rank
                 return
             self._ranks.stop_wanted = True
             if self._board.post_first("stop", self._ranks.rank) == self._ranks.rank:
-                text = f"{why}: the run stops in good order; a second signal ends it at once"
-                print(text, file=sys.stderr, flush=True)
+                text = "the run stops in good order; a second signal ends it at once"
+                print(f"{signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
 
     def _exchange_beats(self) -> None:
         self._post_beat()
@@ -271,19 +261,16 @@ class Watchdog:
             self._post_fault("hangs", beat, text)
 
     def _look_for_gone_ranks(self) -> None:
+        """Name a rank of this machine that ended without a last beat."""
         for beat in self._others.values():
-            if not self._fault and self._is_gone(beat):
+            if beat.left or beat.host != self._own.host:
+                continue
+            with suppress(psutil.NoSuchProcess):
+                if psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE:
+                    continue
+            if not self._fault and not self._board.read(f"beat {beat.rank}")[0]["left"]:
                 text = f"{beat} exited or was killed; it was in {beat.place}"
                 self._post_fault("gone", beat, text)
-
-    def _is_gone(self, beat: Beat) -> bool:
-        """Whether a rank of this machine ended without a last beat."""
-        if beat.left or beat.host != self._own.host:
-            return False
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE:
-                return False
-        return not self._board.read(f"beat {beat.rank}")[0]["left"]
 
     def _name_culprits(self, is_deadlock: bool) -> None:
         """Name the rank that did not come to the collective for which this rank waited in vain.
@@ -323,9 +310,9 @@ def _main_frame() -> Any:
 
 
 def _collective_of_torch() -> str:
-    """Where the main thread is where ranks wait for each other in code that is not ours.
+    """Not empty while the main thread is in code of torch that may wait for other ranks.
 
-    So the trainer of the warm start does. A rank that computes a backward pass looks the same.
+    The trainer of the warm start waits there. A backward pass that computes looks the same.
     """
     file = getattr(getattr(_main_frame(), "f_code", None), "co_filename", "")
     return "a collective of torch" if any(part in file for part in WHERE_TORCH_WAITS) else ""
