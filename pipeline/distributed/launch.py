@@ -81,7 +81,7 @@ def visible_gpus() -> int:
     """The number of GPUs that PyTorch can use here."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()
 
 
 def use_device(world: World) -> None:
@@ -152,27 +152,20 @@ def _refuse_lost_processes(num_gpus: int | None) -> None:
     Accelerate sets the ranks' address for several processes, and then no number of ranks.
     """
     by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
-    if not by_accelerate or "MASTER_PORT" not in os.environ or num_gpus == 1:
-        return
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if address not in ("127.0.0.1", "localhost"):
+    starts_ranks = num_gpus is not None and address in ("127.0.0.1", "localhost")
+    if by_accelerate and "MASTER_PORT" in os.environ and num_gpus != 1 and not starts_ranks:
         raise UserError(
-            f"accelerate launch started one process on this machine, unconnected to {address}; "
-            "launch on every machine with: --config_file accelerate_configs/multi_node.yaml"
-        )
-    if num_gpus is None:
-        raise UserError(
-            "accelerate launch was asked for several processes and started one (it does so with "
-            f"--cpu and with MULTI_CPU); add --num-gpus N, or use: {COMMAND} N"
+            "accelerate launch was asked for several processes and started one, unconnected to "
+            f"{address} (it does so with --cpu and with MULTI_CPU); add --num-gpus N on one "
+            "machine, or launch on every one with: --config_file accelerate_configs/multi_node.yaml"
         )
 
 
 def _integer(name: str, default: int) -> int:
     text = os.environ.get(name, "")
-    if not text:
-        return default
     try:
-        return int(text)
+        return int(text) if text else default
     except ValueError:
         raise UserError(f"{name}: got {text!r} in the environment; unset it") from None
 

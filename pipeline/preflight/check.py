@@ -7,11 +7,9 @@ import shutil
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.settings import Config
-from pipeline.data.tasks import Task, count_by
-from pipeline.environments.domains import Domain
-from pipeline.environments.timeouts import EnvironmentFault
+from pipeline.data.tasks import count_by
 from pipeline.errors import UserError
-from pipeline.files.untrusted import one_line, printable
+from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
 from pipeline.models.files import refuse_misfits, refuse_other_vocabulary, weights_in
@@ -47,24 +45,19 @@ def validate(config: Config) -> Prepared:
 def main(config: Config) -> int:
     """Check a recipe and print what it would do; nothing is written and no weights are loaded."""
     check_folder(config)
-    unreachable = ""
+    lines = [f"recipe {config.recipe}: model {config.model.model}"]
     try:
         parts = prepare(config)
     except UserError as error:
         if config.model.model not in SHAPES:
             raise
-        unreachable = (
-            f"  not checked: tokenizer and template ({error}); the embedded tokenizer counts below"
-        )
+        missing = f"tokenizer and template ({error})"
+        lines.append(f"  not checked: {missing}; the embedded tokenizer counts below")
         parts = prepare(config, with_tiny_tokenizer=True)
-    why_slow, notes = check_model(config, parts)
-    lines = [f"recipe {config.recipe}: model {config.model.model}", unreachable]
-    lines.append("sampling: one key-value cache over all turns")
-    if why_slow is not None:
-        how = "sampling: through generate, every message from the start again (slower)"
-        lines[-1] = f"{how}: {why_slow}"
-    lines += [f"model: {note}" for note in notes]
-    print("\n".join(filter(None, lines)))
+    why, notes = check_model(config, parts)
+    slow = f"through generate, every message from the start again (slower): {why}"
+    lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
+    print("\n".join([*lines, *(f"model: {note}" for note in notes)]))
     _print_tasks_and_stages(config, parts)
     _print_prompts(config, parts)
     _print_memory(config, parts)
@@ -133,25 +126,10 @@ def _print_prompts(config: Config, parts: Prepared) -> None:
     print(f"prompts (limits: {limits.max_tokens} tokens an episode, {in_turn})")
     for name, longest in parts.longest_prompts().items():
         print(f"  {name}: longest prompt {longest} tokens")
-    for name, domain in parts.domains.items():
-        task = parts.train[name][0]
+    for name, tasks in parts.train.items():
+        task = tasks[0]
         text = parts.tokenizer.decode(parts.prompt_ids(name, task))
         print(printable(f"\n--- a prompt of {name} ({task.id}) ---\n{text}"))
-        if domain.can_demonstrate(task):
-            _print_expert(domain, task, limits.call_timeout)
-
-
-def _print_expert(domain: Domain, task: Task, seconds: float) -> None:
-    try:
-        messages, reward = domain.demonstrate(task, seconds)
-    except EnvironmentFault as fault:
-        print(f"--- its expert fails: {printable(one_line(str(fault)))} ---")
-        return
-    print(f"--- its expert, reward {reward:g} ---")
-    for message in messages[len(task.prompt) :]:
-        calls = [call["function"] for call in message.get("tool_calls", [])]
-        text = message["content"] or "; ".join(f"{c['name']}({c['arguments']})" for c in calls)
-        print(f"  {message['role']}: {printable(text)}")
 
 
 def _print_memory(config: Config, parts: Prepared) -> None:

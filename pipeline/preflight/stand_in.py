@@ -249,8 +249,8 @@ def _shrunk(config: Any) -> Any:
         setattr(text, name, value[:few])
     text.num_hidden_layers = min(few, count)
     for name, most in SMALLER.items():
-        size = getattr(text, name, 0)
-        if (size is None and name == "n_inner") or (isinstance(size, int) and size > most):
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size > most:
             setattr(text, name, most)
     if keys := getattr(text, "linear_num_key_heads", 0):  # which several values share
         text.linear_num_value_heads = 2 * text.linear_num_value_heads // keys
