@@ -221,7 +221,7 @@ def _exit_code(rank: int, failure: ProcessFailure) -> int:
 
 
 def _kill_children() -> None:
-    """End ranks that the launcher lost, as when a signal came while it was starting them."""
+    """End ranks that the launcher lost, as where a signal came while it started them."""
     import psutil
 
     for child in psutil.Process().children():

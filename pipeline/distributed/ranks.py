@@ -205,7 +205,7 @@ class Ranks:
         return gathered
 
     def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, of any count, in order of ranks, on every rank; as float64."""
+        """Every rank's numbers (float64, of any count), in order of ranks, on every rank."""
         counts = self.all_gather_tensors(torch.tensor([len(values)]))
         padded = torch.zeros(max(1, *map(int, counts)), dtype=torch.float64)
         padded[: len(values)] = torch.tensor(values, dtype=torch.float64)

@@ -1,17 +1,16 @@
 """A small model of the recipe's architecture, on which sampling and training are compared.
 
-A run trains what it says only if the log-probabilities of its sampler are those of its training
-forward. Architectures differ in what may break that: caches, masks, positions, routers, dropout,
-adapters. So before a run samples a short conversation from a model with the same layers, only
-fewer and narrower ones, random weights and the recipe's own flags, and recomputes it as an update
-does. Nothing of the model's own weights is loaded.
+Training is right only if the sampler's log-probabilities are those of the training forward. Caches,
+masks, positions, routers, dropout and adapters may break that, each in other architectures. So
+before a run a model with the same kinds of layers, but few, narrow and random ones, samples a short
+conversation under the recipe's settings, and an update's forward pass computes it again.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -147,8 +146,6 @@ def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
             assert message is not None
             sampled = zip(message.ids, message.logprobs, strict=True)
             completion += [(token, True, logprob) for token, logprob in sampled]
-    for episode in episodes:
-        sampler.close(episode)
     columns = [map(list, zip(*completion, strict=True)) for completion in completions]
     return [bare_trajectory(p, *parts) for p, parts in zip(prompts, columns, strict=True)]
 
@@ -160,19 +157,16 @@ def _ids(number: int, count: int, vocabulary: int) -> list[int]:
 @torch.no_grad()
 def _positions(config: Config, model: Any) -> str:
     """A note on rotary positions; UserError where learned ones do not reach `max_tokens`."""
-    limit, known = config.rollout.max_tokens, _text(model.config)
-    known = getattr(known, "max_position_embeddings", None)
+    limit = config.rollout.max_tokens
+    trained = getattr(_text(model.config), "max_position_embeddings", None)
     if _computes(model, 0) and not _computes(model, limit - 1):
         raise UserError(
             f"max_tokens: got {limit}, but the model has positions for "
-            f"{known or 'fewer'} tokens; lower max_tokens, or use another model"
+            f"{trained or 'fewer'} tokens; lower max_tokens, or use another model"
         )
-    if not isinstance(known, int) or limit <= known:
-        return ""
-    return (
-        f"max_tokens is {limit}, and the model was made for {known} tokens "
-        "(max_position_embeddings): what it says beyond may be poor"
-    )
+    note = f"max_tokens is {limit}, and the model was made for {trained} tokens "
+    note += "(max_position_embeddings): what it says beyond may be poor"
+    return note if isinstance(trained, int) and limit > trained else ""
 
 
 def _computes(model: Any, position: int) -> bool:
@@ -225,6 +219,7 @@ def _narrowed(config: Any) -> Any:
     heads, width = text.num_attention_heads, text.hidden_size
     per_key = heads // (getattr(text, "num_key_value_heads", None) or heads)  # heads that share it
     few = min(heads, 2 * per_key)
+    # Whether the width does not follow from the heads.
     is_free = vars(text).get("head_dim") is not None or hasattr(text, "kv_lora_rank")
     text.num_attention_heads = few
     text.hidden_size = min(width, 256) if is_free else width // heads * few
@@ -244,7 +239,9 @@ def _shrunk(config: Any) -> Any:
         if isinstance(value, list | tuple | str) and len(value) == count and name != "architectures"
     }
     derived = [getattr(text, name, None) or [0] for name in ("layer_types", "layers_block_type")]
-    few = max([2, *(_first_with_all(kinds) for kinds in [*by_layer.values(), *derived])])
+    kinds_of_layers = [list(kinds) for kinds in (*by_layer.values(), *derived)]
+    # The first layers that contain each kind.
+    few = max([2, *(1 + kinds.index(kind) for kinds in kinds_of_layers for kind in kinds)])
     for name, value in by_layer.items():
         setattr(text, name, value[:few])
     text.num_hidden_layers = min(few, count)
@@ -260,11 +257,6 @@ def _shrunk(config: Any) -> Any:
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(owner, name, 0)
     return config
-
-
-def _first_with_all(kinds: Sequence[Any]) -> int:
-    """How many layers from the first on contain each kind."""
-    return 1 + max(list(kinds).index(kind) for kind in kinds)
 
 
 def _text(config: Any) -> Any:
