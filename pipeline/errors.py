@@ -9,6 +9,8 @@ from difflib import get_close_matches
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
 # torchrun's environment variable: seconds from SIGTERM to SIGKILL (default 30).
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+# Parts of what gloo raises on a rank when another rank is gone or late.
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 INTERRUPTED = 75  # exit code: stopped, with a checkpoint to resume from (EX_TEMPFAIL of sysexits.h)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.config.settings import Config
-from pipeline.errors import STARTED_BY_US, CtrlC, MachineError, UserError
+from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, MachineError, UserError
 from pipeline.files.imports import importing
 from pipeline.files.untrusted import printable
 
@@ -28,7 +28,6 @@ from pipeline.files.untrusted import printable
 # In that case the launcher ends this rank during the wait.
 SILENT_S = 5.0
 LAUNCHER = os.getppid()
-LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
 
 
 def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
@@ -62,7 +61,7 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
             raise  # from --help; the watchdog adds a note to a SystemExit that user code raises
-        if any(text in str(error) for text in LOST_RANK):
+        if any(text in str(error) for text in LOST_CONNECTION):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
         heading = "" if rank is None else f"rank {rank} failed:\n"
@@ -118,8 +117,9 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     if config.run.doctor:
         with importing():
             from pipeline.doctor.main import main as doctor
+            from pipeline.train import connect
 
-        return doctor(config)
+        return doctor(config, connect)
     with importing():
         from pipeline.train import main as train
 

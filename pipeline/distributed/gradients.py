@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 class Exchange(nn.Module):
     """Its backward pass adds nothing to the gradients, and lets DDP sum them over the ranks.
 
-    It cannot fail on one rank alone, as one of real tokens can that runs out of memory; then the
-    other ranks would wait. Every trained parameter takes part, whichever of them the rank's own
-    tokens have reached.
+    A backward pass of real tokens can run out of memory on one rank, and the other ranks would
+    wait for it; this one cannot. It reaches every trained parameter, whichever of them the rank's
+    own tokens reached.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,26 +46,26 @@ def summed_over_ranks(module: Any) -> Any:
     """Make DDP add the ranks' gradients up, where it would average them; returns the module.
 
     A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
-    the number of ranks. `module.add_up` may be replaced, to measure it.
+    the number of ranks. A benchmark may replace `module.add_up`.
     """
     if isinstance(module, DistributedDataParallel):
         wrapped: Any = module
         wrapped.add_up = add_up
-        # DDP does not take a function whose annotations are text, as they are here.
+        # DDP refuses a function whose annotations are text, as they are here, so a lambda.
         wrapped.register_comm_hook(None, lambda _, bucket: wrapped.add_up(bucket))
     return module
 
 
 def kept_apart(module: Any) -> None:
     """Make DDP leave each rank its own gradients."""
+
+    def unchanged(bucket: dist.GradBucket) -> Any:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
     if isinstance(module, DistributedDataParallel):
-        module.register_comm_hook(None, lambda _, bucket: _as_it_is(bucket))
-
-
-def _as_it_is(bucket: dist.GradBucket) -> Any:
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+        module.register_comm_hook(None, lambda _, bucket: unchanged(bucket))
 
 
 def add_up(bucket: dist.GradBucket) -> Any:
@@ -87,21 +87,13 @@ def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.
 
 
 def whole_state(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
-    """The optimizer's state as one process would have it, on rank 0; every rank must call it."""
+    """The optimizer's state as one process would have it, on rank 0; every rank must call this."""
     if hasattr(optimizer, "consolidate_state_dict"):
         optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if rank == 0 else None
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum in place, over the device's own links: NCCL on GPU, gloo on CPU."""
+    """Sum over the ranks in place, by NCCL on GPU and gloo on CPU."""
     dist.all_reduce(tensor)
     return tensor
-
-
-def gather_into(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Fill `whole` with every rank's `part`, in order of ranks, over the device's own links."""
-    # The first name is torch 2.13's, which warns of the second.
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part)
-    return whole

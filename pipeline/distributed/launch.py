@@ -1,4 +1,4 @@
-"""`--num-gpus N` against what was launched: N ranks run and know each other, or one line says why.
+"""The start of ranks: `--num-gpus N` runs N ranks that meet each other, or one line says why not.
 
 N is the number of ranks in total, over all machines. Ranks come from `accelerate launch` or
 `torchrun`; where one process was launched and N is larger, it starts the ranks itself, through
@@ -26,31 +26,30 @@ RUN = Path(__file__).resolve().parents[1] / "run.py"
 RANKS_CONFIG = RUN.parent.parent / "accelerate_configs" / "multi_gpu.yaml"
 COMMAND = "python pipeline/run.py --num-gpus"
 
-# What a launcher tells a process of its place; a process that starts ranks of its own drops it.
+# Variables in which a launcher gives a process its rank; a process that starts ranks drops them.
 # KMP_AFFINITY is Accelerate's for a lone process: it would bind every rank to the same cores.
 PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 PLACE |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY"}
-
+SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# Ranks that were told to stop are killed after this; schedulers commonly grant 30 s in all.
-SHUTDOWN_TIMEOUT_S = 20
+SHUTDOWN_TIMEOUT_S = 20  # from SIGTERM to SIGKILL; schedulers commonly grant 30 s in all
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks of a run, which of them this process is, and how many are there already."""
+    """The ranks of a run, and this process among them."""
 
     num_ranks: int
     rank: int
     device_type: Literal["cpu", "cuda"]
-    num_launched: int  # 1 or num_ranks
+    num_launched: int  # processes that run already: 1 or num_ranks
 
 
 def resolve(num_gpus: int | None) -> World:
-    """The world that `num_gpus` asks for and the launcher's environment variables describe.
+    """The world of `num_gpus` (None: as many as were launched) and the launcher's variables.
 
-    Raises UserError where the two disagree, where GPUs are missing, and where processes were
-    launched that would each believe to be alone.
+    Raises UserError where the two disagree, where GPUs are missing, and where several processes
+    were launched that would not find each other.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -82,13 +81,13 @@ def visible_gpus() -> int:
     """The number of GPUs that PyTorch can use here."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()
 
 
 def use_device(world: World) -> None:
-    """Make Accelerate use the world's device in this process; on CPU, rank 0 says so.
+    """Make Accelerate use the world's device in this process; on CPU, rank 0 prints a line.
 
-    Must come before the first `Accelerator`: ranks on CPU find each other only if it is told.
+    Must come before the first `Accelerator`: without it ranks on CPU do not meet.
     """
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -100,10 +99,9 @@ def use_device(world: World) -> None:
 def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
     """Run this command line on `world.num_ranks` new ranks and return their exit code.
 
-    `entry` is the script that they run; `pipeline/run.py`, if missing.
-
-    Changes this process's environment and signal handlers for good: it is the ranks' parent from
-    here on. Signals are passed to the ranks, and none of them outlives the call.
+    `entry` is the script that they run, `pipeline/run.py` by default. Changes this process's
+    environment and signal handlers for good. Signals are passed to the ranks, and no rank outlives
+    the call.
     """
     with importing():
         from accelerate.commands.launch import launch_command, launch_command_parser
@@ -114,7 +112,7 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         _set_environment(world, log_dir)
         arguments = ["--config_file", str(RANKS_CONFIG), "--num_processes", str(world.num_ranks)]
         arguments += ["--log_dir", log_dir, str(entry or RUN), *argv]
-        logging.disable(logging.ERROR)  # the launcher's own account of what the ranks said
+        logging.disable(logging.ERROR)  # the launcher repeats the errors of the ranks
         try:
             launch_command(launch_command_parser().parse_args(arguments))
         except ChildFailedError as error:
@@ -130,23 +128,16 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
 
 
 def _num_launched() -> int:
-    """How many ranks a launcher started, this process among them; 1 where there was none."""
-    if "WORLD_SIZE" not in os.environ:
-        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-            if (size := _integer(name, 1)) > 1:
-                raise UserError(
-                    f"MPI started {size} processes, which is not supported; "
-                    f"start the ranks with: {COMMAND} {size}"
-                )
+    """How many ranks a launcher started, this process among them; 1 without a launcher."""
+    for name in SIZES_OF_MPI if "WORLD_SIZE" not in os.environ else ():
+        if (size := _integer(name, 1)) > 1:
+            raise UserError(
+                f"MPI started {size} processes, which is not supported; "
+                f"start the ranks with: {COMMAND} {size}"
+            )
     size = _integer("WORLD_SIZE", 1)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
-    if size < 1:
-        raise UserError(f"WORLD_SIZE: got {size} in the environment; unset it")
-    if not missing and not 0 <= _integer("RANK", 0) < size:
-        raise UserError(
-            f"RANK: got {os.environ['RANK']} of {size} ranks in the environment; unset it"
-        )
     if size > 1 and missing:
         raise UserError(
             f"WORLD_SIZE is {size} without {', '.join(missing)}, so the processes would not find "
@@ -156,32 +147,25 @@ def _num_launched() -> int:
 
 
 def _refuse_lost_processes(num_gpus: int | None) -> None:
-    """`accelerate launch --cpu` and MULTI_CPU start one process where several were asked for.
+    """UserError where `accelerate launch --cpu` or MULTI_CPU started one process of several.
 
-    All that is left of the wish is the address that Accelerate sets for more than one process.
+    Accelerate sets the ranks' address for several processes, and then no number of ranks.
     """
     by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
-    if not by_accelerate or "MASTER_PORT" not in os.environ or num_gpus == 1:
-        return
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if address not in ("127.0.0.1", "localhost"):
+    starts_ranks = num_gpus is not None and address in ("127.0.0.1", "localhost")
+    if by_accelerate and "MASTER_PORT" in os.environ and num_gpus != 1 and not starts_ranks:
         raise UserError(
-            f"accelerate launch started one process on this machine, unconnected to {address}; "
-            "launch on every machine with: --config_file accelerate_configs/multi_node.yaml"
-        )
-    if num_gpus is None:
-        raise UserError(
-            "accelerate launch was asked for several processes and started one (it does so with "
-            f"--cpu and with MULTI_CPU); add --num-gpus N, or use: {COMMAND} N"
+            "accelerate launch was asked for several processes and started one, unconnected to "
+            f"{address} (it does so with --cpu and with MULTI_CPU); add --num-gpus N on one "
+            "machine, or launch on every one with: --config_file accelerate_configs/multi_node.yaml"
         )
 
 
 def _integer(name: str, default: int) -> int:
     text = os.environ.get(name, "")
-    if not text:
-        return default
     try:
-        return int(text)
+        return int(text) if text else default
     except ValueError:
         raise UserError(f"{name}: got {text!r} in the environment; unset it") from None
 
@@ -192,7 +176,7 @@ def _set_environment(world: World, notes: str) -> None:
         del environ[name]
     environ[STARTED_BY_US] = notes
     environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
-    # The launcher would undo what `nohup` and `&` did to these.
+    # The launcher would otherwise also handle the signals that `nohup` and `&` made it ignore.
     heeded = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
     environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(heeded))
     if world.device_type == "cpu":
@@ -203,13 +187,12 @@ def _set_environment(world: World, notes: str) -> None:
 
 
 def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def end_with_the_launcher() -> None:
-    """Have this rank killed with the launcher that started it, should that be killed (on Linux)."""
+    """Let the kernel kill this rank when the launcher that started it is killed (on Linux)."""
     if sys.platform == "linux":
         import ctypes
 
@@ -217,7 +200,7 @@ def end_with_the_launcher() -> None:
 
 
 def _code_of_rank_0(notes: str) -> int:
-    """What rank 0 left with after a signal; 1 where it was ended before it could say."""
+    """The exit code that rank 0 noted after a signal; 1 if it was ended before."""
     note = Path(notes) / "rank-0"
     text = note.read_text(encoding="utf-8") if note.is_file() else ""
     if not text:
@@ -226,19 +209,19 @@ def _code_of_rank_0(notes: str) -> int:
 
 
 def _exit_code(rank: int, failure: ProcessFailure) -> int:
-    if failure.exitcode in (1, 2, INTERRUPTED):
-        return failure.exitcode
-    if failure.exitcode > 0:
-        print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr, flush=True)
-        return 1
-    hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-    name = signal.Signals(-failure.exitcode).name
-    print(f"rank {rank} was ended by {name}{hint}", file=sys.stderr, flush=True)
+    code = failure.exitcode
+    if code in (1, 2, INTERRUPTED):
+        return code
+    end = f"ended with exit code {code}"
+    if code < 0:
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        end = f"was ended by {signal.Signals(-code).name}{hint}"
+    print(f"rank {rank} {end}", file=sys.stderr, flush=True)
     return 1
 
 
 def _kill_children() -> None:
-    """End ranks that the launcher lost, as when a signal came while it was starting them."""
+    """End ranks that the launcher lost, as where a signal came while it started them."""
     import psutil
 
     for child in psutil.Process().children():

@@ -12,7 +12,7 @@ import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -50,8 +50,8 @@ def meet_again(timeout_s: float, device_type: str) -> None:
     """Meet the other ranks where a launcher has started all of them anew (`--max_restarts`).
 
     With static rendezvous, Accelerate's default, the launcher keeps one store over all restarts
-    (torch 2.13), in which the ranks would find the addresses of those that are gone. Accelerate
-    takes the process group that it finds.
+    (torch 2.13), in which the ranks would find the addresses of ranks that are gone. So each
+    attempt gets its own prefix. Accelerate takes the process group that it finds.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -68,21 +68,21 @@ def meet_again(timeout_s: float, device_type: str) -> None:
 
 
 class Ranks:
-    """The ranks of a run, and what they say to each other.
+    """The ranks of a run, and the collectives between them.
 
-    What a watchdog needs to know stands in plain attributes: the phase, the task at hand, when the
-    last sign of progress was, and for which collective this rank waits.
+    The watchdog reads plain attributes: the phase, the current task, the time of the last sign of
+    progress, and the collective for which this rank waits.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._timeout = timedelta(seconds=timeout_s)
-        self._group = (
-            dist.new_group(backend="gloo", timeout=self._timeout) if num_ranks > 1 else None
-        )
-        # PyTorch has no public name for the store that its ranks met at.
-        self._store: Any = dist.distributed_c10d._get_default_store() if num_ranks > 1 else None
-        self._num_barriers = self.num_agreements = 0
+        self._group: Any = None
+        if num_ranks > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            # PyTorch has no public name for the store at which its ranks met.
+            self._store: Any = dist.distributed_c10d._get_default_store()
+        self.num_agreements = 0
         self.stop_wanted = False  # set from outside: the next agreement is to stop
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
         self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
@@ -91,14 +91,14 @@ class Ranks:
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def leave_deadlines_to_watchdog(self) -> None:
-        """Let collectives wait as long as it takes, once a watchdog ends those that wait in vain.
+        """Let collectives wait without a deadline, because a watchdog ends ranks that wait in vain.
 
-        Their own deadlines go by the clock: a run that was suspended (SIGSTOP, a scheduler) for
-        longer would fail in the first collective after it.
+        A collective's own deadline goes by the clock: a run that was suspended (SIGSTOP, a
+        scheduler) for longer would fail in the first collective after it.
         """
         self._timeout = FOREVER
         if self._group is not None:
-            for group in (self._group, None):  # None is the one of Accelerate
+            for group in (self._group, None):  # None is the group of Accelerate
                 dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # no public name (torch 2.13)
 
     @property
@@ -108,97 +108,71 @@ class Ranks:
     def shard(self, count: int) -> range:
         """Which of `count` groups this rank plays: every num_ranks-th one.
 
-        Shares differ by at most one. Interleaved, so that the domains of a step, listed one after
-        another, spread over the ranks.
+        So the domains of a step, listed one after another, spread over the ranks.
         """
         return range(self.rank, count, self.num_ranks)
 
-    def barrier(self, name: str) -> None:
-        """Wait for all ranks; RuntimeError names the missing rank when the deadline passes."""
-        if self._group is None:
-            return
-        self._num_barriers += 1
-        with self._clock(waits_for=name):
-            self._store.set(self._arrival(self.rank), "here")
-            try:
-                dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
-            except RuntimeError as error:
-                raise CollectiveError(
-                    f"barrier {name!r} (rank {self.rank} in phase {self.current}): "
-                    f"{self._missing()}{error}"
-                ) from error
-
     def alive(self) -> None:
-        """A sign of progress."""
+        """Note a sign of progress."""
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
-        """A sign of life, with the task at hand, from work that an `agree` comes after.
+        """Note a sign of progress and the current task, in work that ends with an `agree`.
 
         Between tasks it raises Interrupted where the run is to stop; so will that `agree` on the
         other ranks.
         """
-        self.task, self.progress_at = task, time.monotonic()
+        self.task = task
+        self.alive()
         if self.stop_wanted and not task:
             self.agree("stop")
 
     def agree(self, name: str) -> None:
         """Wait for all ranks; raises Interrupted on all of them where one was told to stop.
 
-        It goes over the store, where a rank can tell the others to stop before they have come.
+        It uses the store, where a rank can tell the others to stop before they have come.
         """
         self.num_agreements += 1
-        self.progress_at = time.monotonic()
+        self.alive()
         if self._group is None:
-            if self.stop_wanted:
-                raise Interrupted
-            return
-        if self._agreed(name) == b"stop":
+            is_stop = self.stop_wanted
+        else:
+            with self._waiting_clock(name):
+                is_stop = self._agreed() == b"stop"
+        if is_stop:
             raise Interrupted
 
-    def _agreed(self, name: str) -> bytes:
+    def _agreed(self) -> bytes:
         key, old = self.agreement, f"agreement {self.num_agreements - 2}"
-        with self._clock(waits_for=name):
-            if self.stop_wanted:
-                return bytes(self._store.compare_set(key, "", "stop"))
-            if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
-                for used in (old, f"{old}, ranks"):  # every rank has read it
-                    self._store.delete_key(used)
-                return bytes(self._store.compare_set(key, "", "go"))
-            self._store.wait([key], self._timeout)
-            if (answer := bytes(self._store.get(key))) == b"fault":
-                raise RuntimeError("a fault was noted")
-            return answer
+        if self.stop_wanted:
+            return bytes(self._store.compare_set(key, "", "stop"))
+        if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
+            for used in (old, f"{old}, ranks"):  # every rank has read it
+                self._store.delete_key(used)
+            return bytes(self._store.compare_set(key, "", "go"))
+        self._store.wait([key], self._timeout)
+        if (answer := bytes(self._store.get(key))) == b"fault":
+            raise RuntimeError("a fault was noted")
+        return answer
 
     @property
     def agreement(self) -> str:
-        """Where the ranks' current agreement stands at the store: `go`, `stop` or `fault`."""
+        """The key of the ranks' current agreement at the store: `go`, `stop` or `fault`."""
         return f"agreement {self.num_agreements}"
 
-    def _arrival(self, rank: int) -> str:
-        return f"barrier {self._num_barriers} rank {rank}"
-
-    def _missing(self) -> str:
-        """Which ranks have not come to this barrier; gloo knows only that a connection broke."""
-        time.sleep(1)  # for those that are on their way
-        try:
-            ranks = range(self.num_ranks)
-            missing = [rank for rank in ranks if not self._store.check([self._arrival(rank)])]
-        except RuntimeError:  # the store went with the rank that held it
-            return ""
-        return f"missing: rank {', '.join(map(str, missing))}; " if missing else ""
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks; raises CollectiveError when the deadline passes."""
+        if self._group is not None:
+            with self._waiting_clock(name):
+                dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
 
     def all_gather_objects(self, item: Item, name: str) -> list[Item]:
-        """Every rank's item, in order of ranks, on every rank.
-
-        A barrier before it names a missing rank.
-        """
+        """Every rank's item, in order of ranks, on every rank."""
         if self._group is None:
             return [item]
-        self.barrier(name)
         self.bytes["objects"] += len(pickle.dumps(item))
-        with self._clock(waits_for=name):
-            gathered: list[Any] = [None] * self.num_ranks
+        gathered: list[Any] = [None] * self.num_ranks
+        with self._waiting_clock(name):
             dist.all_gather_object(gathered, item, group=self._group)
         return gathered
 
@@ -213,9 +187,9 @@ class Ranks:
     def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self._group is None:
             return list(numbers)
-        with self._clock():
-            tensor = torch.tensor(numbers, dtype=torch.float64)
-            self.bytes["numbers"] += tensor.nbytes
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        self.bytes["numbers"] += tensor.nbytes
+        with self._waiting_clock():
             dist.all_reduce(tensor, op=operation, group=self._group)
         values: list[float] = tensor.tolist()
         return values
@@ -225,13 +199,13 @@ class Ranks:
         if self._group is None:
             return [tensor]
         self.bytes["tensors"] += tensor.nbytes
-        with self._clock():
-            gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        with self._waiting_clock():
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 
     def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, of any count, in order of ranks, on every rank; as float64."""
+        """Every rank's numbers (float64, of any count), in order of ranks, on every rank."""
         counts = self.all_gather_tensors(torch.tensor([len(values)]))
         padded = torch.zeros(max(1, *map(int, counts)), dtype=torch.float64)
         padded[: len(values)] = torch.tensor(values, dtype=torch.float64)
@@ -239,7 +213,7 @@ class Ranks:
         return [row[:count].tolist() for row, count in zip(gathered, counts, strict=True)]
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Give each rank its message, in order of ranks; returns theirs to this one."""
+        """Send each rank its message, in order of ranks; returns the messages to this rank."""
         if self._group is None:
             return list(messages)
         sizes = [len(message) for message in messages]
@@ -247,7 +221,7 @@ class Ranks:
         self.bytes["messages"] += sum(sizes)
         sent = torch.frombuffer(bytearray(b"".join(messages) or b"0"), dtype=torch.uint8)
         received = torch.empty(sum(arriving), dtype=torch.uint8)
-        with self._clock():
+        with self._waiting_clock():
             dist.all_to_all_single(received, sent[: sum(sizes)], arriving, sizes, self._group)
         return [part.numpy().tobytes() for part in received.split(arriving)]
 
@@ -271,7 +245,8 @@ class Ranks:
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
         """Around a part of the loop: names it in errors and adds up its seconds, without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
-        self.task, self.progress_at = "", time.monotonic()
+        self.task = ""
+        self.alive()
         self.on_phase()
         waited = self.seconds["wait"]
         with self._clock(name):
@@ -283,23 +258,28 @@ class Ranks:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Around what waits for other ranks; its failures are raised as CollectiveError."""
-        self.waits_for, self.progress_at = name, time.monotonic()
+        """Around a wait for other ranks; its failures are raised as CollectiveError."""
+        self.waits_for = name
+        self.alive()
         try:
             yield
         except CollectiveError:
             raise
         except RuntimeError as error:
             raise CollectiveError(f"{name}: {error}") from error
-        self.waits_for, self.progress_at = "", time.monotonic()
+        self.waits_for = ""
+        self.alive()
 
     @contextmanager
-    def _clock(self, name: str = "wait", waits_for: str = "") -> Iterator[None]:
+    def _waiting_clock(self, name: str = "wait") -> Iterator[None]:
+        with self._clock("wait"), self.waiting(name):
+            yield
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        waits = name == "wait"
         try:
-            # A range in the traces of --profile.
-            with record_function(name), self.waiting(waits_for or name) if waits else nullcontext():
+            with record_function(name):  # a range in the traces of --profile
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - start

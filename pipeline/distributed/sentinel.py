@@ -1,11 +1,11 @@
-"""A process beside a rank: ends it where its watchdog's thread says nothing for too long.
+"""A process beside a rank: ends the rank where its watchdog's thread is silent for too long.
 
     python sentinel.py PID TICKS
 
-It gets a byte on its standard input at least twice a second while Python runs in the rank, and
-leaves when that is closed. It counts ticks of its own, not time: while both are suspended nothing
-is counted, and neither is while the rank alone is. SIGABRT makes `faulthandler` in the rank print
-its stacks, for which it needs no Python there. Imports nothing of ours, to be small.
+While Python runs in the rank, the thread writes a byte to this process at least twice a second; it
+leaves when the pipe is closed. It counts its own ticks, not time, so nothing is counted while both
+are suspended, nor while the rank alone is. SIGABRT makes `faulthandler` print the rank's stacks,
+which needs no Python there. Imports no other module of the package, to be small.
 """
 
 import os

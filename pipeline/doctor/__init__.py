@@ -1,1 +1,0 @@
-"""`--doctor`: the list of checks and their runner (main), and the checks (links, machine)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,22 +12,17 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.store import Board
 
 Facts = dict[str, Any]
-
-COLUMNS = (12, 8, 80)  # of name, status, and finding with what to try
-FIXED_SPACE = "\N{NO-BREAK SPACE}"  # where a line must not end
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the doctor's table."""
+    """The result of one check over all ranks."""
 
     status: Literal["ok", "broken", "note"]
     text: str
     remedy: str = ""
-    check: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +32,6 @@ class Place:
     config: Config
     accelerator: Accelerator
     ranks: Ranks
-    board: Board
-    deadline_s: float
 
     @property
     def device(self) -> torch.device:
@@ -48,39 +40,29 @@ class Place:
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table: what to measure, how to judge it, what to try when it fails."""
+    """One check: what each rank measures, and how the measurements of all ranks are judged."""
 
     name: str
     measure: Callable[[Place], Any]
     judge: Callable[[list[Any]], Finding]
-    remedy: str = ""  # missing: that of the links between the ranks
-    talks: bool = False  # needs those links
+    remedy: str = ""  # when it fails; missing: that of the links between the ranks
+    needs_links: bool = False
 
 
-def shown(finding: Finding) -> str:
-    """A row without its name: the status, then the text and what to try, in their column."""
-    first, second, width = COLUMNS
-    lines = [finding.text] + ([f"try: {finding.remedy}"] if finding.remedy else [])
-    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    text = f"\n{' ' * (first + second)}".join(part for line in lines for part in wrap.wrap(line))
-    return f"{finding.status:<{second}}{text}".replace(FIXED_SPACE, " ")
+def row(name: str, finding: Finding) -> str:
+    """A row of the table; the remedy follows in a line of its own."""
+    remedy = f"\n{'':20}try: {finding.remedy}" if finding.remedy else ""
+    return f"{name:<12}{finding.status:<8}{finding.text}{remedy}"
 
 
 def named(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 0-3, 6`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    several = len(spans) > 1 or any(len(span) > 1 for span in spans)
-    texts = (f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
-    return f"{'ranks' if several else 'rank'} {', '.join(texts)}"
+    """Ranks in words: `rank 1`, `ranks 0, 1, 3`."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def who_has(values: Sequence[Any]) -> dict[Any, list[int]]:
-    """The ranks of each value, given every rank's value."""
+def ranks_by_value(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value, from the values of all ranks in order."""
     ranks = defaultdict(list)
     for rank, value in enumerate(values):
         ranks[value].append(rank)

@@ -1,7 +1,4 @@
-"""`--check`, and what every rank checks before it computes.
-
-These are the settings, tasks, tokenizer, template and memory.
-"""
+"""`--check`, and what every rank checks before it computes: settings, tasks, model, memory."""
 
 from __future__ import annotations
 
@@ -10,18 +7,15 @@ import shutil
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.settings import Config
-from pipeline.data.tasks import Task, count_by
-from pipeline.environments.domains import Domain
-from pipeline.environments.timeouts import EnvironmentFault
-from pipeline.environments.tools import tool_schemas
+from pipeline.data.tasks import count_by
 from pipeline.errors import UserError
-from pipeline.files.untrusted import one_line, printable
+from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
 from pipeline.models.files import refuse_misfits, refuse_other_vocabulary, weights_in
 from pipeline.models.layers import refuse_unlayered
 from pipeline.models.shapes import SHAPES, empty_model
-from pipeline.preflight.memory import GIB, _num_trained, memory_of_a_rank, memory_per_rank
+from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank, num_trained
 from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.preflight.stand_in import try_architecture
 
@@ -39,9 +33,9 @@ def validate(config: Config) -> Prepared:
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     need = sum(memory.values())
     if need > have:
-        parts_of = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
+        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
         raise UserError(
-            f"memory: each rank needs {need / GIB:.1f} GiB ({parts_of}) and has "
+            f"memory: each rank needs {need / GIB:.1f} GiB ({terms}) and has "
             f"{have / GIB:.1f}; lower max_live_episodes or max_tokens_per_microbatch, set "
             "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
@@ -51,29 +45,20 @@ def validate(config: Config) -> Prepared:
 def main(config: Config) -> int:
     """Check a recipe and print what it would do; nothing is written and no weights are loaded."""
     check_folder(config)
-    unreachable = ""
+    lines = [f"recipe {config.recipe}: model {config.model.model}"]
     try:
         parts = prepare(config)
     except UserError as error:
         if config.model.model not in SHAPES:
             raise
-        unreachable = str(error)
+        missing = f"tokenizer and template ({error})"
+        lines.append(f"  not checked: {missing}; the embedded tokenizer counts below")
         parts = prepare(config, with_tiny_tokenizer=True)
     why, notes = check_model(config, parts)
-    print(f"recipe {config.recipe}: model {config.model.model}")
-    if unreachable:
-        print(
-            f"  not checked: tokenizer and template ({unreachable}); the embedded tokenizer "
-            "counts below"
-        )
-    if why is None:
-        print("sampling: one key-value cache over all turns")
-    else:
-        print(f"sampling: through generate, every message from the start again (slower): {why}")
-    for note in notes:
-        print(f"model: {note}")
-    _print_tasks(config, parts)
-    _print_stages(config, parts)
+    slow = f"through generate, every message from the start again (slower): {why}"
+    lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
+    print("\n".join([*lines, *(f"model: {note}" for note in notes)]))
+    _print_tasks_and_stages(config, parts)
     _print_prompts(config, parts)
     _print_memory(config, parts)
     return 0
@@ -99,46 +84,37 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     why = why_generate(model)
     if config.grpo.use_grpo:
         size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)
-        refuse_full_disk(config, max(size, 12.0 * _num_trained(config, model)))
+        refuse_full_disk(config, max(size, 12.0 * num_trained(config, model)))
     is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # once a machine
     return why, try_architecture(config, model) if is_tried else []
 
 
 def refuse_full_disk(config: Config, size: float) -> None:
-    """UserError where the file system of the run's folder cannot take two files of so many bytes.
+    """UserError where the run's file system has no room for two files of `size` bytes.
 
-    One without a size of its own is taken to have no limit.
+    A file system that reports no size is taken to have no limit.
     """
     folder = folder_of(config)
-    found = shutil.disk_usage(next(part for part in (folder, *folder.parents) if part.exists()))
-    if found.total > 0 and found.free < 2 * size:
+    disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+    if disk.total > 0 and disk.free < 2 * size:
         raise UserError(
             f"output_dir: two checkpoints take {2 * size / GIB:.1f} GiB, and there are "
-            f"{found.free / GIB:.1f} free for {str(folder)!r}; make room, or name another folder"
+            f"{disk.free / GIB:.1f} free for {str(folder)!r}; make room, or name another folder"
         )
 
 
-def _print_tasks(config: Config, parts: Prepared) -> None:
+def _print_tasks_and_stages(config: Config, parts: Prepared) -> None:
     print("tasks")
-    for domain in config.data.domains:
-        families = ", ".join(
-            f"{printable(name)} {count}"
-            for name, count in count_by(parts.train[domain], "family").items()
-        )
-        held_out = len(parts.held_out[domain])
-        print(
-            f"  {domain}: {len(parts.train[domain])} to train ({families}), {held_out} "
-            f"{config.data.eval_split}"
-        )
-
-
-def _print_stages(config: Config, parts: Prepared) -> None:
+    for domain, tasks in parts.train.items():
+        counts = count_by(tasks, "family").items()
+        families = ", ".join(f"{printable(name)} {count}" for name, count in counts)
+        held_out = f"{len(parts.held_out[domain])} {config.data.eval_split}"
+        print(f"  {domain}: {len(tasks)} to train ({families}), {held_out}")
     size = config.rollout.num_generations
     print(f"stages ({config.curriculum.curriculum}; groups of {size} episodes)")
     if not config.grpo.use_grpo:
         print("  none: evaluation only")
-        return
-    for stage in parts.stages:
+    for stage in parts.stages if config.grpo.use_grpo else ():
         joined = " or " if stage.turns else " + "
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())
         print(f"  {stage.name}: {stage.num_steps} steps of {groups} groups")
@@ -146,42 +122,21 @@ def _print_stages(config: Config, parts: Prepared) -> None:
 
 def _print_prompts(config: Config, parts: Prepared) -> None:
     limits = config.rollout
-    print(
-        f"prompts (limits: {limits.max_tokens} tokens an episode, {limits.max_tokens_per_turn} "
-        "a turn)"
-    )
-    for domain, longest in parts.longest_prompts().items():
-        print(f"  {domain}: longest prompt {longest} tokens")
-    for domain in config.data.domains:
-        task, known = parts.train[domain][0], parts.domains[domain]
-        ids = parts.chat.prompt_ids(task.prompt, tool_schemas(known.environment))
-        text = f"--- a prompt of {domain} ({task.id}) ---\n{parts.tokenizer.decode(ids)}"
-        print(f"\n{printable(text)}")
-        if known.can_demonstrate(task):
-            _print_expert(known, task, limits.call_timeout)
-
-
-def _print_expert(domain: Domain, task: Task, seconds: float) -> None:
-    try:
-        messages, reward = domain.demonstrate(task, seconds)
-    except EnvironmentFault as fault:
-        print(f"--- its expert fails: {printable(one_line(str(fault)))} ---")
-        return
-    print(f"--- its expert, reward {reward:g} ---")
-    for message in messages[len(task.prompt) :]:
-        calls = [call["function"] for call in message.get("tool_calls", [])]
-        said = message["content"] or "; ".join(f"{c['name']}({c['arguments']})" for c in calls)
-        print(f"  {message['role']}: {printable(said)}")
+    in_turn = f"{limits.max_tokens_per_turn} a turn"
+    print(f"prompts (limits: {limits.max_tokens} tokens an episode, {in_turn})")
+    for name, longest in parts.longest_prompts().items():
+        print(f"  {name}: longest prompt {longest} tokens")
+    for name, tasks in parts.train.items():
+        task = tasks[0]
+        text = parts.tokenizer.decode(parts.prompt_ids(name, task))
+        print(printable(f"\n--- a prompt of {name} ({task.id}) ---\n{text}"))
 
 
 def _print_memory(config: Config, parts: Prepared) -> None:
     need = memory_per_rank(config, parts.tokenizer)
     total, have = sum(need.values()), memory_of_a_rank(config)
-    print("\nmemory per rank, estimated")
-    for name, size in need.items():
-        print(f"  {name:<34}{size / GIB:8.2f} GiB")
     verdict = "fits" if total <= have else "does not fit: a run would be refused here"
-    print(
-        f"  {'sum':<34}{total / GIB:8.2f} GiB, of {have / GIB:.1f} GiB that a rank has here: "
-        f"{verdict}"
-    )
+    print("\nmemory per rank, estimated")
+    for name, size in {**need, "sum": total}.items():
+        end = f", of {have / GIB:.1f} GiB that a rank has here: {verdict}" if name == "sum" else ""
+        print(f"  {name:<34}{size / GIB:8.2f} GiB{end}")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from pipeline.config.settings import Config
@@ -23,51 +24,63 @@ def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
     model = empty_model(config, tokenizer)
     shape, num_parameters = model.config.get_text_config(), model.num_parameters()
     size = 2 if uses_bf16(config.model) else 4
-    layers, intermediate_size = shape.num_hidden_layers, _intermediate_size(shape)
-    limits, grpo = config.rollout, config.grpo
-    data, num_ranks = config.data, config.run.num_gpus or 1
+    limits, data, num_ranks = config.rollout, config.data, config.run.num_gpus or 1
     groups = -(-limits.tasks_per_step // num_ranks)
     trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
     side_by_side = max(groups * limits.num_generations, -(-trials // num_ranks))
-    episodes = min(limits.max_live_episodes, side_by_side)
-    cache = layers * _size_of_cache(shape) * size * limits.max_tokens * episodes
+    cached = limits.max_tokens * min(limits.max_live_episodes, side_by_side)
     memory = {
         "weights (fp32)": 4.0 * num_parameters,
-        # In fp32 it shares those that are trained; LoRA's are merged into others.
+        # In fp32 the sampler shares the trained weights; LoRA's are merged into a copy.
         "weights of the sampler": size * num_parameters * (size == 2 or config.model.use_peft),
-        "key-value cache": cache,
+        "key-value cache": shape.num_hidden_layers * _cached_per_token(shape) * size * cached,
     }
-    if grpo.use_grpo:
-        trained = _tokens_of_a_step(config, num_ranks)
-        tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
-        # Per token and layer: about 16 hidden-size and 3 intermediate-size tensors kept for the
-        # backward pass, and three float32 copies of the logits of one chunk.
-        kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
-        if grpo.share_prefixes and not grpo.padding_free:  # keys and values that attention gathers
-            gathered = min(tokens * KEYS_PER_TOKEN, trained)
-            kept += gathered * layers * 2 * _size_of_keys(shape) * size
-        if grpo.gradient_checkpointing:  # one layer's, and every layer's input
-            kept = kept // layers + tokens * layers * shape.hidden_size * size
-        logits = 3 * 4 * min(1 << 24, tokens * shape.vocab_size)
+    if config.grpo.use_grpo:
         memory |= _memory_of_training(config, model, num_parameters)
-        memory["activations of a micro-batch"] = float(kept + logits)
+        memory["activations of a micro-batch"] = _activations(config, shape, size)
     return memory
 
 
-def _size_of_cache(shape: Any) -> int:
-    """Numbers that a token takes in a layer's cache; latent attention keeps what both come from."""
+def _activations(config: Config, shape: Any, size: int) -> float:
+    """Bytes of a micro-batch, with numbers of `size` bytes.
+
+    Per token and layer, about 16 tensors of the hidden size and 3 of the intermediate size stay for
+    the backward pass; and once three float32 copies of the logits of one chunk.
+    """
+    grpo, layers = config.grpo, shape.num_hidden_layers
+    trained = _tokens_of_a_step(config)
+    tokens = max(config.rollout.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
+    intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
+    kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
+    if grpo.share_prefixes and not grpo.padding_free:  # keys and values that attention gathers
+        gathered = min(tokens * KEYS_PER_TOKEN, trained)
+        kept += gathered * layers * 2 * _keys_per_token(shape) * size
+    if grpo.gradient_checkpointing:  # one layer's, and every layer's input
+        kept = kept // layers + tokens * layers * shape.hidden_size * size
+    return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
+
+
+def _cached_per_token(shape: Any) -> int:
+    """Numbers of a token in a layer's cache: keys and values, or the latent vector of both."""
     if latent := getattr(shape, "kv_lora_rank", None):
         return int(latent + shape.qk_rope_head_dim)
-    return 2 * _size_of_keys(shape)
+    return 2 * _keys_per_token(shape)
 
 
-def _tokens_of_a_step(config: Config, num_ranks: int) -> int:
-    """Tokens of the episodes that a rank trains on in a step, all of full length.
+def _keys_per_token(shape: Any) -> int:
+    """Numbers in the keys of a token in a layer; linear attention has none."""
+    heads = widest(shape, "num_attention_heads")
+    head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
+    return (widest(shape, "num_key_value_heads") or heads) * head_dim
 
-    With dynamic sampling the groups that live may all lie on one rank; balancing evens them out
+
+def _tokens_of_a_step(config: Config) -> int:
+    """Tokens of the episodes that a rank trains on in a step, if all have full length.
+
+    With dynamic sampling all groups that are kept may lie on one rank; balancing evens them out
     to within a group. The warm start's demonstrations count where they are more.
     """
-    limits, grpo = config.rollout, config.grpo
+    limits, grpo, num_ranks = config.rollout, config.grpo, config.run.num_gpus or 1
     groups = -(-limits.tasks_per_step // num_ranks)
     if grpo.dynamic_sampling:
         balances = grpo.balance_ranks and not config.run.deterministic
@@ -78,31 +91,14 @@ def _tokens_of_a_step(config: Config, num_ranks: int) -> int:
     return episodes * limits.max_tokens
 
 
-def _size_of_keys(shape: Any) -> int:
-    """Numbers that the keys of a token take in a layer; linear attention keeps none."""
-    heads = widest(shape, "num_attention_heads")
-    head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
-    return (widest(shape, "num_key_value_heads") or heads) * head_dim
-
-
-def _intermediate_size(shape: Any) -> int:
-    """Of the feed-forward layers; where it is not told, the customary one."""
-    return widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
-
-
 def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:
     """Bytes that come with trained weights, in GRPO or the warm start, whichever needs more."""
-    grpo, num_trained = config.grpo, _num_trained(config, model)
-    num_ranks = config.run.num_gpus or 1
-    memory = {}
-    if config.model.use_peft:
-        memory["LoRA adapters (fp32)"] = 4.0 * num_trained
-    memory["gradients (fp32)"] = 4.0 * num_trained
-    memory["AdamW (fp32, two moments)"] = 8.0 * num_trained
-    if grpo.shard_optimizer:
-        memory["AdamW (fp32, two moments)"] /= num_ranks
+    grpo, trained = config.grpo, 4.0 * num_trained(config, model)
+    moments = 2 * trained / (config.run.num_gpus or 1 if grpo.shard_optimizer else 1)
+    memory = {"LoRA adapters (fp32)": trained} if config.model.use_peft else {}
+    memory |= {"gradients (fp32)": trained, "AdamW (fp32, two moments)": moments}
     if grpo.beta > 0:
-        memory["reference policy (fp32)"] = 4.0 * num_trained
+        memory["reference policy (fp32)"] = trained
     warm_start = {  # trains every weight, and shards nothing
         "gradients of the warm start": 4.0 * num_parameters,
         "AdamW of the warm start": 8.0 * num_parameters,
@@ -111,8 +107,8 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
     return warm_start if config.warm_start.steps and needs_more else memory
 
 
-def _num_trained(config: Config, model: Any) -> int:
-    """Weights that GRPO trains; with LoRA, the model without weights gets its adapters here."""
+def num_trained(config: Config, model: Any) -> int:
+    """Weights that GRPO trains. With LoRA, `model` (without weights) gets its adapters here."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):
@@ -121,19 +117,12 @@ def _num_trained(config: Config, model: Any) -> int:
 
 
 def memory_of_a_rank(config: Config) -> float:
-    """Bytes that one rank can use here.
-
-    They are its GPU's, or its share of the machine's (or container's) memory.
-    """
+    """Bytes of a rank's GPU, or its share of the memory of this machine or container."""
     if on_gpu():
-        return float(
-            min(
-                torch.cuda.get_device_properties(i).total_memory
-                for i in range(torch.cuda.device_count())
-            )
-        )
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        devices = range(torch.cuda.device_count())
+        return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))
+    total = psutil.virtual_memory().total
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and limit.read_text().strip().isdigit():
         total = min(total, int(limit.read_text()))
-    return total / int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_gpus or 1))
+    return float(total) / int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_gpus or 1))

@@ -1,17 +1,16 @@
 """A small model of the recipe's architecture, on which sampling and training are compared.
 
-A run trains what it says only if the log-probabilities of its sampler are those of its training
-forward. Architectures differ in what may break that: caches, masks, positions, routers, dropout,
-adapters. So before a run samples a short conversation from a model with the same layers, only
-fewer and narrower ones, random weights and the recipe's own flags, and recomputes it as an update
-does. Nothing of the model's own weights is loaded.
+Training is right only if the sampler's log-probabilities are those of the training forward. Caches,
+masks, positions, routers, dropout and adapters may break that, each in other architectures. So
+before a run a model with the same kinds of layers, but few, narrow and random ones, samples a short
+conversation under the recipe's settings, and an update's forward pass computes it again.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,14 +31,14 @@ from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
-# Largest difference of a log-probability, in nats, at float32. Beyond the first, one is named;
-# transformers' own `generate` is off by more for some layers, so there the second refuses.
+# Largest difference of a log-probability, in nats, at float32. Rounding stays below the first;
+# transformers' own `generate` differs by more for some layers, and is refused above the second.
 MOST_NATS, MOST_NATS_OF_GENERATE = 5e-4, 0.05
 MOST_PARAMETERS = 300_000_000  # of a stand-in; a larger one is not made
 VOCABULARY = 256
 TURNS, REPLY, MESSAGE = 3, 5, 6  # of a conversation; tokens of a reply and of a message
-# Sizes that the way in which layers are computed does not depend on, and what they shrink to;
-# windows become shorter than the conversation.
+# Settings that change the size of a layer and not its kind, and what they shrink to. Windows become
+# shorter than the conversation.
 SMALLER = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
@@ -64,13 +63,22 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
         model = stand_in(empty)
     except Exception as error:
         return [f"not tried: a small model of this architecture ({reason_of(error)})"]
-    notes = [fix_rotary(model, config.rollout.max_tokens), *_positions(config, model)]
-    gap, generates = _try(config, model), unserved(model.config.get_text_config()) is not None
-    if gap > (MOST_NATS_OF_GENERATE if generates else MOST_NATS):
+    notes = [fix_rotary(model, config.rollout.max_tokens), _positions(config, model)]
+    name, remedy = type(model).__name__, _remedy(config)
+    try:
+        refuse_changed_logits(model)
+        gap = gap_of(config, model)
+    except UserError:
+        raise
+    except Exception as error:  # code of transformers, or of the model's author
         raise UserError(
-            f"model: got {type(model).__name__}, for which log-probabilities of sampled tokens "
-            f"and of training differ by {gap:.2g} nats in a trial (at most {MOST_NATS:g} is "
-            f"rounding){_without(config, model)}"
+            f"model: got {name}, which fails in a trial of sampling and training "
+            f"({reason_of(error)}); {remedy}"
+        ) from None
+    if gap > (MOST_NATS_OF_GENERATE if _generates(model) else MOST_NATS):
+        raise UserError(
+            f"model: got {name}, for which log-probabilities of sampled tokens and of training "
+            f"differ by {gap:.2g} nats in a trial (at most {MOST_NATS:g} is rounding); {remedy}"
         )
     if gap > MOST_NATS:
         notes.append(
@@ -80,47 +88,27 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
     return [note for note in notes if note]
 
 
-def _try(config: Config, model: Any) -> float:
-    """The largest difference in nats; UserError where sampling or training fails."""
-    try:
-        refuse_changed_logits(model)
-        return gap_of(config, model)
-    except UserError:
-        raise
-    except Exception as error:  # code of transformers, or of the model's author
-        raise UserError(
-            f"model: got {type(model).__name__}, which fails in a trial of sampling and training "
-            f"({reason_of(error)}){_without(config, model)}"
-        ) from None
+def _remedy(config: Config) -> str:
+    settings = {"share_prefixes": config.grpo.share_prefixes, "use_peft": config.model.use_peft}
+    remedies = [f"set {name} false" for name, is_on in settings.items() if is_on]
+    return " or ".join([*remedies, "use another model"])
 
 
-def _without(config: Config, model: Any) -> str:
-    """The remedy: the first of these settings without which the trial goes well."""
-    for section, name in (("grpo", "share_prefixes"), ("model", "use_peft")):
-        settings = getattr(config, section)
-        if not getattr(settings, name):
-            continue
-        update = {section: settings.model_copy(update={name: False})}
-        try:
-            if gap_of(config.model_copy(update=update), model) <= MOST_NATS:
-                return f"; set {name} false"
-        except Exception:
-            continue
-    return "; use another model"
+def _generates(model: Any) -> bool:
+    return unserved(model.config.get_text_config()) is not None
 
 
 def gap_of(config: Config, model: Any) -> float:
     """The largest difference between sampled and recomputed log-probabilities, in nats.
 
-    The model gets the recipe's adapters, with weights that matter, and its recomputation; one
-    backward pass goes through it.
+    The model gets the recipe's adapters, with weights that are not zero, and its gradient
+    checkpointing; where the recipe trains, a backward pass must work.
     """
     grpo, rollout = config.grpo, config.rollout
-    generates = unserved(model.config.get_text_config()) is not None
     model = copy.deepcopy(model)
     if config.model.use_peft:
         model = lora.attach(model, config.model, "", config.run.seed)
-    kind = GenerateSampler if generates else RowSampler
+    kind = GenerateSampler if _generates(model) else RowSampler
     sampler: Sampler = kind(model, 0, rollout.temperature, torch.float32)
     if config.model.use_peft:
         lora.disturb(model, 1)
@@ -146,26 +134,20 @@ def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
     """Conversations of several turns: two that begin alike, and a shorter one beside them."""
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])
-    found: list[tuple[list[int], list[bool], list[float]]] = [([], [], []) for _ in prompts]
+    # Of each conversation: its tokens, whether they were sampled, and their log-probabilities.
+    completions: list[list[tuple[int, bool, float]]] = [[] for _ in prompts]
     for turn in range(TURNS):
-        for number, (episode, (ids, mask, logprobs)) in enumerate(
-            zip(episodes, found, strict=True)
-        ):
-            if turn:
-                reply = _ids(number * turn, REPLY + number, vocabulary)
-                sampler.extend(episode, reply)
-                ids += reply
-                mask += [False] * len(reply)
-                logprobs += [0.0] * len(reply)
+        for number, episode in enumerate(episodes if turn else ()):
+            reply = _ids(number * turn, REPLY + number, vocabulary)
+            sampler.extend(episode, reply)
+            completions[number] += [(token, False, 0.0) for token in reply]
         messages = sampler.sample(episodes, [MESSAGE] * len(episodes))
-        for message, (ids, mask, logprobs) in zip(messages, found, strict=True):
+        for message, completion in zip(messages, completions, strict=True):
             assert message is not None
-            ids += message.ids
-            mask += [True] * len(message.ids)
-            logprobs += message.logprobs
-    for episode in episodes:
-        sampler.close(episode)
-    return [bare_trajectory(prompt, *parts) for prompt, parts in zip(prompts, found, strict=True)]
+            sampled = zip(message.ids, message.logprobs, strict=True)
+            completion += [(token, True, logprob) for token, logprob in sampled]
+    columns = [map(list, zip(*completion, strict=True)) for completion in completions]
+    return [bare_trajectory(p, *parts) for p, parts in zip(prompts, columns, strict=True)]
 
 
 def _ids(number: int, count: int, vocabulary: int) -> list[int]:
@@ -173,25 +155,22 @@ def _ids(number: int, count: int, vocabulary: int) -> list[int]:
 
 
 @torch.no_grad()
-def _positions(config: Config, model: Any) -> list[str]:
-    """UserError where learned positions do not reach `max_tokens`; a note on rotary ones."""
-    limit, known = config.rollout.max_tokens, _text(model.config)
-    known = getattr(known, "max_position_embeddings", None)
+def _positions(config: Config, model: Any) -> str:
+    """A note on rotary positions; UserError where learned ones do not reach `max_tokens`."""
+    limit = config.rollout.max_tokens
+    trained = getattr(_text(model.config), "max_position_embeddings", None)
     if _computes(model, 0) and not _computes(model, limit - 1):
         raise UserError(
             f"max_tokens: got {limit}, but the model has positions for "
-            f"{known or 'fewer'} tokens; lower max_tokens, or use another model"
+            f"{trained or 'fewer'} tokens; lower max_tokens, or use another model"
         )
-    if isinstance(known, int) and limit > known:
-        return [
-            f"max_tokens is {limit}, and the model was made for {known} tokens "
-            "(max_position_embeddings): what it says beyond may be poor"
-        ]
-    return []
+    note = f"max_tokens is {limit}, and the model was made for {trained} tokens "
+    note += "(max_position_embeddings): what it says beyond may be poor"
+    return note if isinstance(trained, int) and limit > trained else ""
 
 
 def _computes(model: Any, position: int) -> bool:
-    """Whether a token can stand there; libraries differ in what they raise where it cannot."""
+    """Whether a token can have this position; libraries raise different errors where it cannot."""
     ids = torch.ones((1, 1), dtype=torch.int64)
     try:
         model.get_decoder()(ids, position_ids=torch.full_like(ids, position), use_cache=False)
@@ -201,24 +180,20 @@ def _computes(model: Any, position: int) -> bool:
 
 
 def stand_in(empty: Any) -> Any:
-    """A model like `empty`, with few small layers and weights that matter.
+    """A model like `empty`, with few small layers and random weights.
 
-    Raises whatever its code says where it cannot be made so small, or does not compute.
+    Raises whatever its code raises where it cannot be made so small, or does not compute.
     """
-    small = empty.num_parameters() < 10_000_000
-    for is_last, shrink in enumerate((_keep,) if small else (_narrow, _shrink)):
-        shape = copy.deepcopy(empty.config)
-        shape.tie_word_embeddings = False  # or a token's own logit would outweigh all others
-        try:
-            shrink(shape)
-            return _made(empty, shape)
-        except Exception:
-            if is_last or small:
-                raise
-    raise AssertionError
+    if empty.num_parameters() < 10_000_000:
+        return _made(empty, copy.deepcopy(empty.config))
+    try:
+        return _made(empty, _narrowed(_shrunk(empty.config)))
+    except Exception:  # heads and width cannot be chosen freely in every architecture
+        return _made(empty, _shrunk(empty.config))
 
 
 def _made(empty: Any, shape: Any) -> Any:
+    shape.tie_word_embeddings = False  # or a token's own logit would outweigh all others
     with torch.device("meta"):
         size = type(empty)._from_config(copy.deepcopy(shape)).num_parameters()
     if size > MOST_PARAMETERS:
@@ -238,54 +213,50 @@ def _made(empty: Any, shape: Any) -> Any:
     return model
 
 
-def _keep(config: Any) -> None:
-    """A model that is small already."""
-
-
-def _narrow(config: Any) -> None:
-    """Fewer layers, with fewer heads of the same size."""
-    _shrink(config)
+def _narrowed(config: Any) -> Any:
+    """The same layers with fewer heads of the same size."""
     text = _text(config)
     heads, width = text.num_attention_heads, text.hidden_size
-    alike = heads // (getattr(text, "num_key_value_heads", None) or heads)  # share their keys
-    few = min(heads, 2 * alike)
+    per_key = heads // (getattr(text, "num_key_value_heads", None) or heads)  # heads that share it
+    few = min(heads, 2 * per_key)
+    # Whether the width does not follow from the heads.
     is_free = vars(text).get("head_dim") is not None or hasattr(text, "kv_lora_rank")
     text.num_attention_heads = few
     text.hidden_size = min(width, 256) if is_free else width // heads * few
     if vars(text).get("num_key_value_heads"):
-        text.num_key_value_heads = few // alike
+        text.num_key_value_heads = few // per_key
+    return config
 
 
-def _shrink(config: Any) -> None:
+def _shrunk(config: Any) -> Any:
     """Fewer layers, but each kind of them; fewer tokens, experts and intermediate features."""
+    config = copy.deepcopy(config)
     text = _text(config)
     count = text.num_hidden_layers
-    kinds = {
+    by_layer = {
         name: value
         for name, value in vars(text).items()
         if isinstance(value, list | tuple | str) and len(value) == count and name != "architectures"
     }
     derived = [getattr(text, name, None) or [0] for name in ("layer_types", "layers_block_type")]
-    few = max([2, *(_first_with_all(value) for value in [*kinds.values(), *derived])])
-    for name, value in kinds.items():
+    kinds_of_layers = [list(kinds) for kinds in (*by_layer.values(), *derived)]
+    # The first layers that contain each kind.
+    few = max([2, *(1 + kinds.index(kind) for kinds in kinds_of_layers for kind in kinds)])
+    for name, value in by_layer.items():
         setattr(text, name, value[:few])
     text.num_hidden_layers = min(few, count)
     for name, most in SMALLER.items():
-        size = getattr(text, name, 0)
-        if (size is None and name == "n_inner") or (isinstance(size, int) and size > most):
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size > most:
             setattr(text, name, most)
     if keys := getattr(text, "linear_num_key_heads", 0):  # which several values share
         text.linear_num_value_heads = 2 * text.linear_num_value_heads // keys
         text.linear_num_key_heads = 2
     text.vocab_size = min(text.vocab_size, VOCABULARY)
-    for owner in {id(config): config, id(text): text}.values():
+    for owner in (config, text):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(owner, name, 0)
-
-
-def _first_with_all(kinds: Sequence[Any]) -> int:
-    """How many layers from the first on hold each kind."""
-    return 1 + max(list(kinds).index(kind) for kind in kinds)
+    return config
 
 
 def _text(config: Any) -> Any:
@@ -294,7 +265,7 @@ def _text(config: Any) -> Any:
 
 @torch.no_grad()
 def _fill(parameters: Iterable[torch.Tensor], seed: int, std: float | None = None) -> None:
-    """Weights large enough that a wrong term shows; vectors, such as norms', stay."""
+    """Draw weights large enough that a wrong term shows; vectors, such as norms', stay."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         if parameter.dim() > 1:

@@ -19,7 +19,6 @@ from pipeline.environments.experts import play_expert
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import floors
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.preflight import check
 from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, demonstration_rows, warm_start
 from scripts.proofs.ranks import play_ranks
@@ -315,13 +314,6 @@ def test_own_words_are_tokens_of_the_tiny_model(own):
     ids = parts.tokenizer("Which account?", add_special_tokens=False)["input_ids"]
     assert len(ids) == 1
     assert len(parts.tokenizer) == len(tokenizer()) + 3  # "bank" and "frozen" are words of others
-
-
-def test_the_check_shows_what_an_own_expert_does(own, capsys):
-    check.main(own())
-    said = capsys.readouterr().out
-    assert "--- its expert, reward 1 ---" in said
-    assert "  tool: frozen\n" in said
 
 
 def test_policies_that_never_look_are_measured_where_a_domain_says_what_shows_the_record(own):

@@ -69,7 +69,6 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
             f"--- a prompt of {domain} (train-medium-0-00000) ---\n<|im_start|>system\n{domain}\n"
             in said
         )
-    assert said.count("--- its expert, reward 1 ---\n") == 3
     for part in ("weights (fp32)", "key-value cache", "AdamW", "activations of a micro-batch"):
         assert re.search(rf"  {re.escape(part)}.* \d+\.\d\d GiB\n", said)
     assert re.search(r"  sum +\d+\.\d\d GiB, of \d+\.\d GiB that a rank has here: fits\n", said)

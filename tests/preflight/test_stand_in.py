@@ -146,7 +146,7 @@ LAYERS_OF_OWN = {  # whose global heads are wider
 def test_layers_that_differ_in_their_heads_are_tried_and_counted():
     model = model_of("gemma4_text", **LAYERS_OF_OWN)
     assert trial(model) == []
-    assert memory._size_of_cache(model.config) == 2 * 16
+    assert memory._cached_per_token(model.config) == 2 * 16
     assert work_of(model).attention == 2 * 4 * 16
 
 
@@ -181,10 +181,10 @@ def test_the_stand_in_of_a_large_model_is_small_and_has_every_kind_of_layer(kind
 def test_recurrent_layers_are_made_small_with_their_proportions():
     shape = AutoConfig.for_model("qwen3_next")
     assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (16, 32)
-    stand_in._shrink(shape)
+    shape = stand_in._shrunk(shape)
     assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (2, 4)
     shape = AutoConfig.for_model("bamba")
-    stand_in._shrink(shape)
+    shape = stand_in._shrunk(shape)
     assert (shape.mamba_chunk_size, shape.mamba_d_state) == (16, 16)
 
 
