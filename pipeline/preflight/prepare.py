@@ -24,7 +24,6 @@ from pipeline.environments.domains import (
     load_domains,
     try_task,
 )
-from pipeline.environments.timeouts import alarms
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -159,9 +158,8 @@ def train_tasks(
 
     tasks = open_tasks(domain.name, source, data.dataset_train_split, visit)[:count]
     limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
-    with alarms():
-        for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
-            try_task(domain, task, source, limit, success)
+    for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
+        try_task(domain, task, source, limit, success)
     return tasks, _longest(tasks, lengths)
 
 
