@@ -19,7 +19,7 @@ from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.distributed.gradients import kept_apart
 from pipeline.environments.domains import Domain, generated, try_expert
-from pipeline.environments.timeouts import EnvironmentFault, alarms
+from pipeline.environments.timeouts import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
@@ -180,11 +180,8 @@ def _check_expert(config: Config, domain: Domain, count: int) -> None:
         )
     num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
     tasks = generated(config.data, domain, num_made, "train")
-    with alarms():
-        for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
-            try_expert(
-                domain, task, config.rollout.call_timeout, config.evaluation.success_threshold
-            )
+    for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
+        try_expert(domain, task, config.rollout.call_timeout, config.evaluation.success_threshold)
 
 
 def try_demonstrations(config: Config, chat: Chat) -> None:
@@ -226,11 +223,10 @@ def demonstration_rows(
     assert experts, "check_demonstrations comes first"
     of_each = _count_of_each(config, experts)
     rows = []
-    with alarms():
-        for domain in experts:
-            for row in _expert_rows(config, chat, domain, of_each):
-                rows.append(row)
-                alive()
+    for domain in experts:
+        for row in _expert_rows(config, chat, domain, of_each):
+            rows.append(row)
+            alive()
     return [rows[index] for index in _order(config, len(rows), 0)][:count]
 
 

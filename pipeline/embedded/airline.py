@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.data.tasks import Task
-from pipeline.embedded.generation import IDS, Draft, Family, generate
+from pipeline.embedded.generation import IDS, Draft, Family, generate, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import CaseEnvironment, Database, named_record
-from pipeline.embedded.words import words_of
+from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of
 from pipeline.environments.experts import Agent
-from pipeline.environments.tools import ToolError
 
 POLICY = """
 You serve airline customers through tools. Look the reservation up first. Change only what was
@@ -61,10 +58,54 @@ class AirlineDatabase(Database):
     flights: dict[str, Flight]
 
 
+def _cancel(agent: Agent, goal: dict[str, str], reservation: str, record: dict[str, str]) -> str:
+    if record["status"] == "flown":
+        right = "flown"
+    elif record["fare"] == "flex":
+        right = "cancel"
+    else:
+        right = "ask" if record["insured"] == "yes" else "uninsured"
+    choice = agent.decide(right, ["flown", "cancel", "uninsured", "ask"])
+    if choice == "ask":
+        right = "cancel" if agent.ask("Why?") == "sick" else "plans"
+        choice = agent.decide(right, ["cancel", "plans"], chained=True)
+    if choice != "cancel":
+        return choice
+    agent.call("cancel", reservation=reservation)
+    return "Done."
+
+
+def _move(agent: Agent, goal: dict[str, str], reservation: str, record: dict[str, str]) -> str:
+    right = "fare" if record["fare"] == "saver" else "move"
+    right = "flown" if record["status"] == "flown" else right
+    choice = agent.decide(right, ["flown", "fare", "move"])
+    if choice != "move":
+        return choice
+    flights = agent.call("find_flights", day=goal["day"])
+    flight = flights[agent.decide("free", ["free", "full"], chained=True)]
+    agent.call("move", reservation=reservation, flight=flight)
+    return "Done."
+
+
+def _add_bag(agent: Agent, goal: dict[str, str], reservation: str, record: dict[str, str]) -> str:
+    right = "flown" if record["status"] == "flown" else FEES[record["tier"]]
+    choice = agent.decide(right, ["flown", *FEES.values()])
+    if choice == "flown":
+        return choice
+    agent.call("add_bag", reservation=reservation, fee=choice)
+    return f"The fee is {choice}."
+
+
+expert = expert_of(
+    "reservation", {"cancel": _cancel, "move": _move, "bags": _add_bag}, get_args(Reason)
+)
+
+
 class AirlineEnvironment(CaseEnvironment):
     """The airline's tools over one task's database."""
 
     database_class = AirlineDatabase
+    _expert = staticmethod(expert)
 
     def find_reservation(self, customer: str) -> dict[str, str]:
         """Find the reservation of a customer.
@@ -72,10 +113,7 @@ class AirlineEnvironment(CaseEnvironment):
         Args:
             customer: Customer id.
         """
-        for key, reservation in self._db.reservations.items():
-            if reservation.customer == customer:
-                return {"reservation": key}
-        raise ToolError(f"no {customer}")
+        return self._found("reservations", "reservation", customer)
 
     def get_reservation(self, reservation: str) -> dict[str, str]:
         """Look a reservation up.
@@ -101,8 +139,7 @@ class AirlineEnvironment(CaseEnvironment):
             flight: Flight id.
         """
         self._record("flights", flight)
-        self._record("reservations", reservation).flight = flight
-        return {"ok": "yes"}
+        return self._changed("reservations", reservation, flight=flight)
 
     def cancel(self, reservation: str) -> dict[str, str]:
         """Cancel a reservation.
@@ -110,8 +147,7 @@ class AirlineEnvironment(CaseEnvironment):
         Args:
             reservation: Reservation id.
         """
-        self._record("reservations", reservation).status = "cancelled"
-        return {"ok": "yes"}
+        return self._changed("reservations", reservation, status="cancelled")
 
     def add_bag(self, reservation: str, fee: Fee) -> dict[str, str]:
         """Add a bag to a reservation for a fee.
@@ -120,8 +156,7 @@ class AirlineEnvironment(CaseEnvironment):
             reservation: Reservation id.
             fee: Fee in euros.
         """
-        self._record("reservations", reservation).bag_fee = fee
-        return {"ok": "yes"}
+        return self._changed("reservations", reservation, bag_fee=fee)
 
     def transfer(self, reason: Reason) -> dict[str, str]:
         """Hand the customer over to a person, which ends the conversation.
@@ -130,78 +165,6 @@ class AirlineEnvironment(CaseEnvironment):
             reason: Why.
         """
         return self._transfer(reason)
-
-    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
-        return expert(agent, goal)
-
-
-def expert(agent: Agent, goal: dict[str, str]) -> str:
-    """Serve one request by the policy."""
-    reservation = named_record(agent, goal, "find_reservation", "reservation")
-    record = agent.call("get_reservation", reservation=reservation)
-    flown = record["status"] == "flown"
-    if goal["family"] == "cancel":
-        return _cancel(agent, reservation, record)
-    if goal["family"] == "move":
-        right = "flown" if flown else "fare" if record["fare"] == "saver" else "move"
-        choice = agent.decide(right, ["flown", "fare", "move"])
-        if choice != "move":
-            return _transferred(agent, choice)
-        flights = agent.call("find_flights", day=goal["day"])
-        flight = flights[agent.decide("free", ["free", "full"], chained=True)]
-        agent.call("move", reservation=reservation, flight=flight)
-        return "Done."
-    fee = FEES[record["tier"]]
-    choice = agent.decide("flown" if flown else fee, ["flown", *FEES.values()])
-    if choice == "flown":
-        return _transferred(agent, choice)
-    agent.call("add_bag", reservation=reservation, fee=choice)
-    return f"The fee is {choice}."
-
-
-def _cancel(agent: Agent, reservation: str, record: dict[str, str]) -> str:
-    if record["status"] == "flown":
-        right = "flown"
-    elif record["fare"] == "flex":
-        right = "cancel"
-    else:
-        right = "ask" if record["insured"] == "yes" else "uninsured"
-    choice = agent.decide(right, ["flown", "cancel", "uninsured", "ask"])
-    if choice == "ask":
-        reason = agent.ask("Why?")
-        choice = agent.decide(
-            "cancel" if reason == "sick" else "plans", ["cancel", "plans"], chained=True
-        )
-    if choice != "cancel":
-        return _transferred(agent, choice)
-    agent.call("cancel", reservation=reservation)
-    return "Done."
-
-
-def _transferred(agent: Agent, reason: str) -> str:
-    agent.call("transfer", reason=reason)
-    return ""
-
-
-def _records(random: Random, **fields: str) -> tuple[dict[str, str], AirlineDatabase]:
-    """A reservation with these fields, another customer's, and two flights a day on two days."""
-    ids = random.sample(IDS, 10)
-    day, other_day = random.sample(DAYS, 2)
-    flights = {
-        ids[4]: Flight(day=day, seats="free"),
-        ids[5]: Flight(day=day, seats="full"),
-        ids[6]: Flight(day=other_day, seats="free"),
-        ids[7]: Flight(day=other_day, seats="full"),
-    }
-    order = random.sample(list(flights), 4)
-    database = AirlineDatabase(
-        reservations={
-            ids[0]: _reservation(random, ids[1], ids[8], **fields),
-            ids[2]: _reservation(random, ids[3], ids[9]),
-        },
-        flights={key: flights[key] for key in order},
-    )
-    return {"record": ids[0], "customer": ids[1], "day": day, "free": ids[4]}, database
 
 
 def _reservation(random: Random, customer: str, flight: str, **fields: str) -> Reservation:
@@ -225,36 +188,49 @@ def _fields(family: str, branch: str) -> dict[str, str]:
     return {"fare": "saver", **({"insured": insured[branch]} if branch in insured else {})}
 
 
-def _draft(random: Random, family: str, branch: str) -> Draft:
-    names, database = _records(random, **_fields(family, branch))
-    record = database.reservations[names["record"]]
-    goal = {"record": names["record"], "customer": names["customer"]}
+def draft_task(random: Random, family: str, branch: str) -> Draft:
+    """The customer's reservation, one of another customer, and two flights on each of two days."""
+    ids = random.sample(IDS, 10)
+    day, other_day = random.sample(DAYS, 2)
+    departures = {
+        ids[4]: Flight(day=day, seats="free"),
+        ids[5]: Flight(day=day, seats="full"),
+        ids[6]: Flight(day=other_day, seats="free"),
+        ids[7]: Flight(day=other_day, seats="full"),
+    }
+    flights = {key: departures[key] for key in random.sample(list(departures), 4)}
+    reservations = {
+        ids[0]: _reservation(random, ids[1], ids[8], **_fields(family, branch)),
+        ids[2]: _reservation(random, ids[3], ids[9]),
+    }
+    goal = {"record": ids[0], "customer": ids[1]}
     facts: tuple[str, ...] = ()
-    expected = type(database).model_validate(database.model_dump())
-    final = expected.reservations[names["record"]]
-    if branch in ("flown", "uninsured", "plans", "fare"):
+    database = AirlineDatabase(reservations=reservations, flights=flights)
+    expected = database.model_copy(deep=True)
+    final = expected.reservations[ids[0]]
+    if branch in get_args(Reason):
         expected.case.transferred = branch
     if branch in ("sick", "plans"):
         expected.case.asked = ["reason"]
     if branch in ("flex", "sick"):
         final.status = "cancelled"
     if branch == "move":
-        final.flight = names["free"]
+        final.flight = ids[4]
     if family == "bags" and branch in FEES:
         final.bag_fee = FEES[branch]
         facts = (FEES[branch],)
     if family == "move":
-        goal["day"] = names["day"]
+        goal["day"] = day
     words = branch if branch in ("sick", "plans") else random.choice(["sick", "plans"])
-    day = goal.get("day") if branch == "move" else None
-    flights = {k: f.seats for k, f in database.flights.items() if f.day == day}
+    listed = {k: f.seats for k, f in flights.items() if branch == "move" and f.day == day}
+    record = reservations[ids[0]].model_dump(exclude={"customer", "flight"})
     return Draft(
         goal=goal,
         database=database,
         expected=expected,
         facts=facts,
         answer={"topic": "reason", "words": words} if family == "cancel" else None,
-        visible={"record": record.model_dump(exclude={"customer", "flight"}), "flights": flights},
+        visible={"record": record, "flights": listed},
     )
 
 
@@ -264,7 +240,6 @@ FAMILIES = (
         phrasings=("cancel {record}", "please call off {record}", "i can not fly {record}"),
         branches={"flown": 0.10, "flex": 0.28, "uninsured": 0.22, "sick": 0.22, "plans": 0.18},
         easy={"flown": 0.12, "flex": 0.60, "uninsured": 0.28},
-        draft=lambda random, branch: _draft(random, "cancel", branch),
     ),
     Family(
         name="move",
@@ -275,22 +250,16 @@ FAMILIES = (
         ),
         branches={"flown": 0.12, "fare": 0.28, "move": 0.60},
         easy={"flown": 0.08, "fare": 0.32, "move": 0.60},
-        draft=lambda random, branch: _draft(random, "move", branch),
     ),
     Family(
         name="bags",
         phrasings=("add a bag to {record}", "one more bag for {record}", "bag for {record}"),
         branches={"flown": 0.10, "gold": 0.30, "silver": 0.30, "none": 0.30},
         easy={"flown": 0.10, "gold": 0.30, "silver": 0.30, "none": 0.30},
-        draft=lambda random, branch: _draft(random, "bags", branch),
     ),
 )
 
 WORDS = partial(
     words_of, "airline", AirlineEnvironment, FAMILIES, said=("Why?", "The fee is ", "sick", "none")
 )
-
-
-def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """`n` airline tasks; see `generation.generate`."""
-    return generate("airline", POLICY, FAMILIES, seed, n, split, difficulty)
+generate_tasks = partial(generate, "airline", POLICY, FAMILIES, draft_task)

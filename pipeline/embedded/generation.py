@@ -1,70 +1,68 @@
-"""Tasks from a seed: families, branches with exact shares, splits that share nothing."""
+"""Tasks from a seed, and the words of a domain, which are one token each in the tiny tokenizer.
+
+Tasks have families and branches with exact shares; splits share no task.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from pipeline.data.rng import generator, stream_key
-from pipeline.data.tasks import DIFFICULTIES, SPLITS, Message, Task
-from pipeline.embedded.scripted import Database
+from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
+from pipeline.embedded.scripted import CaseEnvironment, Database
+from pipeline.environments.tools import tool_schemas
 
 MAX_TASKS = 100_000  # of one call; a domain with more has a task file
-
-# One pool for every kind of entity, drawn anew for each task.
+# The ids of all kinds of records, drawn anew for each task.
 IDS = tuple(f"K{number:02d}" for number in range(60))
+
+SAID = ("the one of ", "Done.", ".", "?", "ok", '{"ok": "', "yes")  # by all domains
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A task without its id: what the customer wants, the records, what must be true at the end."""
+    """A task without its id: the customer's goal, the records, the expected end."""
 
     goal: dict[str, str]
     database: Database
     expected: Database
     facts: tuple[str, ...] = ()
     answer: dict[str, str] | None = None
-    # what the tools show to whoever follows the rules, for telling splits apart
-    visible: dict[str, Any] = field(default_factory=dict)
+    visible: dict[str, Any] = field(default_factory=dict)  # what the tools show to the expert
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of request: its phrasings and the shares of its branches.
-
-    Phrasings hold `{record}` and further slots of the goal.
-    """
+    """A kind of request: its phrasings, with slots of the goal, and the shares of its branches."""
 
     name: str
     phrasings: tuple[str, ...]
     branches: dict[str, float]
     easy: dict[str, float]  # the shares at difficulty easy: mostly one lookup and one action
-    draft: Callable[[Random, str], Draft]  # (random, branch)
+
+
+DraftTask = Callable[[Random, str, str], Draft]  # (random, family, branch)
 
 
 def quota(shares: dict[str, float], count: int) -> list[str]:
-    """`count` names whose numbers follow the shares as closely as whole numbers can.
-
-    That holds at every length.
-    """
+    """`count` names; each prefix of the list follows the shares as closely as possible."""
     total = sum(shares.values())
     given = dict.fromkeys(shares, 0)
-    order = []
+    names = []
     for number in range(1, count + 1):
         name = max(shares, key=lambda key: shares[key] / total * number - given[key])
         given[name] += 1
-        order.append(name)
-    return order
+        names.append(name)
+    return names
 
 
-def _owner(text: str) -> str:
-    """The one split that owns a task's visible content, so that no two splits share any.
-
-    Train owns 70 %, each of the others 15 %.
-    """
+def _split_of(text: str) -> str:
+    """The split of a task's visible content: train for 70 %, each of the others for 15 %."""
     share = stream_key("split", text) / 2**64
     return "train" if share < 0.7 else "validation" if share < 0.85 else "test"
 
@@ -73,15 +71,16 @@ def generate(
     domain: str,
     policy: str,
     families: Sequence[Family],
+    draft_task: DraftTask,
     seed: int,
     n: int,
     split: str,
     difficulty: str,
 ) -> list[Task]:
-    """`n` tasks with the shares of families and branches kept exactly.
+    """`n` tasks with exact shares of families and branches.
 
-    The same arguments give the same tasks everywhere. Splits share no visible content whatever the
-    seeds. Raises ValueError when so many different tasks do not exist.
+    The same arguments give the same tasks everywhere. Splits share no visible content, whatever
+    the seeds. Raises ValueError if there are not so many different tasks.
     """
     if n > MAX_TASKS:
         raise ValueError(f"got {n}, but at most {MAX_TASKS} are generated; give a task file")
@@ -94,10 +93,15 @@ def generate(
     seen: set[str] = set()
     for family, branch in _families_and_branches(families, n, difficulty):
         for _ in range(1000):
-            prompt, draft = _draft(domain, policy, family, branch, difficulty, random)
-            if _owner(json.dumps([prompt, draft.visible], sort_keys=True)) != split:
+            draft = draft_task(random, family.name, branch)
+            request, goal = _request(family, draft.goal, difficulty, random)
+            prompt = (
+                {"role": "system", "content": f"{domain}\n\n{policy.strip()}"},
+                {"role": "user", "content": request},
+            )
+            if _split_of(json.dumps([prompt, draft.visible], sort_keys=True)) != split:
                 continue
-            if (payload := _payload(draft)) not in seen:
+            if (payload := _payload(replace(draft, goal=goal))) not in seen:
                 break
         else:
             raise ValueError(f"{domain}: no {n} different {split} tasks exist; ask for fewer")
@@ -118,35 +122,27 @@ def generate(
 def _families_and_branches(
     families: Sequence[Family], n: int, difficulty: str
 ) -> Iterator[tuple[Family, str]]:
-    counts = {family.name: len(range(i, n, len(families))) for i, family in enumerate(families)}
-    orders = {}
-    for family in families:
-        shares = family.easy if difficulty == "easy" else family.branches
-        orders[family.name] = quota(shares, counts[family.name])
+    branches = [
+        quota(family.easy if difficulty == "easy" else family.branches, -(-n // len(families)))
+        for family in families
+    ]
     for number in range(n):
-        family = families[number % len(families)]
-        yield family, orders[family.name][number // len(families)]
+        row, column = divmod(number, len(families))
+        yield families[column], branches[column][row]
 
 
-def _draft(
-    domain: str, policy: str, family: Family, branch: str, difficulty: str, random: Random
-) -> tuple[tuple[Message, ...], Draft]:
-    draft = family.draft(random, branch)
-    goal = {**draft.goal, "family": family.name}
-    named = goal["record"]
-    # When hard, the customer gives a customer number; finding the record is one more call.
-    if difficulty == "hard":
-        named = f"the one of {goal['customer']}"
-        del goal["record"]
-    else:
-        del goal["customer"]
+def _request(
+    family: Family, goal: dict[str, str], difficulty: str, random: Random
+) -> tuple[str, dict[str, str]]:
+    """The customer's request, and the goal as the expert gets it."""
+    # A hard request names the customer: one more call finds the record.
+    is_hard = difficulty == "hard"
+    name = f"the one of {goal['customer']}" if is_hard else goal["record"]
+    hidden = "record" if is_hard else "customer"
     phrasing = family.phrasings[0] if difficulty == "easy" else random.choice(family.phrasings)
-    request = phrasing.format(**{**goal, "record": named})
-    prompt = (
-        {"role": "system", "content": f"{domain}\n\n{policy.strip()}"},
-        {"role": "user", "content": request},
-    )
-    return prompt, Draft(**{**vars(draft), "goal": goal})
+    request = phrasing.format(**{**goal, "record": name})
+    kept = {key: value for key, value in goal.items() if key != hidden}
+    return request, {**kept, "family": family.name}
 
 
 def _payload(draft: Draft) -> str:
@@ -158,3 +154,33 @@ def _payload(draft: Draft) -> str:
         "answer": draft.answer,
     }
     return json.dumps(payload, sort_keys=True)
+
+
+def words_of(
+    name: str,
+    environment: type[CaseEnvironment],
+    families: Collection[Family],
+    said: Collection[str] = (),
+    values: Collection[str] = (),
+) -> Iterator[str]:
+    """Ids, names of tools and arguments, fields and values of records, phrasings.
+
+    `said` are further texts of messages, `values` further values of records.
+    """
+    yield from (*IDS, *SAID, name, *said)
+    database = environment.database_class.model_json_schema()
+    objects = [database, *database["$defs"].values()]
+    for schema in tool_schemas(environment):
+        function = schema["function"]
+        yield from (function["name"], f" {function['name']}")
+        objects.append(function["parameters"])
+    keys = set(values)  # and values, because flights come as {"free": ..., "full": ...}
+    for properties in (schema["properties"] for schema in objects):
+        keys |= set(properties).union(*(field.get("enum", ()) for field in properties.values()))
+    yield from keys
+    for key in keys:
+        yield from (f'", "arguments": {{"{key}": "', f'{{"{key}": "', f'", "{key}": "')
+    for family in families:
+        yield family.name
+        for phrasing in family.phrasings:
+            yield from (piece for piece in re.split(r"\{\w+\}", phrasing) if piece)

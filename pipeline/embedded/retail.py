@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.data.tasks import Task
-from pipeline.embedded.generation import IDS, Draft, Family, generate
+from pipeline.embedded.generation import IDS, Draft, Family, generate, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import CaseEnvironment, Database, named_record
-from pipeline.embedded.words import words_of
+from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of
 from pipeline.environments.experts import Agent
 from pipeline.environments.tools import ToolError
 
@@ -63,10 +61,51 @@ class RetailDatabase(Database):
     variants: dict[str, Variant]
 
 
+def _cancel(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
+    right = {"pending": "ask", "shipped": "recall", "delivered": "delivered"}[record["status"]]
+    choice = agent.decide(right, ["ask", "recall", "delivered"])
+    if choice == "delivered":
+        return choice
+    if choice == "recall":
+        agent.call("recall", order=order)
+    else:
+        agent.call("cancel", order=order, reason=agent.ask("Why?"))
+    return "Done."
+
+
+def _exchange(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
+    right = "exchange" if record["status"] == "delivered" else "undelivered"
+    choice = agent.decide(right, ["undelivered", "exchange"])
+    if choice == "undelivered":
+        return choice
+    variant = agent.call("find_variant", colour=goal["colour"])
+    right = "exchange" if variant["stock"] == "in" else "stock"
+    choice = agent.decide(right, ["exchange", "stock"], chained=True)
+    if choice == "stock":
+        return choice
+    agent.call("exchange", order=order, variant=variant["variant"])
+    return "Done."
+
+
+def _refund(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
+    right = "shipped" if record["status"] == "shipped" else TARGETS[record["paid"]]
+    choice = agent.decide(right, ["shipped", *TARGETS.values()])
+    if choice == "shipped":
+        return choice
+    agent.call("refund", order=order, to=choice)
+    return f"The money goes to {choice}."
+
+
+expert = expert_of(
+    "order", {"cancel": _cancel, "exchange": _exchange, "refund": _refund}, get_args(Reason)
+)
+
+
 class RetailEnvironment(CaseEnvironment):
     """The shop's tools over one task's database."""
 
     database_class = RetailDatabase
+    _expert = staticmethod(expert)
 
     def find_order(self, customer: str) -> dict[str, str]:
         """Find the order of a customer.
@@ -74,10 +113,7 @@ class RetailEnvironment(CaseEnvironment):
         Args:
             customer: Customer id.
         """
-        for key, order in self._db.orders.items():
-            if order.customer == customer:
-                return {"order": key}
-        raise ToolError(f"no {customer}")
+        return self._found("orders", "order", customer)
 
     def get_order(self, order: str) -> dict[str, str]:
         """Look an order up.
@@ -106,8 +142,7 @@ class RetailEnvironment(CaseEnvironment):
             variant: Variant id.
         """
         self._record("variants", variant)
-        self._record("orders", order).item = variant
-        return {"ok": "yes"}
+        return self._changed("orders", order, item=variant)
 
     def cancel(self, order: str, reason: CancelReason) -> dict[str, str]:
         """Cancel an order that has not been shipped.
@@ -116,9 +151,7 @@ class RetailEnvironment(CaseEnvironment):
             order: Order id.
             reason: The customer's reason.
         """
-        record = self._record("orders", order)
-        record.status, record.cancel_reason = "cancelled", reason
-        return {"ok": "yes"}
+        return self._changed("orders", order, status="cancelled", cancel_reason=reason)
 
     def recall(self, order: str) -> dict[str, str]:
         """Recall the parcel of an order on its way.
@@ -126,8 +159,7 @@ class RetailEnvironment(CaseEnvironment):
         Args:
             order: Order id.
         """
-        self._record("orders", order).status = "recalled"
-        return {"ok": "yes"}
+        return self._changed("orders", order, status="recalled")
 
     def refund(self, order: str, to: RefundTarget) -> dict[str, str]:
         """Refund an order.
@@ -136,8 +168,7 @@ class RetailEnvironment(CaseEnvironment):
             order: Order id.
             to: Where the money goes.
         """
-        self._record("orders", order).refunded_to = to
-        return {"ok": "yes"}
+        return self._changed("orders", order, refunded_to=to)
 
     def transfer(self, reason: Reason) -> dict[str, str]:
         """Hand the customer over to a person, which ends the conversation.
@@ -146,54 +177,6 @@ class RetailEnvironment(CaseEnvironment):
             reason: Why.
         """
         return self._transfer(reason)
-
-    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
-        return expert(agent, goal)
-
-
-def expert(agent: Agent, goal: dict[str, str]) -> str:
-    """Serve one request by the policy."""
-    order = named_record(agent, goal, "find_order", "order")
-    record = agent.call("get_order", order=order)
-    serve = {"cancel": _cancel, "exchange": _exchange, "refund": _refund}[goal["family"]]
-    return serve(agent, goal, order, record)
-
-
-def _cancel(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
-    right = {"pending": "ask", "shipped": "recall", "delivered": "delivered"}[record["status"]]
-    choice = agent.decide(right, ["ask", "recall", "delivered"])
-    if choice == "delivered":
-        agent.call("transfer", reason="delivered")
-        return ""
-    if choice == "recall":
-        agent.call("recall", order=order)
-    else:
-        agent.call("cancel", order=order, reason=agent.ask("Why?"))
-    return "Done."
-
-
-def _exchange(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
-    delivered = record["status"] == "delivered"
-    choice = agent.decide("exchange" if delivered else "undelivered", ["undelivered", "exchange"])
-    if choice == "exchange":
-        found = agent.call("find_variant", colour=goal["colour"])
-        right = "exchange" if found["stock"] == "in" else "stock"
-        choice = agent.decide(right, ["exchange", "stock"], chained=True)
-    if choice != "exchange":
-        agent.call("transfer", reason=choice)
-        return ""
-    agent.call("exchange", order=order, variant=found["variant"])
-    return "Done."
-
-
-def _refund(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
-    right = "shipped" if record["status"] == "shipped" else TARGETS[record["paid"]]
-    choice = agent.decide(right, ["shipped", *TARGETS.values()])
-    if choice == "shipped":
-        agent.call("transfer", reason=choice)
-        return ""
-    agent.call("refund", order=order, to=choice)
-    return f"The money goes to {choice}."
 
 
 def _order(random: Random, customer: str, item: str, **fields: str) -> Order:
@@ -215,61 +198,49 @@ def _fields(random: Random, family: str, branch: str) -> dict[str, str]:
     return {"status": undelivered if branch == "undelivered" else "delivered"}
 
 
-def _draft(random: Random, family: str, branch: str) -> Draft:
+def draft_task(random: Random, family: str, branch: str) -> Draft:
+    """The customer's order, one of another customer, and two variants."""
     ids = random.sample(IDS, 8)
-    colour, other = random.sample(COLOURS, 2)
+    colour, other_colour = random.sample(COLOURS, 2)
     stock = branch if branch in ("in", "out") else random.choice(["in", "out"])
     variants = {
         ids[4]: Variant.model_validate({"colour": colour, "stock": stock}),
-        ids[5]: Variant.model_validate({"colour": other, "stock": random.choice(["in", "out"])}),
+        ids[5]: Variant(colour=other_colour, stock=random.choice(["in", "out"])),
     }
-    database = RetailDatabase(
-        orders={
-            ids[0]: _order(random, ids[1], ids[6], **_fields(random, family, branch)),
-            ids[2]: _order(random, ids[3], ids[7]),
-        },
-        variants={key: variants[key] for key in random.sample(list(variants), 2)},
-    )
-    record = database.orders[ids[0]]
+    orders = {
+        ids[0]: _order(random, ids[1], ids[6], **_fields(random, family, branch)),
+        ids[2]: _order(random, ids[3], ids[7]),
+    }
+    variants = {key: variants[key] for key in random.sample(list(variants), 2)}
+    database = RetailDatabase(orders=orders, variants=variants)
     goal = {"record": ids[0], "customer": ids[1]}
     if family == "exchange":
         goal["colour"] = colour
     words = random.choice(CANCEL_REASONS)
-    expected, facts = _outcome(database, ids[0], ids[4], family, branch, words)
-    shown = (
-        {"colour": colour, "stock": variants[ids[4]].stock, "id": ids[4]}
-        if branch in ("in", "out")
-        else {}
-    )
-    return Draft(
-        goal=goal,
-        database=database,
-        expected=expected,
-        facts=facts,
-        answer={"topic": "reason", "words": words} if family == "cancel" else None,
-        visible={"record": record.model_dump(exclude={"customer", "item"}), "variant": shown},
-    )
-
-
-def _outcome(
-    database: RetailDatabase, order: str, variant: str, family: str, branch: str, words: str
-) -> tuple[RetailDatabase, tuple[str, ...]]:
-    """The database at the end and the facts to tell."""
-    expected = type(database).model_validate(database.model_dump())
-    final = expected.orders[order]
+    expected = database.model_copy(deep=True)
+    final, facts = expected.orders[ids[0]], list[str]()
     if (family, branch) == ("cancel", "pending"):
         final.status, final.cancel_reason = "cancelled", words
         expected.case.asked = ["reason"]
     elif (family, branch) == ("cancel", "shipped"):
         final.status = "recalled"
-    elif (family, branch) == ("exchange", "in"):
-        final.item = variant
-    elif family == "refund" and branch in TARGETS:
+    elif branch == "in":
+        final.item = ids[4]
+    elif branch in TARGETS:
         final.refunded_to = TARGETS[branch]
-        return expected, (TARGETS[branch],)
+        facts = [TARGETS[branch]]
     else:
         expected.case.transferred = "stock" if branch == "out" else branch
-    return expected, ()
+    variant = {"colour": colour, "stock": stock, "id": ids[4]} if branch in ("in", "out") else {}
+    record = orders[ids[0]].model_dump(exclude={"customer", "item"})
+    return Draft(
+        goal=goal,
+        database=database,
+        expected=expected,
+        facts=tuple(facts),
+        answer={"topic": "reason", "words": words} if family == "cancel" else None,
+        visible={"record": record, "variant": variant},
+    )
 
 
 FAMILIES = (
@@ -278,7 +249,6 @@ FAMILIES = (
         phrasings=("cancel order {record}", "i do not want {record}", "stop order {record}"),
         branches={"pending": 0.40, "shipped": 0.35, "delivered": 0.25},
         easy={"shipped": 0.75, "delivered": 0.25},
-        draft=lambda random, branch: _draft(random, "cancel", branch),
     ),
     Family(
         name="exchange",
@@ -289,14 +259,12 @@ FAMILIES = (
         ),
         branches={"undelivered": 0.25, "in": 0.45, "out": 0.30},
         easy={"undelivered": 0.30, "in": 0.70},
-        draft=lambda random, branch: _draft(random, "exchange", branch),
     ),
     Family(
         name="refund",
         phrasings=("refund {record}", "i want my money for {record}", "pay back {record}"),
         branches={"shipped": 0.22, "card": 0.26, "gift": 0.26, "cash": 0.26},
         easy={"shipped": 0.22, "card": 0.26, "gift": 0.26, "cash": 0.26},
-        draft=lambda random, branch: _draft(random, "refund", branch),
     ),
 )
 
@@ -307,8 +275,4 @@ WORDS = partial(
     FAMILIES,
     said=("Why?", "The money goes to ", *CANCEL_REASONS),
 )
-
-
-def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """`n` retail tasks; see `generation.generate`."""
-    return generate("retail", POLICY, FAMILIES, seed, n, split, difficulty)
+generate_tasks = partial(generate, "retail", POLICY, FAMILIES, draft_task)

@@ -1,24 +1,24 @@
-"""What the embedded domains share: a case file, a scripted customer, a verified outcome."""
+"""Shared parts of the embedded domains: case file, scripted customer, verified outcome, expert."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from random import Random
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from pipeline.environments.experts import Agent, ScriptedAgent
+from pipeline.environments.experts import Agent, Expert, ScriptedAgent
 from pipeline.environments.tools import ToolError, User, started
 
 
 class Case(BaseModel):
-    """The case file of one contact, part of every domain's database."""
+    """The case file of one contact, a part of every domain's database."""
 
     asked: list[str] = []  # answers that the customer was asked for
     transferred: str | None = None  # reason code of a transfer to a person
@@ -31,7 +31,7 @@ class Database(BaseModel):
 
 
 class Answer(BaseModel):
-    """What a task lets its customer answer, and to questions about what."""
+    """The customer's answer to questions about one topic."""
 
     topic: str
     words: str
@@ -39,13 +39,13 @@ class Answer(BaseModel):
 
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 LOOKUPS = ("find_", "get_")  # tools that change nothing
-MAX_STEPS = 1024  # tasks whose wanted steps are kept: siblings of a group ask for the same
-_STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}
+# (agent, goal, id of the record, the record) -> the final message, or the reason of a transfer
+Serve = Callable[[Agent, dict[str, str], str, dict[str, str]], str]
 
 
 @dataclass
 class ScriptedUser:
-    """A customer who answers one question with what the task says, and else says goodbye.
+    """A customer who answers one question, and ends the conversation at any other message.
 
     The answer is noted in the case, and the question among the steps of the episode.
     """
@@ -64,33 +64,33 @@ class ScriptedUser:
 
 
 def _noted(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool, which notes each call that succeeds as a step: `refund(K01, card)`."""
+    """The tool; it notes each successful call as a step: `refund(K01, card)`."""
     signature = inspect.signature(tool)
 
     @wraps(tool)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = tool(self, *args, **kwargs)
-        _, *given = signature.bind(self, *args, **kwargs).arguments.values()
-        self._steps.append(f"{tool.__name__}({', '.join(map(str, given))})")
+        _, *values = signature.bind(self, *args, **kwargs).arguments.values()
+        self._steps.append(f"{tool.__name__}({', '.join(map(str, values))})")
         return result
 
     return noted
 
 
 class CaseEnvironment:
-    """An embedded domain: a private database from the task's payload, and a verified outcome.
+    """An embedded domain: a database from the task's payload, and a verified outcome.
 
-    Payload: `goal` (what the request says), `database`, `expected` (the database at the end),
-    `facts` (words that the final message must hold), `answer` (topic and words of the customer, or
-    null). The reward is 1.0 when the episode was brought to its end, the final database equals the
-    expected one, every fact was told and the steps were those of the policy text, else 0.0. The
-    steps are those of the domain's expert: its lookups, questions and writes in this order, and
-    besides nothing but lookups. A payload without a goal, which no expert can serve, leaves them
-    open.
+    Payload: `goal` (of the request), `database`, `expected` (the database at the end), `facts`
+    (words that the final message must contain), `answer` (topic and words of the customer, or
+    null). The reward is 1.0 if the episode has ended, the database equals the expected one, the
+    final message contains every fact and the steps are right, else 0.0. Right steps are the
+    expert's lookups, questions and writes in their order; only further lookups may be added.
+    Without a goal, which the expert needs, any steps are right.
     """
 
     database_class: ClassVar[type[Database]]
-    record_tools: ClassVar = ("get_",)  # beginnings of tools that show a request's record
+    _expert: ClassVar[staticmethod[[Agent, Any], str]]
+    record_tools: ClassVar = ("get_",)  # prefixes of tools that show a request's record
     user: User | None
     done: bool
     final_message: str
@@ -105,8 +105,8 @@ class CaseEnvironment:
                 setattr(cls, name, _noted(member))
 
     def reset(self, **row: Any) -> str | None:
-        self._row, self._steps = row, list[str]()
-        payload = json.loads(row["payload"])
+        self._payload, self._steps = row["payload"], list[str]()
+        payload = json.loads(self._payload)
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
         self._facts = _FACTS.validate_python(payload["facts"])
@@ -121,43 +121,45 @@ class CaseEnvironment:
 
     def get_reward(self) -> float:
         words = re.findall(r"[a-z0-9_]+", self.final_message.lower())
-        told = all(fact in words for fact in self._facts)
-        ended = self.done or bool(self.final_message)
-        is_right = self._db == self._expected
-        wanted = self._expert_steps() if self._goal else tuple(self._steps)
-        in_order = follows(self._steps, wanted)
-        parts = {"ended": ended, "facts": told, "database": is_right, "steps": in_order}
+        steps = tuple(self._steps)
+        if self._goal:
+            steps = _expert_steps(type(self), self._payload)  # type: ignore[arg-type]  # hashable
+        parts = {
+            "ended": self.done or bool(self.final_message),
+            "facts": all(fact in words for fact in self._facts),
+            "database": self._db == self._expected,
+            "steps": follows(self._steps, steps),
+        }
         self.reward_breakdown, self.difference = {**parts}, {}
-        if not in_order:
-            self.difference["steps"] = [", ".join(self._steps), ", ".join(wanted)]
-        if not is_right:
+        if not parts["steps"]:
+            self.difference["steps"] = [", ".join(self._steps), ", ".join(steps)]
+        if not parts["database"]:
             self.difference |= difference(self._db.model_dump(), self._expected.model_dump())
         return float(all(parts.values()))
-
-    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
-        """Serve the request by the policy text, which each domain's expert does."""
-        raise NotImplementedError
-
-    def _expert_steps(self) -> tuple[str, ...]:
-        """The steps of the expert on this task, in an environment of its own."""
-        key = type(self), self._row["payload"]
-        if key not in _STEPS:
-            if len(_STEPS) >= MAX_STEPS:
-                _STEPS.clear()
-            environment = started(type(self), self._row).environment
-            self._serve(ScriptedAgent(environment, Random(0)), self._goal)
-            _STEPS[key] = tuple(environment._steps)
-        return _STEPS[key]
 
     def _transfer(self, reason: str) -> dict[str, str]:
         self._db.case.transferred = reason
         self.done = True
         return {"ok": "yes"}
 
+    def _found(self, table: str, kind: str, customer: str) -> dict[str, str]:
+        """The id of a customer's record; ToolError if there is none."""
+        for key, record in getattr(self._db, table).items():
+            if record.customer == customer:
+                return {kind: key}
+        raise ToolError(f"no {customer}")
+
     def _shown(self, table: str, key: str, *fields: str) -> dict[str, str]:
-        """What a tool shows of a record."""
+        """These fields of a record."""
         shown: dict[str, str] = self._record(table, key).model_dump(include=set(fields))
         return shown
+
+    def _changed(self, table: str, key: str, **fields: Any) -> dict[str, str]:
+        """Set these fields of a record."""
+        record = self._record(table, key)
+        for name, value in fields.items():
+            setattr(record, name, value)
+        return {"ok": "yes"}
 
     def _record(self, table: str, key: str) -> Any:
         records = getattr(self._db, table)
@@ -166,8 +168,16 @@ class CaseEnvironment:
         return records[key]
 
 
+@lru_cache(1024)  # all episodes of a group have the same task
+def _expert_steps(environment_class: type[CaseEnvironment], payload: str) -> tuple[str, ...]:
+    """The steps of the expert on a task, in an environment of its own."""
+    environment = started(environment_class, {"payload": payload}).environment
+    environment_class._expert(ScriptedAgent(environment, Random(0)), environment._goal)
+    return tuple(environment._steps)
+
+
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether all wanted steps were taken, in their order, and besides nothing but lookups."""
+    """Whether `steps` holds all wanted ones in their order, and besides them only lookups."""
     rest = iter(steps)
     return all(step in rest for step in wanted) and _acts(steps) == _acts(wanted)
 
@@ -177,7 +187,7 @@ def _acts(steps: Sequence[str]) -> list[str]:
 
 
 def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
-    """Where two databases differ: path of a field, what was found, what was expected."""
+    """The differences of two databases: path of a field, its value, the expected value."""
     if isinstance(found, dict) and isinstance(expected, dict):
         return {
             path: pair
@@ -189,6 +199,19 @@ def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str
     return {} if found == expected else {where: [str(found), str(expected)]}
 
 
-def named_record(agent: Agent, goal: dict[str, str], find: str, kind: str) -> str:
-    """The record that a request is about: named in it, or found through the customer."""
-    return goal["record"] if "record" in goal else agent.call(find, customer=goal["customer"])[kind]
+def expert_of(kind: str, serve: Mapping[str, Serve], reasons: Sequence[str]) -> Expert:
+    """An expert that looks up the record of a request and serves it by its family."""
+
+    def expert(agent: Agent, goal: dict[str, str]) -> str:
+        if "record" in goal:
+            key = goal["record"]
+        else:
+            key = agent.call(f"find_{kind}", customer=goal["customer"])[kind]
+        record = agent.call(f"get_{kind}", **{kind: key})
+        closing = serve[goal["family"]](agent, goal, key, record)
+        if closing not in reasons:
+            return closing
+        agent.call("transfer", reason=closing)
+        return ""
+
+    return expert

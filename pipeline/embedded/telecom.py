@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.data.tasks import Task
-from pipeline.embedded.generation import IDS, Draft, Family, generate
+from pipeline.embedded.generation import IDS, Draft, Family, generate, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import CaseEnvironment, Database, named_record
-from pipeline.embedded.words import words_of
+from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of
 from pipeline.environments.experts import Agent
-from pipeline.environments.tools import ToolError
 
 POLICY = """
 You serve a phone company's customers through tools. Look the line up first. Change only what is at
@@ -81,7 +78,7 @@ class TelecomDatabase(Database):
 
 
 def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str]:
-    """What the customer finds or does, and what comes of it."""
+    """Check or change the phone, or pay, for the customer; returns the result."""
     device = database.device
     if action == "check":
         return {"fault": device.fault}
@@ -96,10 +93,59 @@ def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str
     return {"ok": "yes"}
 
 
+def _service(agent: Agent, goal: dict[str, str], line: str, record: dict[str, str]) -> str:
+    if record["status"] == "paused":
+        right = "bill" if record["bill"] == "due" else "resume"
+    else:
+        right = "ended" if record["status"] == "ended" else "check"
+    choice = agent.decide(right, ["ended", "bill", "resume", "check"])
+    if choice in ("ended", "check"):
+        return choice if choice == "ended" else _check(agent)
+    if choice == "bill":
+        agent.call("send_bill", line=line)
+        agent.call("ask_user", action="pay")
+    agent.call("resume", line=line)
+    return "Done."
+
+
+def _data(agent: Agent, goal: dict[str, str], line: str, record: dict[str, str]) -> str:
+    right = "ask" if record["usage"] == "over" else "check"
+    right = "no_data" if record["plan"] == "basic" else right
+    choice = agent.decide(right, ["no_data", "ask", "check"])
+    if choice != "ask":
+        return choice if choice == "no_data" else _check(agent)
+    amount = agent.ask("How much?")
+    agent.call("add_data", line=line, amount=amount)
+    return f"Added {amount}."
+
+
+def _abroad(agent: Agent, goal: dict[str, str], line: str, record: dict[str, str]) -> str:
+    right = "enable" if record["roaming"] == "off" else "check"
+    right = "no_roaming" if record["plan"] == "basic" else right
+    choice = agent.decide(right, ["no_roaming", "enable", "check"])
+    if choice != "enable":
+        return choice if choice == "no_roaming" else _check(agent)
+    agent.call("enable_roaming", line=line)
+    return "Done."
+
+
+def _check(agent: Agent) -> str:
+    fault = agent.call("ask_user", action="check")["fault"]
+    remedy = agent.decide(REMEDIES[fault], list(REMEDIES.values()), chained=True)
+    agent.call("ask_user", action=remedy)
+    return "Done."
+
+
+expert = expert_of(
+    "line", {"service": _service, "data": _data, "abroad": _abroad}, get_args(Reason)
+)
+
+
 class TelecomEnvironment(CaseEnvironment):
     """The company's tools over one task's database; `ask_user` is the only way to the phone."""
 
     database_class = TelecomDatabase
+    _expert = staticmethod(expert)
 
     def find_line(self, customer: str) -> dict[str, str]:
         """Find the line of a customer.
@@ -107,10 +153,7 @@ class TelecomEnvironment(CaseEnvironment):
         Args:
             customer: Customer id.
         """
-        for key, line in self._db.lines.items():
-            if line.customer == customer:
-                return {"line": key}
-        raise ToolError(f"no {customer}")
+        return self._found("lines", "line", customer)
 
     def get_line(self, line: str) -> dict[str, str]:
         """Look a line up.
@@ -126,7 +169,7 @@ class TelecomEnvironment(CaseEnvironment):
         Args:
             line: Line id.
         """
-        self._record("lines", line).bill_sent = True
+        self._changed("lines", line, bill_sent=True)
         return {"bill": "sent"}
 
     def resume(self, line: str) -> dict[str, str]:
@@ -135,8 +178,7 @@ class TelecomEnvironment(CaseEnvironment):
         Args:
             line: Line id.
         """
-        self._record("lines", line).status = "active"
-        return {"ok": "yes"}
+        return self._changed("lines", line, status="active")
 
     def add_data(self, line: str, amount: Amount) -> dict[str, str]:
         """Add data to a line.
@@ -145,8 +187,7 @@ class TelecomEnvironment(CaseEnvironment):
             line: Line id.
             amount: Gigabytes.
         """
-        self._record("lines", line).added = amount
-        return {"ok": "yes"}
+        return self._changed("lines", line, added=amount)
 
     def enable_roaming(self, line: str) -> dict[str, str]:
         """Enable roaming on a line.
@@ -154,8 +195,7 @@ class TelecomEnvironment(CaseEnvironment):
         Args:
             line: Line id.
         """
-        self._record("lines", line).roaming = "on"
-        return {"ok": "yes"}
+        return self._changed("lines", line, roaming="on")
 
     def ask_user(self, action: UserAction) -> dict[str, str]:
         """Ask the user to do something: check the phone, pay a bill that was sent, or try a remedy
@@ -173,72 +213,6 @@ class TelecomEnvironment(CaseEnvironment):
             reason: Why.
         """
         return self._transfer(reason)
-
-    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
-        return expert(agent, goal)
-
-
-def expert(agent: Agent, goal: dict[str, str]) -> str:
-    """Serve one request by the policy."""
-    line = named_record(agent, goal, "find_line", "line")
-    record = agent.call("get_line", line=line)
-    serve = {"service": _service, "data": _data, "abroad": _abroad}[goal["family"]]
-    return serve(agent, line, record)
-
-
-def _service(agent: Agent, line: str, record: dict[str, str]) -> str:
-    if record["status"] == "paused":
-        right = "bill" if record["bill"] == "due" else "resume"
-    else:
-        right = "ended" if record["status"] == "ended" else "check"
-    choice = agent.decide(right, ["ended", "bill", "resume", "check"])
-    if choice == "ended":
-        return _transferred(agent, choice)
-    if choice == "check":
-        return _check(agent)
-    if choice == "bill":
-        agent.call("send_bill", line=line)
-        agent.call("ask_user", action="pay")
-    agent.call("resume", line=line)
-    return "Done."
-
-
-def _data(agent: Agent, line: str, record: dict[str, str]) -> str:
-    right = (
-        "no_data" if record["plan"] == "basic" else "ask" if record["usage"] == "over" else "check"
-    )
-    choice = agent.decide(right, ["no_data", "ask", "check"])
-    if choice == "no_data":
-        return _transferred(agent, choice)
-    if choice == "check":
-        return _check(agent)
-    amount = agent.ask("How much?")
-    agent.call("add_data", line=line, amount=amount)
-    return f"Added {amount}."
-
-
-def _abroad(agent: Agent, line: str, record: dict[str, str]) -> str:
-    right = "enable" if record["roaming"] == "off" else "check"
-    right = "no_roaming" if record["plan"] == "basic" else right
-    choice = agent.decide(right, ["no_roaming", "enable", "check"])
-    if choice == "no_roaming":
-        return _transferred(agent, choice)
-    if choice == "check":
-        return _check(agent)
-    agent.call("enable_roaming", line=line)
-    return "Done."
-
-
-def _check(agent: Agent) -> str:
-    fault = agent.call("ask_user", action="check")["fault"]
-    remedy = agent.decide(REMEDIES[fault], list(REMEDIES.values()), chained=True)
-    agent.call("ask_user", action=remedy)
-    return "Done."
-
-
-def _transferred(agent: Agent, reason: str) -> str:
-    agent.call("transfer", reason=reason)
-    return ""
 
 
 def _line(random: Random, customer: str, **fields: str) -> Line:
@@ -263,53 +237,43 @@ def _fields(family: str, branch: str) -> dict[str, str]:
     return {"plan": "plus", "roaming": "off" if branch == "off" else "on"}
 
 
-def _draft(random: Random, family: str, branch: str) -> Draft:
+def draft_task(random: Random, family: str, branch: str) -> Draft:
+    """The customer's line and phone, and the line of another customer."""
     ids = random.sample(IDS, 4)
-    device = Device(fault=random.choice(list(REMEDIES)))
+    fault = random.choice(list(REMEDIES))
     lines = {
         ids[0]: _line(random, ids[1], **_fields(family, branch)),
         ids[2]: _line(random, ids[3]),
     }
-    database = TelecomDatabase(lines=lines, device=device)
-    record = database.lines[ids[0]]
+    database = TelecomDatabase(lines=lines, device=Device(fault=fault))
     words = random.choice(AMOUNTS)
-    expected, facts = _outcome(database, ids[0], branch, words)
-    return Draft(
-        goal={"record": ids[0], "customer": ids[1]},
-        database=database,
-        expected=expected,
-        facts=facts,
-        answer={"topic": "amount", "words": words} if family == "data" else None,
-        visible={
-            "record": record.model_dump(exclude={"customer"}),
-            "fault": device.fault if branch == "check" else "",
-            "amount": words if branch == "over" else "",
-        },
-    )
-
-
-def _outcome(
-    database: TelecomDatabase, line: str, branch: str, words: str
-) -> tuple[TelecomDatabase, tuple[str, ...]]:
-    """The database at the end and the facts to tell."""
-    expected = type(database).model_validate(database.model_dump())
-    final = expected.lines[line]
-    if branch in ("ended", "no_data", "no_roaming"):
+    expected = database.model_copy(deep=True)
+    final = expected.lines[ids[0]]
+    if branch in get_args(Reason):
         expected.case.transferred = branch
     elif branch == "check":
-        expected.device.remedies = [REMEDIES[expected.device.fault]]
-        expected.device.fault = "none"
+        expected.device = Device(fault="none", remedies=[REMEDIES[fault]])
     elif branch == "off":
         final.roaming = "on"
     elif branch == "over":
         expected.case.asked = ["amount"]
         final.added = words
-        return expected, (words,)
     else:
         final.status = "active"
         if branch == "due":
             final.bill, final.bill_sent = "paid", True
-    return expected, ()
+    return Draft(
+        goal={"record": ids[0], "customer": ids[1]},
+        database=database,
+        expected=expected,
+        facts=(words,) if branch == "over" else (),
+        answer={"topic": "amount", "words": words} if family == "data" else None,
+        visible={
+            "record": lines[ids[0]].model_dump(exclude={"customer"}),
+            "fault": fault if branch == "check" else "",
+            "amount": words if branch == "over" else "",
+        },
+    )
 
 
 FAMILIES = (
@@ -322,14 +286,12 @@ FAMILIES = (
         ),
         branches={"ended": 0.22, "due": 0.30, "paid": 0.20, "check": 0.28},
         easy={"ended": 0.30, "paid": 0.70},
-        draft=lambda random, branch: _draft(random, "service", branch),
     ),
     Family(
         name="data",
         phrasings=("slow data on {record}", "{record} is slow", "no internet with {record}"),
         branches={"no_data": 0.24, "over": 0.36, "check": 0.40},
         easy={"no_data": 0.30, "check": 0.70},
-        draft=lambda random, branch: _draft(random, "data", branch),
     ),
     Family(
         name="abroad",
@@ -340,7 +302,6 @@ FAMILIES = (
         ),
         branches={"no_roaming": 0.25, "off": 0.30, "check": 0.45},
         easy={"no_roaming": 0.30, "off": 0.70},
-        draft=lambda random, branch: _draft(random, "abroad", branch),
     ),
 )
 
@@ -352,8 +313,4 @@ WORDS = partial(
     said=("How much?", "Added ", "sent", "fault", '{"fault": "'),
     values=REMEDIES,
 )
-
-
-def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """`n` telecom tasks; see `generation.generate`."""
-    return generate("telecom", POLICY, FAMILIES, seed, n, split, difficulty)
+generate_tasks = partial(generate, "telecom", POLICY, FAMILIES, draft_task)

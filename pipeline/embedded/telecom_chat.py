@@ -14,13 +14,13 @@ from typing import Any
 from pipeline.data.tasks import Task
 from pipeline.embedded import telecom
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
+from pipeline.embedded.generation import words_of
 from pipeline.embedded.telecom import (
     TelecomDatabase,
     TelecomEnvironment,
     UserAction,
     done_by_user,
 )
-from pipeline.embedded.words import words_of
 from pipeline.environments.experts import Agent
 from pipeline.environments.tools import User
 
@@ -132,20 +132,6 @@ class PhoneUser:
         return DONE
 
 
-class TelecomChatEnvironment(TelecomEnvironment):
-    """The company's tools over one task's database; the phone is on the other side of the talk."""
-
-    ask_user = None  # type: ignore[assignment]  # so it is no tool
-
-    def reset(self, **row: Any) -> str | None:
-        addition = super().reset(**row)
-        self.user = PhoneUser(self._db, self.user, self._steps)
-        return addition
-
-    def _serve(self, agent: Agent, goal: dict[str, str]) -> str:
-        return expert(agent, goal)
-
-
 @dataclass
 class _Talker:
     """An agent that puts what telecom's expert asks of the customer into words."""
@@ -169,6 +155,18 @@ class _Talker:
 def expert(agent: Agent, goal: dict[str, str]) -> str:
     """Serve one request by the policy."""
     return telecom.expert(_Talker(agent), goal)
+
+
+class TelecomChatEnvironment(TelecomEnvironment):
+    """The company's tools over one task's database; the phone is on the other side of the talk."""
+
+    ask_user = None  # type: ignore[assignment]  # so it is no tool
+    _expert = staticmethod(expert)
+
+    def reset(self, **row: Any) -> str | None:
+        addition = super().reset(**row)
+        self.user = PhoneUser(self._db, self.user, self._steps)
+        return addition
 
 
 FAMILIES = telecom.FAMILIES

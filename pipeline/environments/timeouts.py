@@ -1,8 +1,7 @@
-"""A deadline for each call of code that is not ours.
+"""Deadlines for calls of environment code.
 
-In the main thread an alarm interrupts the call. Elsewhere Python can interrupt nothing: there the
-call is told late when it comes back, and whoever waits for it must give it up. What is awaited is
-cancelled in the event loop. `Calls` plays calls here, or beside each other in threads.
+In the main thread, an alarm (SIGALRM) interrupts a late call. Python cannot interrupt other
+threads: there, a late call goes on and its result is dropped. A late coroutine is cancelled.
 """
 
 from __future__ import annotations
@@ -16,41 +15,42 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CtrlC
 
-REPEAT_S = 1.0  # between the alarms of a call that is late: code may swallow one
-GRACE_S = 5.0  # after which an event loop that should have cancelled a call is held up by one
-MAX_CHARACTERS = 10_000_000  # of a text that an environment returns; more would be tokenized long
+REPEAT_S = 1.0  # between the alarms of a late call, which may swallow the first one
+GRACE_S = 5.0  # an event loop that does not answer for this long is replaced
+MAX_BESIDE = 64  # calls in the background at the same time
+MAX_HANGS = 3  # in a row; then a domain is not called again in this rollout
+MAX_CHARACTERS = 10_000_000  # of a text from an environment; longer ones take long to tokenize
 FAULT_CHARACTERS = 500  # of the text of a fault
 
-# Files that are not looked at for the place of a fault.
-_OTHERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ", __file__)
+# Files that cannot be the place of a fault.
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ", __file__)
 
 
 class CallTimeout(BaseException):
-    """Interrupts a call at its deadline; no Exception, so that `except Exception` lets it pass."""
+    """Interrupts a late call. It is no Exception, so that `except Exception` does not catch it."""
 
 
 class Outage(Exception):
-    """An environment's own word that a service is down, through no fault of the policy's.
+    """An environment raises it if a service is down, which is no fault of the policy.
 
     It may be raised in `reset`, a tool, the user's `reply` and `get_reward`: the episode ends, and
-    training leaves it out. Never raise it for what a policy can bring about.
+    training leaves it out. Never raise it for a situation that a policy can cause.
     """
 
 
 class EnvironmentFault(Exception):
-    """Code of an environment raised, or took too long; the text is one line and says which.
+    """Code of an environment raised, or took too long; the text is one line.
 
-    `outage`: it says that a service is down, or its domain is not called any more.
+    `outage`: a service is down, or the domain is not called any more.
     """
 
     def __init__(self, text: str, timed_out: bool = False, outage: bool = False) -> None:
@@ -58,45 +58,35 @@ class EnvironmentFault(Exception):
         self.timed_out, self.outage = timed_out, outage
 
 
-class _Here(threading.local):
-    """The call that this thread is making."""
-
-    until = math.inf  # its deadline
-    interruptible = False  # the alarm may raise
-    frame: Any = None  # of the function that makes it
-    has_alarms = False
-    others: Any = None  # handler of SIGALRM
+class _State(threading.local):  # of the guarded call in the current thread
+    deadline = math.inf
+    interruptible = False  # whether the alarm may raise
+    frame: Any = None  # of `_under_alarm`, in which the alarm must not raise
 
 
-_here = _Here()
+_state = _State()
+_other_handler: Any = None  # of SIGALRM, set by other code
 
 
 def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
-    """What `call` returns, awaited if it is awaitable.
+    """Return the result of `call`, awaited if it is awaitable.
 
-    Raises EnvironmentFault where it raises, or takes longer than so many seconds. In the main
-    thread it is then interrupted, unless it is stuck outside Python; in others it is not.
+    Raises EnvironmentFault if the call raises or takes more than `seconds`. Then it is interrupted
+    in the main thread, unless it is blocked outside Python; in other threads it is not.
     """
-    begun, outer = time.monotonic(), _here.until
-    _here.until = begun + seconds
-    result, late = None, False
-    fault: EnvironmentFault | None = None
+    begun, outer_deadline = time.monotonic(), _state.deadline
+    _state.deadline = begun + seconds
+    result, fault = None, None
     try:
-        if _here.has_alarms:
-            result = _under_alarm(seconds, call)
-        elif _in_main_thread():
-            with alarms():
-                result = _under_alarm(seconds, call)
-        else:
-            result = settled(call())
+        result = _under_alarm(seconds, call) if _in_main_thread() else settled(call())
     except CallTimeout:
-        late = True
+        fault = too_long(name, seconds)
     except BaseException as error:
         fault = EnvironmentFault(describe(only_faults(error)), outage=is_outage(error))
     finally:
-        _here.until = outer
-    if late or time.monotonic() - begun > seconds:  # what came too late does not count
-        raise too_long(name, seconds)
+        _state.deadline = outer_deadline
+    if time.monotonic() - begun > seconds:  # a late result or fault does not count
+        fault = too_long(name, seconds)
     if fault is not None:
         raise fault
     return result
@@ -111,426 +101,250 @@ def too_long(name: str, seconds: float) -> EnvironmentFault:
 
 
 def only_faults(error: BaseException) -> BaseException:
-    """What code that is not ours has raised, be it SystemExit; whatever else is raised again here.
-
-    That is a call's deadline, and a person at the keyboard: `run.py` raises CtrlC then, Python's
-    own handler of the signal KeyboardInterrupt, which no code may be blamed for.
-    """
+    """Return an exception of environment code; raise a deadline or a person's Ctrl-C again."""
+    # For Ctrl-C, `run.py` raises CtrlC and Python's default handler raises KeyboardInterrupt.
     by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and _in_main_thread()
-    if isinstance(error, CallTimeout | CtrlC):
-        raise error
-    if isinstance(error, KeyboardInterrupt) and by_python:
+    is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
+    if is_person or isinstance(error, CallTimeout):
         raise error
     return error
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether it is an Outage, or tasks that were awaited together raised one among others."""
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(Outage) is not None
-    return isinstance(error, Outage)
+    """Whether an exception is an Outage, or a group of exceptions that holds one."""
+    in_group = isinstance(error, BaseExceptionGroup) and error.subgroup(Outage) is not None
+    return in_group or isinstance(error, Outage)
 
 
 def describe(error: BaseException) -> str:
-    """Its type and text, in one line of bounded length; if it is no Exception, with its place."""
+    """Type and text of an exception in one short line; with its place if it is no Exception."""
     name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
-    place = "" if isinstance(error, Exception) else _place_of(error)
-    return (f"{name}: {text}" if text else name) + place
-
-
-def _place_of(error: BaseException) -> str:
-    """`, in bank.py, line 7`: the last line outside of libraries before it was raised."""
+    line = f"{name}: {text}" if text else name
+    if isinstance(error, Exception):
+        return line
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_OTHERS)]
-    last = next(iter([*own[-1:], *frames[-1:]]), None)
-    return "" if last is None else f", in {Path(last.filename).name}, line {last.lineno}"
+    last = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
+    return f"{line}, in {Path(last.filename).name}, line {last.lineno}"
 
 
 def text_of(error: BaseException) -> str:
     try:
         return writable(str(error)[:MAX_CHARACTERS])
-    except BaseException as unspeakable:  # such a text is code of an environment as well
-        only_faults(unspeakable)
+    except BaseException as failure:  # `__str__` is code of an environment too
+        only_faults(failure)
         return "its text cannot be made"
 
 
 def writable(text: str) -> str:
-    """The text without halves of characters, which break tokenizers and files.
+    """The text without lone surrogates, which tokenizers and files do not accept.
 
-    Raises ValueError where it is longer than any conversation.
+    Raises ValueError if it is longer than MAX_CHARACTERS.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"returned {len(text)} characters, the limit is {MAX_CHARACTERS}")
     return text.encode(errors="replace").decode()
 
 
-@contextmanager
-def alarms() -> Iterator[None]:
-    """Around many calls: the handler of SIGALRM that interrupts them, set once, which costs most.
-
-    Alarms of others reach their own handler, which is back at the end.
-    """
-    if _here.has_alarms or not _in_main_thread():
-        yield
-        return
-    _here.others = signal.signal(signal.SIGALRM, _ring) or signal.SIG_DFL
-    _here.has_alarms = True
-    try:
-        yield
-    finally:
-        _here.has_alarms = False
-        # An alarm that is still on its way is dropped: the default action would end the process.
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.signal(signal.SIGALRM, _here.others)
-
-
-def _ring(number: int, frame: Any) -> None:
-    """Interrupts a call where it is, but not the function below that makes it."""
-    if _here.frame is None:
-        if callable(_here.others):
-            _here.others(number, frame)
-    elif _here.interruptible and frame is not _here.frame:
+def _alarm(number: int, frame: Any) -> None:
+    """Interrupt the guarded call; if there is none, run the handler of other code."""
+    if _state.frame is None:
+        if callable(_other_handler):
+            _other_handler(number, frame)
+    elif _state.interruptible and frame is not _state.frame:
         raise CallTimeout
 
 
 def _under_alarm(seconds: float, call: Callable[[], Any]) -> Any:
-    """Make a call that is interrupted once it is late, and again should it swallow that.
+    """Make a call that an alarm interrupts once it is late, repeatedly if it swallows the alarm.
 
-    When this returns or raises, no alarm is left, and a timer that ran before goes on.
+    Afterwards no alarm is left, and a timer of other code goes on. The handler stays, because
+    setting it takes longer than most calls.
     """
-    begun, _here.frame = time.monotonic(), sys._getframe()
+    global _other_handler
+    if (handler := signal.getsignal(signal.SIGALRM)) is not _alarm:
+        _other_handler = handler
+        signal.signal(signal.SIGALRM, _alarm)
+    begun, _state.frame = time.monotonic(), sys._getframe()
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
     try:
-        return _interruptible(call)
+        _state.interruptible = True
+        return settled(call())
     finally:
-        _here.interruptible = False
-        _, repeat = signal.setitimer(signal.ITIMER_REAL, 0)
-        _here.frame = None
-        if repeat != REPEAT_S:  # the call has set alarms of its own, perhaps a handler
-            signal.signal(signal.SIGALRM, _ring)
+        _state.interruptible = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _state.frame = None
         if left:
             left -= time.monotonic() - begun
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
 
 
-def _interruptible(call: Callable[[], Any]) -> Any:
-    _here.interruptible = True
-    return settled(call())
-
-
 def settled(value: Any) -> Any:
-    """`value`, awaited if it is awaitable: tools, users and rewards may be sync or async.
+    """Return `value`, awaited if it is awaitable: tools, users and rewards may be sync or async.
 
-    All are awaited in one event loop of a thread of its own, so that a client that an environment
-    opens in one call serves in the next. At the deadline of the call it is cancelled.
+    One event loop awaits all of them, so that a client that is opened in one call works in the
+    next. At the deadline of the guarded call the coroutine is cancelled.
     """
     if not inspect.isawaitable(value):
         return value
-    interruptible, _here.interruptible = _here.interruptible, False  # this wait ends by itself
+    interruptible, _state.interruptible = _state.interruptible, False  # `wait` has a timeout
     try:
-        result, error = _loops.run(value, _here.until)
+        future = _environment_loop.run(_outcome(value))
+        wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        if not future.done():
+            future.cancel()
+            _environment_loop.replace_if_blocked()
+            raise CallTimeout
+        result, error = future.result()
     finally:
-        _here.interruptible = interruptible
+        _state.interruptible = interruptible
     if error is not None:
         raise error
     return result
 
 
-Outcome = tuple[Any, BaseException | None]
-
-
-class _Loops:
-    """The event loop that serves; where a call holds it up beyond its deadline, a new one does."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # threads may ask at once
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, value: Any, until: float) -> Outcome:
-        with self._lock:
-            if self._loop is None or self._loop.is_closed():
-                self._loop = asyncio.new_event_loop()
-                serve = threading.Thread(target=_serve, args=[self._loop], daemon=True)
-                serve.name = "event loop"
-                serve.start()
-            loop = self._loop
-        seconds = None if until == math.inf else max(0.0, until - time.monotonic())
-        future: Future[Outcome] = Future()
-        loop.call_soon_threadsafe(_start, value, seconds, future)
-        try:
-            return future.result(None if seconds is None else seconds + GRACE_S)
-        except TimeoutError:
-            with self._lock:
-                if self._loop is loop:
-                    self._loop = None
-            return None, CallTimeout()
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    while not loop.is_closed():  # a task that raises SystemExit ends `run_forever`
-        try:
-            loop.run_forever()
-        except BaseException as error:
-            loop.call_exception_handler({"message": "in a task", "exception": error})
-
-
-def _start(value: Any, seconds: float | None, future: Future[Outcome]) -> None:
-    """In the event loop: what is awaited, until it ends or its time does."""
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(_outcome(value))
-    timer = None if seconds is None else loop.call_later(seconds, _expire, task, future)
-
-    def end(_: Any) -> None:
-        if timer is not None:
-            timer.cancel()
-        if not future.done():
-            cancelled = (None, asyncio.CancelledError())  # by its own code
-            future.set_result(cancelled if task.cancelled() else task.result())
-
-    task.add_done_callback(end)
-
-
-def _expire(task: asyncio.Task[Outcome], future: Future[Outcome]) -> None:
-    future.set_result((None, CallTimeout()))
-    task.cancel()  # not waited for: it may refuse
-
-
-async def _outcome(value: Any) -> Outcome:
+async def _outcome(value: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     try:
         return await value, None
-    except BaseException as error:  # raised where it was asked for; here it would end the loop
+    except BaseException as error:  # SystemExit would end the event loop
         return None, error
 
 
-_loops = _Loops()
+class _EventLoop:
+    """An asyncio event loop in a daemon thread, started when it is first needed."""
+
+    _loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = threading.Thread()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        with self._lock:
+            if not self._thread.is_alive():
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def replace_if_blocked(self) -> None:
+        """Use a new loop from now on if a call blocks this one for GRACE_S seconds."""
+        thread, probe = self._thread, self.run(asyncio.sleep(0))
+        if not wait([probe], GRACE_S).done and self._thread is thread:
+            self._thread = threading.Thread()
+
+    def _serve(self) -> None:
+        loop = self._loop
+        while not loop.is_closed():
+            with suppress(BaseException):  # a task that raises SystemExit ends `run_forever`
+                loop.run_forever()
 
 
-MAX_BESIDE = 64  # works in the background, side by side
+_environment_loop = _EventLoop()  # runs coroutines of environments
+_work_loop = _EventLoop()  # runs the works of `Calls.beside`, which never block it
 
-
-IDLE_S = 2.0  # after which a thread without a job ends
-
-
-MAX_HANGS = 3  # in a row; then a domain is not called again in this rollout
-
-
-Guard = Callable[[str, Callable[[], Any]], Any]  # makes a call: its name, and what to call
-
-
-Work = Callable[[Guard], None]  # one or more calls of one environment
-
-
+Guard = Callable[[str, Callable[[], Any]], Awaitable[Any]]  # makes a call: its name, the function
+Work = Callable[[Guard], Coroutine[Any, Any, None]]  # one or more calls of one environment
 Key = tuple[str, str]  # domain and task
 
 
 class Calls:
-    """Lets environments work; `seconds` is the deadline of each of their calls.
+    """Runs the work of environments; each call has a deadline of `seconds`.
 
-    `on_call` is told, in this thread, whose call is made or waited for next. Where a domain hangs
-    again and again, the rest of its works fail at once: an outage costs a rollout minutes, not a
-    deadline per episode.
+    `on_call` gets the task whose call is made or waited for next; it runs in the calling thread.
+    After MAX_HANGS late calls in a row, all further work of a domain fails at once: an outage
+    costs a rollout a few deadlines, not one per episode.
     """
 
     def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:
         self.seconds, self.on_call = seconds, on_call
-        self._threads = _Threads(seconds)
-        self._hangs: dict[str, _Hangs] = {}  # by domain
+        self._places = asyncio.Semaphore(MAX_BESIDE)
+        self._background: set[Future[None]] = set()
+        # Of each domain: late calls in a row, and the deadline of the one that was counted last.
+        self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
 
     def here(self, key: Key, work: Work) -> None:
-        """Do a work now; raises EnvironmentFault where one of its calls fails."""
+        """Do the work in this thread; raises EnvironmentFault if one of its calls fails."""
 
-        def guard(name: str, call: Callable[[], Any]) -> Any:
+        async def guard(name: str, call: Callable[[], Any]) -> Any:
             self.on_call("/".join(key))
             return guarded(name, self.seconds, call)
 
-        hangs, begun = self._of_domain(key), time.monotonic()
-        if hangs.too_many:
-            raise hangs.refusal()
+        begun = time.monotonic()
+        self._check(key)
         try:
-            work(guard)
+            work(guard).send(None)  # this guard never waits: the coroutine ends
+        except StopIteration:
+            self._note(key, None, begun)
         except EnvironmentFault as fault:
-            hangs.note(fault, begun)
+            self._note(key, fault, begun)
             raise
-        hangs.note(None, begun)
 
     def beside(self, key: Key, work: Work) -> Callable[[], None]:
-        """Do a work in the background; what is returned waits for it, and raises as `here` does.
+        """Do the work in the background; returns a function that waits and raises as `here` does.
 
-        A work that is given up makes no further call, and what it was about to do is not done.
+        A hung call keeps its daemon thread, but neither its place among the MAX_BESIDE nor the
+        process. The work ends at a late call.
         """
-        job, hangs = _Job(work), self._of_domain(key)
-        if hangs.too_many:
-            job.end(hangs.refusal())
-        else:
-            self._threads.submit(job)
+        begun = 0.0
 
-        def wait() -> None:
+        async def guard(name: str, call: Callable[[], Any]) -> Any:
+            nonlocal begun
+            async with self._places:
+                self._check(key)
+                begun = time.monotonic()
+                return await _in_thread(name, self.seconds, call)
+
+        future = _work_loop.run(work(guard))
+        self._background.add(future)
+        future.add_done_callback(self._background.discard)
+
+        def wait_for_it() -> None:
             self.on_call("/".join(key))
-            self._threads.wait(job, hangs.refusal() if hangs.too_many else None)
-            hangs.note(job.fault if isinstance(job.fault, EnvironmentFault) else None, job.begun)
-            if job.fault is not None:
-                raise job.fault
+            fault = future.exception()
+            self._note(key, fault, begun)
+            if fault is not None:
+                raise fault
 
-        return wait
+        return wait_for_it
 
     def forget(self) -> None:
-        """Give up what is under way, and call all domains again."""
-        self._threads.give_up_all()
-        self._hangs = {}
+        """Give up all work in the background, and call all domains again."""
+        for future in list(self._background):
+            future.cancel()
+        self._hangs.clear()
 
-    def _of_domain(self, key: Key) -> _Hangs:
-        return self._hangs.setdefault(key[0], _Hangs(key[0], self.seconds))
+    def _note(self, key: Key, fault: BaseException | None, begun: float) -> None:
+        """Count a late call; calls that hang at the same time count once."""
+        count, deadline = self._hangs[key[0]]
+        if not (isinstance(fault, EnvironmentFault) and fault.timed_out):
+            self._hangs[key[0]] = 0, deadline
+        elif begun >= deadline:
+            self._hangs[key[0]] = count + 1, begun + self.seconds
 
-
-@dataclass
-class _Hangs:
-    """How often a domain hung in a row; calls that hang at the same time count once."""
-
-    domain: str
-    seconds: float
-    count: int = 0
-    until: float = -math.inf  # the deadline of the call that was counted last
-
-    @property
-    def too_many(self) -> bool:
-        return self.count >= MAX_HANGS
-
-    def note(self, fault: EnvironmentFault | None, begun: float) -> None:
-        if fault is None or not fault.timed_out:
-            self.count = 0
-        elif begun >= self.until:
-            self.count, self.until = self.count + 1, begun + self.seconds
-
-    def refusal(self) -> EnvironmentFault:
-        return EnvironmentFault(
-            f"CallTimeout: {self.domain} is not called again in this rollout, after {self.count} "
-            f"times in a row that took more than {self.seconds:g} s",
-            timed_out=True,
-            outage=True,
-        )
+    def _check(self, key: Key) -> None:
+        """Raise EnvironmentFault if the domain is not called any more."""
+        count, _ = self._hangs[key[0]]
+        if count >= MAX_HANGS:
+            raise EnvironmentFault(
+                f"CallTimeout: {key[0]} is not called again in this rollout, after {count} "
+                f"times in a row that took more than {self.seconds:g} s",
+                timed_out=True,
+                outage=True,
+            )
 
 
-class _GivenUp(BaseException):
-    """Ends a work that nobody waits for any more, in its own thread."""
+async def _in_thread(name: str, seconds: float, call: Callable[[], Any]) -> Any:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # a late result is dropped
 
-
-@dataclass(eq=False)
-class _Job:
-    """A work in the background."""
-
-    work: Work
-    call: str = ""  # what it calls at the moment
-    begun: float = 0.0  # when its last call began
-    in_call: bool = False
-    given_up: bool = False
-    done: bool = False
-    fault: BaseException | None = None
-
-    def end(self, fault: BaseException | None) -> None:
-        self.done, self.fault = True, fault
-
-
-class _Threads:
-    """Threads that do jobs, MAX_BESIDE at most; they end where there is nothing to do for a while.
-
-    One whose call hangs is left to itself, and another takes its place. They are daemons, which
-    cannot keep the process from ending.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        lock = threading.Lock()  # guards the jobs and all below
-        self._submitted, self._ended = threading.Condition(lock), threading.Condition(lock)
-        self._waiting: deque[_Job] = deque()
-        self._running: list[_Job] = []
-        self._num_threads = self._num_idle = 0  # without those that were left to themselves
-        self._awaited: _Job | None = None
-
-    def submit(self, job: _Job) -> None:
-        with self._submitted:
-            self._waiting.append(job)
-            self._call_threads()
-
-    def wait(self, job: _Job, refusal: EnvironmentFault | None) -> None:
-        """Return once the job is done, or its call is late; with a refusal, do not let it wait."""
-        with self._ended:
-            self._awaited = job
-            while not job.done:
-                if refusal is not None:
-                    self._give_up(job, refusal)
-                for late in [other for other in self._running if self._left_of(other) < 0]:
-                    self._give_up(late, too_long(late.call, self.seconds))
-                if not job.done:
-                    self._ended.wait(min(map(self._left_of, self._running), default=self.seconds))
-
-    def give_up_all(self) -> None:
-        with self._submitted:
-            for job in [*self._waiting, *self._running]:
-                self._give_up(job, EnvironmentFault("given up"))
-
-    def _left_of(self, job: _Job) -> float:
-        """Seconds until its call is late; a call that it begins later has as many at least."""
-        return job.begun + self.seconds - time.monotonic() if job.in_call else self.seconds
-
-    def _give_up(self, job: _Job, fault: EnvironmentFault) -> None:
-        """Between two calls it may end by itself, which takes no time."""
-        job.given_up, job.fault = True, fault
-        if job in self._waiting:
-            self._waiting.remove(job)
-            job.end(fault)
-        elif job.in_call:
-            self._running.remove(job)
-            job.end(fault)
-            self._num_threads -= 1
-            self._call_threads()
-
-    def _call_threads(self) -> None:
-        while self._num_idle < len(self._waiting) and self._num_threads < MAX_BESIDE:
-            self._num_threads += 1
-            self._num_idle += 1
-            threading.Thread(target=self._serve, name="environment", daemon=True).start()
-        self._submitted.notify()
-
-    def _serve(self) -> None:
-        """Do jobs, one after the other; this thread was counted as idle when it was made."""
-        while True:
-            with self._submitted:
-                while not self._waiting:
-                    if not self._submitted.wait(IDLE_S) and not self._waiting:
-                        self._num_threads -= 1
-                        self._num_idle -= 1
-                        return
-                self._num_idle -= 1
-                job = self._waiting.popleft()
-                self._running.append(job)
-            fault = self._fault_of(job)
-            with self._ended:
-                if job.done:  # it was given up, and another thread has the place
-                    return
-                self._running.remove(job)
-                job.end(fault)
-                self._num_idle += 1
-                if job is self._awaited:
-                    self._ended.notify()
-
-    def _fault_of(self, job: _Job) -> BaseException | None:
+    def run() -> None:
         try:
-            job.work(lambda name, call: self._guarded(job, name, call))
-        except _GivenUp:
-            return job.fault
-        except BaseException as error:  # raised where it is waited for
-            return error
-        return None
+            future.set_result(guarded(name, seconds, call))
+        except BaseException as error:
+            future.set_exception(error)
 
-    def _guarded(self, job: _Job, name: str, call: Callable[[], Any]) -> Any:
-        with self._ended:
-            if job.given_up:
-                raise _GivenUp
-            job.call, job.begun, job.in_call = name, time.monotonic(), True
-        try:
-            return guarded(name, self.seconds, call)
-        finally:
-            with self._ended:
-                job.in_call = False
-                if job.given_up:
-                    raise _GivenUp
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+    except TimeoutError:
+        raise too_long(name, seconds) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise, product
 from statistics import fmean
@@ -15,7 +15,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of, play_expert
-from pipeline.environments.timeouts import Calls, Guard, alarms
+from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
     answer_call,
@@ -44,8 +44,7 @@ def floors(
     many seconds, they earn nothing. Where nothing failed, the same tasks are not played again.
     """
     calls = Calls(call_timeout, lambda _: None)
-    with alarms():
-        return {name: _floor(calls, domains[name], tasks[name]) for name in tasks}
+    return {name: _floor(calls, domains[name], tasks[name]) for name in tasks}
 
 
 def _floor(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
@@ -54,7 +53,7 @@ def _floor(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, flo
         return dict(known[1])
     failed: list[Task] = []
 
-    def played(play: Callable[[Task, list[Any], Guard], None]) -> list[Any]:
+    def played(play: Callable[[Task, list[Any], Guard], Coroutine[Any, Any, None]]) -> list[Any]:
         """What came of every task; None where it failed."""
         found: list[Any] = []
         for task in tasks:
@@ -88,8 +87,8 @@ def _floor(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, flo
     return found
 
 
-def _trace(domain: Domain, task: Task, outcome: list[Trace | None], guard: Guard) -> None:
-    outcome.append(guard("expert", partial(blind_trace, domain, task)))
+async def _trace(domain: Domain, task: Task, outcome: list[Trace | None], guard: Guard) -> None:
+    outcome.append(await guard("expert", partial(blind_trace, domain, task)))
 
 
 def _first_enum(schema: dict[str, Any]) -> list[str]:
@@ -99,7 +98,7 @@ def _first_enum(schema: dict[str, Any]) -> list[str]:
     return []
 
 
-def _play_blind(
+async def _play_blind(
     environment_class: type[Any],
     schemas: Sequence[dict[str, Any]],
     task: Task,
@@ -111,7 +110,7 @@ def _play_blind(
     Text arguments are ids seen in the request or in results, the newest that the tool accepts; a
     choice is its first option.
     """
-    environment, *_ = guard("reset", partial(started, environment_class, task.row()))
+    environment, *_ = await guard("reset", partial(started, environment_class, task.row()))
     ids = re.findall(ID, task.prompt[-1]["content"]) or ["x"]
     for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
         properties = schema["parameters"]["properties"]
@@ -120,14 +119,14 @@ def _play_blind(
             arguments = {name: p.get("enum", [an_id])[0] for (name, p), an_id in choices}
             fixed = dict.fromkeys(arguments, schema.get("fixed"))
             given, name = fixed if "fixed" in schema else arguments, schema["name"]
-            answer = guard(name, partial(answer_call, environment, name, given))
+            answer = await guard(name, partial(answer_call, environment, name, given))
             if "error" not in answer.content:
                 ids += [found for found in re.findall(ID, answer.content) if found not in ids]
                 break
         if answer.is_last:
             break
-    guard("final message", partial(setattr, environment, "final_message", "Done."))
-    rewards.append(guard("get_reward", partial(reward_of, environment)))
+    await guard("final message", partial(setattr, environment, "final_message", "Done."))
+    rewards.append(await guard("get_reward", partial(reward_of, environment)))
 
 
 Trace = tuple[tuple[str, str], ...]  # each step, and what the policy saw of its outcome

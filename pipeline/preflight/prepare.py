@@ -14,8 +14,13 @@ from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import Row
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.domains import Domain, environments_of, generated, load_domains, try_task
-from pipeline.environments.timeouts import alarms
+from pipeline.environments.domains import (
+    Domain,
+    environments_of,
+    generated,
+    load_domains,
+    try_task,
+)
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -151,9 +156,8 @@ def train_tasks(
 
     tasks = open_tasks(domain.name, source, data.dataset_train_split, visit)[:count]
     limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
-    with alarms():
-        for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
-            try_task(domain, task, source, limit, success)
+    for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
+        try_task(domain, task, source, limit, success)
     return tasks, _longest(tasks, lengths)
 
 

@@ -18,7 +18,7 @@ from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.timeouts import Calls, Guard, Work, alarms
+from pipeline.environments.timeouts import Calls, Guard, Work
 from pipeline.environments.tools import (
     EnvironmentFault,
     Outcome,
@@ -156,8 +156,7 @@ class Rollout:
         self._calls.forget()
         key = (lambda start: start.task.key) if self.deterministic else (lambda start: None)
         together = [list(group) for _, group in groupby(starts, key)]
-        with alarms():
-            return [trajectory for group in together for trajectory in self._play(group, greedy)]
+        return [trajectory for group in together for trajectory in self._play(group, greedy)]
 
     def _play(self, starts: Sequence[Start], greedy: bool) -> list[Trajectory]:
         """Play at most `max_live_episodes` side by side; waiting ones take the places of others.
@@ -208,11 +207,11 @@ class Rollout:
                 episode.handle = handle
         return begun
 
-    def _reset(self, episode: _Episode, guard: Guard) -> None:
+    async def _reset(self, episode: _Episode, guard: Guard) -> None:
         task = episode.start.task
         start = partial(started, self.environments[task.domain], task.row())
         episode.serves = "reset"
-        episode.environment, episode.addition, episode.beside = guard("reset", start)
+        episode.environment, episode.addition, episode.beside = await guard("reset", start)
 
     def _prompt(self, episode: _Episode) -> None:
         task = episode.start.task
@@ -271,11 +270,13 @@ class Rollout:
         return [{"role": "tool", "name": "error", "content": content}]
 
     @staticmethod
-    def _answer(episode: _Episode, parsed: Parsed, replies: list[Message], guard: Guard) -> None:
+    async def _answer(
+        episode: _Episode, parsed: Parsed, replies: list[Message], guard: Guard
+    ) -> None:
         """Let the environment answer calls, or the user a message; sets how the episode ends."""
         environment, episode.serves = episode.environment, ""
         for name, arguments in parsed.calls:
-            answer = guard(name, partial(answer_call, environment, name, arguments))
+            answer = await guard(name, partial(answer_call, environment, name, arguments))
             episode.num_tool_errors += answer.raised
             known = name if name in tool_methods(type(environment)) else UNKNOWN_TOOL
             count = episode.tools.setdefault(known, [0, 0])
@@ -286,10 +287,10 @@ class Rollout:
                 return
         if not parsed.calls:
             episode.serves = "reply"
-            reply = guard("reply", partial(reply_of, environment, parsed.content))
+            reply = await guard("reply", partial(reply_of, environment, parsed.content))
             if reply is None:
                 episode.serves, closing = "", partial(setattr, environment, "final_message")
-                guard("final message", partial(closing, parsed.content))
+                await guard("final message", partial(closing, parsed.content))
                 episode.stop_reason = StopReason.COMPLETED
             else:
                 replies.append({"role": "user", "content": reply})
@@ -330,9 +331,9 @@ class Rollout:
         return [episode.trajectory() for episode in episodes]
 
     @staticmethod
-    def _reward(episode: _Episode, guard: Guard) -> None:
+    async def _reward(episode: _Episode, guard: Guard) -> None:
         episode.serves = ""
-        episode.outcome = guard("get_reward", partial(outcome_of, episode.environment))
+        episode.outcome = await guard("get_reward", partial(outcome_of, episode.environment))
 
     def _begin(self, episode: _Episode, work: Work) -> Callable[[], None]:
         """Do an environment's work, now or in the background; what is returned waits for it.

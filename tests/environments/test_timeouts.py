@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from functools import partial
 
 import pytest
@@ -96,10 +97,9 @@ def test_a_late_call_that_answers_an_alarm_is_late_whatever_it_answers(never):
 
 
 def test_no_alarm_reaches_code_after_its_call():
-    with timeouts.alarms():
-        for seconds in [1e-6, 1e-5, 3e-5, 1e-4] * 500:  # the alarm comes as the call ends
-            with pytest.raises(EnvironmentFault, match="CallTimeout"):
-                guarded("look", seconds, lambda seconds=seconds: time.sleep(seconds))
+    for seconds in [1e-6, 1e-5, 3e-5, 1e-4] * 500:  # the alarm comes as the call ends
+        with pytest.raises(EnvironmentFault, match="CallTimeout"):
+            guarded("look", seconds, lambda seconds=seconds: time.sleep(seconds))
     assert signal.getitimer(signal.ITIMER_REAL)[1] != timeouts.REPEAT_S
 
 
@@ -115,16 +115,13 @@ def others_alarm():
 
 
 def test_the_alarms_of_others_go_on_after_a_call(others_alarm, never):
-    handler = signal.getsignal(signal.SIGALRM)
     guarded("look", LONG_S, lambda: None)
     with pytest.raises(EnvironmentFault):
         guarded("look", SHORT_S, never.wait)
-    assert signal.getsignal(signal.SIGALRM) is handler
     left, interval = signal.getitimer(signal.ITIMER_REAL)
     assert 900 < left < 1000 and interval == 0
-    with timeouts.alarms():
-        guarded("look", LONG_S, lambda: None)
-        signal.raise_signal(signal.SIGALRM)
+    assert others_alarm == []
+    signal.raise_signal(signal.SIGALRM)
     assert others_alarm == ["rung"]
 
 
@@ -133,10 +130,9 @@ def test_a_call_that_sets_alarms_of_its_own_leaves_the_next_one_its_deadline(nev
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose action is to end the process
         signal.alarm(0)
 
-    with timeouts.alarms():
-        guarded("look", LONG_S, own_alarm)
-        with pytest.raises(EnvironmentFault, match="CallTimeout"):
-            guarded("look", SHORT_S, never.wait)
+    guarded("look", LONG_S, own_alarm)
+    with pytest.raises(EnvironmentFault, match="CallTimeout"):
+        guarded("look", SHORT_S, never.wait)
 
 
 def in_thread(function):
@@ -292,14 +288,21 @@ def test_where_it_cannot_be_a_person_an_interrupt_is_a_fault_of_the_code_that_ra
             guarded("look", LONG_S, raises(CtrlC()))
     finally:
         signal.signal(signal.SIGINT, before)
-    wait = Calls(LONG_S, lambda key: None).beside(
-        ("desk", "t1"), lambda guard: guard("look", interrupts)
-    )
+    wait = Calls(LONG_S, lambda key: None).beside(("desk", "t1"), look(interrupts))
     with pytest.raises(EnvironmentFault, match=f"^{said}$"):
         wait()
 
 
 # Calls in the background
+
+
+def look(function):
+    """A work that calls a function."""
+
+    async def work(guard):
+        await guard("look", function)
+
+    return work
 
 
 def test_a_call_in_the_background_is_timed_from_its_own_start():
@@ -309,7 +312,7 @@ def test_a_call_in_the_background_is_timed_from_its_own_start():
         time.sleep(0.1)
         ended.set()
 
-    wait = Calls(0.05, lambda key: None).beside(("desk", "t1"), lambda guard: guard("look", late))
+    wait = Calls(0.05, lambda key: None).beside(("desk", "t1"), look(late))
     assert ended.wait(LONG_S)
     with pytest.raises(EnvironmentFault, match=r"^CallTimeout: look .* 0\.05 s$"):
         wait()
@@ -320,11 +323,10 @@ def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
     background, found = Calls(DEADLINE_S, lambda key: None), []
 
     def start(function):
-        return background.beside(
-            ("desk", "t1"), lambda guard: found.append(guard("look", function))
-        )
+        return background.beside(("desk", "t1"), look(function))
 
-    waits = [start(function) for function in [never.wait, never.wait, *[lambda: "seen"] * 4]]
+    seen = [lambda: found.append("seen")] * 4
+    waits = [start(function) for function in [never.wait, never.wait, *seen]]
     for wait in waits[2:]:
         wait()
     assert found == ["seen"] * 4
@@ -338,46 +340,34 @@ def test_a_work_that_was_given_up_does_nothing_more(late):
     going_on, calling, done = threading.Event(), threading.Event(), []
 
     def hang():
+        done.append(threading.current_thread())
         calling.set()
         going_on.wait()
 
-    def work(guard):
-        done.append(threading.current_thread())
-        guard("look", hang)
+    async def work(guard):
+        await guard("look", hang)
         done.append("what follows from it")
-        guard("look", lambda: done.append("another call"))
+        await guard("look", lambda: done.append("another call"))
 
     background = Calls(SHORT_S if late else LONG_S, lambda key: None)
     wait = background.beside(("desk", "t1"), work)
     assert calling.wait(LONG_S)
     if not late:
         background.forget()
-    with pytest.raises(EnvironmentFault):
+    with pytest.raises(EnvironmentFault if late else CancelledError):
         wait()
     going_on.set()
     done[0].join(LONG_S)
     assert len(done) == 1
 
 
-def test_idle_threads_end(monkeypatch):
-    monkeypatch.setattr(timeouts, "IDLE_S", 0.01)
-    background, threads = Calls(LONG_S, lambda key: None), []
-
-    def work(guard):
-        threads.append(guard("look", threading.current_thread))
-
-    for _ in range(2):
-        background.beside(("desk", "t1"), work)()
-        threads[-1].join(LONG_S)
-        assert not threads[-1].is_alive()
-    assert threads[0] is not threads[1]
-
-
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     code = """
 import threading
 from pipeline.environments.timeouts import Calls
-wait = Calls(0.2, print).beside(("bank", "t1"), lambda g: g("look", threading.Event().wait))
+async def work(guard):
+    await guard("look", threading.Event().wait)
+wait = Calls(0.2, print).beside(("bank", "t1"), work)
 try:
     wait()
 except Exception as fault:
@@ -395,11 +385,9 @@ def test_calls_that_hang_at_the_same_time_count_once(never):
     background = Calls(SHORT_S, lambda key: None)
 
     def hang():
-        return background.beside(("desk", "t1"), lambda guard: guard("look", never.wait))
+        return background.beside(("desk", "t1"), look(never.wait))
 
-    def quick(guard):
-        guard("look", lambda: "seen")
-
+    quick = look(lambda: "seen")
     for _ in range(2):
         for wait in [hang() for _ in range(5)]:
             with pytest.raises(EnvironmentFault, match=LATE):
