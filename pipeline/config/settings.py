@@ -288,7 +288,7 @@ class RunSettings(Section):
     )
     deterministic: bool = Field(False, description="same bits on any number of CPU ranks; slow")
     profile: list[PositiveInt] = Field(
-        [], description="steps that each rank writes a trace of (torch.profiler); `none` for none"
+        [], description="steps of which each rank writes a trace (torch.profiler); `none` for none"
     )
     doctor: bool = Field(False, description="check ranks, links and machine, then exit")
     check: bool = Field(False, description="check recipe, tasks, template and memory, then exit")

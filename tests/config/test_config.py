@@ -322,6 +322,10 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ["--plateau-patience", "2", "--eval-steps", "0"],
             ("plateau_patience", "eval_steps", "take it out"),
         ),
+        (
+            ["--difficulties", "easy", "--stage-steps", "{airline: 7}"],
+            ("stage_steps: got 'airline'", "no stage", "airline-easy"),
+        ),
         (["--difficulties", "easy,easy"], ("difficulties: got easy,easy", "each once")),
         (
             ["--domain-advantage-scale", "{bank: 2}"],
