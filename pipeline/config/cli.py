@@ -43,7 +43,10 @@ def parse(argv: list[str]) -> Config:
         sys.exit(0)
     if unknown:
         raise UserError(one_line(_unknown_argument(unknown[0], parser)))
-    resumed = _resumed_run(given)
+    resumed = None
+    if name := given.get("run.resume_from_checkpoint"):
+        folder = given.get("run.output_dir")
+        resumed = Path(folder) if folder is not None else run_of_checkpoint(name)
     if recipe is None and resumed is not None and (resumed / RUN_SETTINGS).is_file():
         recipe = resumed / RUN_SETTINGS
     path = find_recipe(recipe or DEFAULT_RECIPE)
@@ -60,14 +63,6 @@ def parse(argv: list[str]) -> Config:
         where = flags.get(("warm_start", "data"), f"{path}: warm_start.data")
         raise UserError(one_line(f"{where}: got '{data}', which is no file; give an existing file"))
     return config
-
-
-def _resumed_run(given: dict[str, Any]) -> Path | None:
-    """The folder of the run that the flags resume; None for a new run."""
-    name, folder = given.get("run.resume_from_checkpoint"), given.get("run.output_dir")
-    if name is None:
-        return None
-    return run_of_checkpoint(name) if folder is None else Path(folder)
 
 
 def flag(section: str, name: str) -> str:
@@ -129,11 +124,11 @@ def _metavar(annotation: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return ""
     if isinstance(value, list):
-        return f" [{','.join(map(str, value)) or 'none'}]"
-    return f" [{str(value).lower() if isinstance(value, bool) else value}]"
+        value = ",".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return "" if value is None else f" [{value}]"
 
 
 def _value(text: str | bool, annotation: Any) -> Any:
