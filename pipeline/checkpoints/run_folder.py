@@ -241,16 +241,15 @@ def check_still_there(folder: Path, lock: IO[str] | None) -> None:
 def machine_fault(error: BaseException, folder: Path, lock: IO[str] | None) -> MachineError | None:
     """The fault of the machine that caused `error`: a missing folder, a full disk; None if neither.
 
-    safetensors and tokenizers give the number of the system's error only in their message.
+    safetensors and tokenizers give the number of the system's error in their message only.
     """
     try:
         check_still_there(folder, lock)
     except MachineError as gone:
         return gone
-    links: list[Any] = [error, error.__cause__, error.__context__]
+    messages = f"{error} {error.__cause__} {error.__context__}"
     for number in (errno.ENOSPC, errno.EDQUOT):
-        text = f"(os error {number})"
-        if any(getattr(link, "errno", None) == number or text in str(link) for link in links):
+        if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
             return MachineError(
                 f"output_dir: the disk of {folder} is full ({os.strerror(number)}); the last whole "
                 "checkpoint stands: free some space, then resume with --resume-from-checkpoint "

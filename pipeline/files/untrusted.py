@@ -22,8 +22,6 @@ MAX_DEPTH = 64  # of objects and arrays inside each other
 MAX_SHOWN = 200  # characters of a refused value
 MAX_MESSAGE = 1000  # characters of a message
 
-# Characters that could control a terminal, or reverse the direction of a line.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|(?<=[?&])(?:[a-z_]*token|[a-z_]*key|password|sig|signature)=[^&\s'\"]+",
@@ -112,12 +110,12 @@ def one_line(text: str) -> str:
     line = " ".join(masked(text).split())
     if len(line) > MAX_MESSAGE:
         line = f"{line[: MAX_MESSAGE // 2]} ... {line[-MAX_MESSAGE // 2 :]}"
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return printable(line)
 
 
 def printable(text: str) -> str:
     """A text of several lines for a terminal, with control characters as Python escapes."""
-    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def masked(text: str) -> str:
