@@ -79,8 +79,18 @@ def save(
     final, writing = folder / name, folder / f"{WRITING}{name}"
     shutil.rmtree(writing, ignore_errors=True)
     number = 1 + max(map(number_of, newest_first(folder)), default=0)
+    config = json.dumps(state.get("config", {}), sort_keys=True).encode()
+    content = {"format": FORMAT, **state, "config_hash": hashlib.sha256(config).hexdigest()}
     try:
-        _write(writing, model, tokenizer, state, optimizer_state)
+        if has_adapters(model):
+            lora.save(model, writing)
+        else:
+            model.save_pretrained(writing)
+        tokenizer.save_pretrained(writing)
+        if optimizer_state is not None:
+            with (writing / "optimizer.pt").open("wb") as file:  # a path would hide a full disk
+                torch.save(optimizer_state, file)
+        (writing / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         write_manifest(writing, number)
         for path in (*writing.rglob("*"), writing):
             sync(path)
@@ -95,26 +105,6 @@ def save(
     sync(folder)
     write_text(folder / "latest", name + "\n")
     return final
-
-
-def _write(
-    folder: Path,
-    model: Any,
-    tokenizer: Any,
-    state: Mapping[str, Any],
-    optimizer_state: dict[str, Any] | None,
-) -> None:
-    if has_adapters(model):
-        lora.save(model, folder)
-    else:
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if optimizer_state is not None:
-        with (folder / "optimizer.pt").open("wb") as file:  # a path would hide a full disk
-            torch.save(optimizer_state, file)
-    config = json.dumps(state.get("config", {}), sort_keys=True).encode()
-    content = {"format": FORMAT, **state, "config_hash": hashlib.sha256(config).hexdigest()}
-    (folder / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:

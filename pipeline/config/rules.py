@@ -91,13 +91,9 @@ def _check_curriculum(config: Config) -> None:
     if both := set(curriculum.stage_steps) & set(curriculum.stage_tasks):
         raise UserError(f"stage_tasks: got {min(both)}, as stage_steps has; give one")
     if curriculum.plateau_patience and not config.evaluation.eval_steps:
-        raise UserError(
-            "plateau_patience: needs validations; give eval_steps more than 0, or take it out"
-        )
+        raise UserError("plateau_patience: give eval_steps more than 0, or take it out")
     if doubles := [name for name in stages if stages.count(name) > 1]:
-        raise UserError(
-            f"order: two stages would be called {doubles[0]}; give that domain another name"
-        )
+        raise UserError(f"order: two stages are called {doubles[0]}; rename that domain")
     for name in (*curriculum.stage_steps, *curriculum.stage_tasks):
         if name in config.data.domains and name not in stages:
             setting = "stage_steps" if name in curriculum.stage_steps else "stage_tasks"
