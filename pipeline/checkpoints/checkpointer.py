@@ -1,17 +1,16 @@
-"""The Checkpointer: when a run saves, what of, and what the last checkpoint holds."""
+"""The Checkpointer: when a run saves a checkpoint, and what the last one holds."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Stateful, TrainState
+from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.manifest import prune
 from pipeline.checkpoints.run_folder import check_still_there, machine_fault
 from pipeline.config.settings import RunSettings
@@ -24,8 +23,8 @@ from pipeline.files.durable import sync
 class Checkpointer:
     """Saves the model, the optimizer and the `state_dict()` of each of its `owners`.
 
-    Every rank makes one and calls it at the same place; rank 0 writes. `lock` is the open file by
-    which rank 0 holds the run folder. `resumed` is the checkpoint that the run goes on from.
+    Every rank makes one and calls it at the same points; rank 0 writes. `lock` is the lock file of
+    the run folder, open on rank 0. `resumed` is the checkpoint that the run continues from.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Checkpointer:
         resumed: Path | None = None,
     ) -> None:
         self.run_folder, self.folder, self.resumed = folder, folder / "checkpoints", resumed
-        self.owners: list[Stateful] = [state]
+        self.owners: list[Any] = [state]
         self._settings, self._ranks, self._state = settings, ranks, state
         self._tokenizer, self._lock = tokenizer, lock
         self._unsynced: list[Path] = []
@@ -50,12 +49,12 @@ class Checkpointer:
 
     @property
     def wall_s(self) -> float:
-        """Seconds so far, those of the processes before a resume included."""
+        """Seconds so far, including the processes before a resume."""
         return self._state.wall_s + time.perf_counter() - self._begun
 
     @property
     def is_current(self) -> bool:
-        """Whether the last checkpoint holds where the run stands."""
+        """Whether the last checkpoint holds the current position of the run."""
         return self._saved == self._state.position
 
     @property
@@ -70,24 +69,23 @@ class Checkpointer:
         return due
 
     def check_folder(self) -> None:
-        """MachineError where somebody removed or replaced the run folder."""
+        """MachineError if the run folder was removed or replaced."""
         check_still_there(self.run_folder, self._lock)
 
     def machine_fault(self, error: BaseException) -> MachineError | None:
-        """What of the machine made a run fail; None where it was something else."""
+        """The fault of the machine that caused `error`; None for another cause."""
         return machine_fault(error, self.run_folder, self._lock)
 
     def remember(self, path: Path) -> None:
-        """A file that the next checkpoint counts on: it is brought to the disk before."""
+        """Sync this file to the disk before the next checkpoint, which depends on it."""
         self._unsynced.append(path)
 
     def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
         """Compare parameters over the ranks; rank 0 writes, all wait. Returns the seconds."""
         begun = time.perf_counter()
         self.check_folder()
-        for path in self._unsynced:
-            sync(path)
-        self._unsynced = []
+        while self._unsynced:
+            sync(self._unsynced.pop())
         self._ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
         moments = None if optimizer is None else whole_state(optimizer, self._ranks.rank)
         if self._ranks.is_main:
@@ -100,28 +98,24 @@ class Checkpointer:
         return seconds
 
     def write(self, name: str, model: Any, optimizer_state: dict[str, Any] | None = None) -> Path:
-        """On rank 0 alone: the checkpoint itself, with the state of all owners."""
+        """On rank 0 only: write the checkpoint, with the state of all owners."""
         self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
-        state = _joined(owner.state_dict() for owner in self.owners)
+        state: dict[str, Any] = {}
+        for owner in self.owners:
+            part = owner.state_dict()
+            assert not state.keys() & part.keys(), "two owners save the same name"
+            state |= part
         return checkpoint.save(self.folder, name, model, self._tokenizer, state, optimizer_state)
 
     def _warn_of_slow_save(self, save_s: float) -> None:
-        """Once, where the launcher would end the ranks before a save at a signal is done."""
-        given_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
-        under_launcher = "TORCHELASTIC_RUN_ID" in os.environ
-        if not (self._ranks.is_main and under_launcher and save_s > given_s) or self._warned:
+        """Warn once if the launcher would kill the ranks before a save after SIGTERM is done."""
+        limit_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
+        if "TORCHELASTIC_RUN_ID" not in os.environ or save_s <= limit_s or self._warned:
             return
         self._warned = True
-        print(
-            f"warning: a checkpoint took {save_s:.0f} s, but the launcher ends ranks "
-            f"{given_s:.0f} s after SIGTERM; set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f} for it",
-            flush=True,
-        )
-
-
-def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
-    for part in parts:
-        assert not joined.keys() & part.keys(), "two owners save the same name"
-        joined |= part
-    return joined
+        if self._ranks.is_main:
+            print(
+                f"warning: a checkpoint took {save_s:.0f} s, but the launcher ends ranks "
+                f"{limit_s:.0f} s after SIGTERM; set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f} for it",
+                flush=True,
+            )

@@ -1,4 +1,4 @@
-"""Where a run starts: its folder, its state and its weights, afresh or from a checkpoint."""
+"""The start of a run: its folder, its state and its weights, fresh or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import SavedState, TrainState
 from pipeline.checkpoints.checkpointer import Checkpointer
 from pipeline.checkpoints.manifest import problem
-from pipeline.checkpoints.run_folder import Opened, open_folder
+from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
@@ -22,41 +21,42 @@ from pipeline.models.loading import load_folder, load_model
 
 
 def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
-    """The run's folder, which rank 0 opens for all, and the checkpoint to go on from.
+    """The run folder, which rank 0 opens for all, and the checkpoint to continue from.
 
-    Where it must refuse, every rank raises the UserError: none is left waiting for it.
+    If rank 0 refuses, every rank raises the UserError, so that no rank waits for it.
     """
-    opened, mistake = None, ""
+    opened: Opened | None = None
+    result: Any = None
     if ranks.is_main:
         try:
             opened = open_folder(config)
+            result = opened.folder, opened.checkpoint
         except UserError as error:
-            mistake = str(error)
-    told = None if opened is None else (opened.folder, opened.checkpoint)
-    found, mistake = ranks.all_gather_objects((told, mistake), "run folder")[0]
-    if found is None:
-        raise UserError(mistake)
-    return opened, *found
+            result = error
+    result = ranks.all_gather_objects(result, "run folder")[0]
+    if isinstance(result, UserError):
+        raise result
+    return opened, *result
 
 
 def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
-    """A fresh model without a state, or those of the checkpoint to resume from."""
+    """The state and the model of the checkpoint to resume from, or no state and a fresh model."""
     if path is None:
-        return SavedState(), load_model(config.model, tokenizer, config.run.seed)
-    state = checkpoint.load_state(path)
-    if state.get("step") and lora.is_adapter(path) != config.model.use_peft:
-        held = "LoRA adapters" if lora.is_adapter(path) else "a whole model"
+        return {}, load_model(config.model, tokenizer, config.run.seed)
+    state, is_adapter = read_state(path), lora.is_adapter(path)
+    if state.get("step") and is_adapter != config.model.use_peft:
+        held = "LoRA adapters" if is_adapter else "a whole model"
         got = str(config.model.use_peft).lower()
         raise UserError(f"use_peft: got {got}, but {path.name} holds {held}; resume with its value")
     if state.get("step") and config.model.use_peft:
         lora.check_settings(path, config.model)
-    return state, load_folder(lora.base_of(path) if lora.is_adapter(path) else path, config.model)
+    return state, load_folder(lora.base_of(path) if is_adapter else path, config.model)
 
 
 def base_of_adapters(
     model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
 ) -> str:
-    """The folder or hub id of the model that adapters belong to, written now if it is nowhere."""
+    """The folder or hub id of the base model of the adapters; it is written if it has none."""
     folder, name = checkpointer.folder, settings.model
     if (folder / "warm-start").is_dir():
         return str(_whole(folder / "warm-start").resolve())
@@ -71,15 +71,15 @@ def base_of_adapters(
 def folder_of_reference(
     folder: Path, state: TrainState, stages: Sequence[Stage], sync_ref_model: bool
 ) -> Path | None:
-    """The checkpoint with the weights of the reference; None for the model as it came."""
-    under_way = next((s.index for s in stages if not state.evaluated(s.name)), len(stages))
-    if sync_ref_model and under_way > 0:
-        return _whole(folder / f"stage-{under_way}-{stages[under_way - 1].name}")
+    """The checkpoint with the weights of the reference; None for the original model."""
+    finished = [stage for stage in stages if state.evaluated(stage.name)]
+    if sync_ref_model and finished:
+        return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
     return _whole(folder / "warm-start") if (folder / "warm-start").is_dir() else None
 
 
 def _whole(path: Path) -> Path:
-    """A checkpoint that the one to resume from builds on; UserError where it is damaged."""
+    """A checkpoint that the resumed one depends on; UserError if it is damaged."""
     if why := problem(path):
         raise UserError(
             f"resume_from_checkpoint: {path.name}, which the run builds on, is damaged ({why}); "
@@ -90,7 +90,7 @@ def _whole(path: Path) -> Path:
 
 @torch.no_grad()
 def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
-    """Give the model, or its adapters, the weights of a checkpoint; None: as the model came."""
+    """Give the model, or its adapters, the weights of a checkpoint; None: the original weights."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
@@ -99,5 +99,5 @@ def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any)
         loaded = load_model(config.model, tokenizer, config.run.seed)
     else:
         loaded = load_folder(folder, config.model)
-    for own, other in zip(model.parameters(), loaded.parameters(), strict=True):
-        own.copy_(other)
+    for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
+        parameter.copy_(value)

@@ -1,6 +1,6 @@
-"""Transcripts: every episode of a step or an evaluation, one gzipped JSON line each, for people.
+"""Transcripts: the episodes of a step or an evaluation, one gzipped JSON line each.
 
-A run that goes on reads the records of a stage from them, too.
+People read them; a resumed run reads the records of its stage from them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def save_transcripts(
 ) -> Path:
     """Write one rank's episodes of a step; returns the file.
 
-    `ids` and `logprobs` are those of the sampled tokens, a list for each assistant message.
+    `ids` and `logprobs` hold a list of sampled tokens for each assistant message.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.rank-{rank}.jsonl.gz"
@@ -48,26 +48,23 @@ def save_transcripts(
 
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
-    """A rank's share of the records of all ranks in a folder of transcripts.
+    """One rank's share of the records of all ranks in a folder of transcripts.
 
-    Raises UserError where a file is damaged.
+    Transcripts of an earlier version may lack some fields of a record. Raises UserError if a file
+    is damaged.
     """
-    records = []
+    names, records = {field.name for field in fields(RunRecord)}, []
     for path in sorted(folder.glob("step-*.jsonl.gz")):
-        if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks == rank:
-            records += _records_in(path)
+        if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks != rank:
+            continue
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                for line in file:
+                    row = json.loads(line)
+                    records.append(RunRecord(**{name: row[name] for name in names & row.keys()}))
+        except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
+            raise UserError(
+                f"resume_from_checkpoint: {path} cannot be read as transcripts "
+                f"({reason_of(error)}); restore it, or start anew"
+            ) from None
     return records
-
-
-def _records_in(path: Path) -> list[RunRecord]:
-    """Of transcripts that may be of an earlier version, which left some of a record out."""
-    names = {field.name for field in fields(RunRecord)}
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line).items() for line in file]
-        return [RunRecord(**{name: of for name, of in row if name in names}) for row in rows]
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
-        raise UserError(
-            f"resume_from_checkpoint: {path} cannot be read as transcripts ({reason_of(error)}); "
-            "restore it, or start anew"
-        ) from None

@@ -1,15 +1,14 @@
-"""One typed tree of settings: a recipe (YAML) and flags fill it, and nothing else does.
+"""One typed tree of settings, filled by a recipe (YAML) and by flags.
 
-Sections group the settings for reading; every setting has one flat flag (`--learning-rate`), and
-the settings of the warm start carry its prefix (`--warm-start-steps`). TRL's names are used where
-TRL has one. Nothing is read from environment variables. This module imports no torch.
+Sections group the settings for reading. Every setting has one flat flag (`--learning-rate`); the
+flags of the warm start have its prefix (`--warm-start-steps`). TRL's names are used where TRL has
+one. No setting is read from an environment variable. `rules.py` checks settings against each other.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -21,23 +20,21 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from pipeline.errors import UserError
-
 DEFAULT_DOMAINS = ("airline", "retail", "telecom")
-EMBEDDED_DOMAINS = {  # and their environment classes, as `environments` names one's own
+EMBEDDED_DOMAINS = {  # environment classes, in the form of the setting `environments`
     "airline": "pipeline.embedded.airline:AirlineEnvironment",
     "retail": "pipeline.embedded.retail:RetailEnvironment",
     "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
     "telecom_chat": "pipeline.embedded.telecom_chat:TelecomChatEnvironment",
 }
-RESERVED_STAGES = ("mixed", "interleaved")
-# Of evaluations, and of the metric `reward/mean` of all domains.
-RESERVED_NAMES = (*RESERVED_STAGES, "start", "warm_start", "mean")
-MAX_NAME = 64  # characters of a domain's name, which is part of file names
+MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
+
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Difficulty = Literal["easy", "medium", "hard"]
 
 
 class Section(BaseModel):
@@ -49,12 +46,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_what_pydantic_would_convert(cls, value: Any, info: ValidationInfo) -> Any:
-        """`seed: true` is not 1, and an empty text is no model, path or name."""
-        assert info.field_name is not None
-        wants_bool = cls.model_fields[info.field_name].annotation is bool
-        if value == "" or (isinstance(value, bool) and not wants_bool):
-            raise PydanticCustomError("wrong_type", "wrong type")
+    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `seed: true`, which pydantic would read as 1, and empty text."""
+        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        if value == "" or (isinstance(value, bool) and not is_switch):
+            raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
         return value
 
 
@@ -73,9 +69,7 @@ class ModelSettings(Section):
     mixed_precision: Literal["auto", "bf16", "no"] = Field(
         "auto", description="auto: bf16 on CUDA, fp32 on CPU"
     )
-    use_peft: bool = Field(
-        False, description="GRPO trains LoRA adapters on the frozen model, through PEFT"
-    )
+    use_peft: bool = Field(False, description="train LoRA adapters (PEFT) on the frozen model")
     lora_r: PositiveInt = Field(16, description="rank of the LoRA matrices")
     lora_alpha: PositiveInt = Field(32, description="LoRA's scale is lora_alpha / lora_r")
     lora_target_modules: list[str] = Field(
@@ -97,12 +91,8 @@ class DataSettings(Section):
     eval_split: Literal["validation", "test"] = Field(
         "test", description="split of the evaluations before and after each stage"
     )
-    difficulty: Literal["easy", "medium", "hard"] = Field(
-        "medium", description="difficulty of generated tasks"
-    )
-    task_seed: int = Field(
-        0, description="seed of the generated tasks; `seed` does not change them"
-    )
+    difficulty: Difficulty = Field("medium", description="difficulty of generated tasks")
+    task_seed: int = Field(0, description="seed of the generated tasks, which `seed` leaves alone")
     tasks: dict[str, str] = Field(
         {},
         description="training tasks of a domain in place of generated ones: {bank: SOURCE}, a JSON "
@@ -110,58 +100,10 @@ class DataSettings(Section):
     )
     dataset_train_split: str = Field("train", description="the split of such a dataset")
 
-    @model_validator(mode="after")
-    def _domains_are_known_and_unique(self) -> Self:
-        taken = {
-            *EMBEDDED_DOMAINS,
-            *RESERVED_NAMES,
-        }  # in small letters, as some file systems have it
-        for name, target in self.environments.items():
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-                raise UserError(
-                    f"environments: got the name {name!r}; use letters, digits, _ and - only"
-                )
-            if len(name) > MAX_NAME:
-                raise UserError(
-                    f"environments: got a name of {len(name)} characters ({name[:MAX_NAME]}...); "
-                    f"use at most {MAX_NAME}"
-                )
-            if name.lower() in taken or name.lower().startswith("evaluation-"):
-                raise UserError(f"environments: got {name}, which is taken; choose another name")
-            taken.add(name.lower())
-            if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", target):
-                raise UserError(
-                    f"environments: got {name}: {target!r}; write module:Class, "
-                    "such as my_pkg.bank:BankEnvironment"
-                )
-        known = self.known_domains
-        for position, name in enumerate(self.domains):
-            if name not in known:
-                raise UserError(
-                    f"domains: got {name!r}, known are {', '.join(known)}; choose among them "
-                    "or name its class in `environments`"
-                )
-            if name in self.domains[:position]:
-                raise UserError(f"domains: got {name} twice; name each domain once")
-        for name, source in self.tasks.items():
-            if name not in self.domains:
-                raise UserError(
-                    f"tasks: got {name!r}, which is not among the domains "
-                    f"({', '.join(self.domains)}); add it there, or drop its tasks"
-                )
-            if not source:
-                raise UserError(f"tasks: {name}: got ''; give a file, a folder or a hub id")
-        return self
-
     @property
     def import_strings(self) -> dict[str, str]:
         """The environment class, as `module:Class`, of each domain that `domains` may name."""
         return {**EMBEDDED_DOMAINS, **self.environments}
-
-    @property
-    def known_domains(self) -> tuple[str, ...]:
-        """What `domains` may name: the embedded ones and the user's own."""
-        return tuple(self.import_strings)
 
 
 class WarmStartSettings(Section):
@@ -171,12 +113,9 @@ class WarmStartSettings(Section):
     batch_size: PositiveInt = Field(32, description="demonstrations per step, over all ranks")
     learning_rate: PositiveFloat = Field(2e-3, description="peak learning rate")
     warmup_steps: NonNegativeInt = Field(30, description="steps of linear warm-up")
-    rule_share: float = Field(
-        0.3, ge=0, le=1, description="how often a demonstration's first decision follows the rule"
-    )
+    rule_share: Share = Field(0.3, description="share of demonstrations that begin with the rule")
     data: Path | None = Field(
-        None,
-        description="JSONL file of demonstrations ({messages, tools}) in place of the expert's",
+        None, description="JSONL file of demonstrations ({messages, tools}), not the expert's"
     )
 
 
@@ -188,22 +127,18 @@ class CurriculumSettings(Section):
         description="one stage a domain; one stage whose steps hold all domains; one stage whose "
         "steps take the domains in turns",
     )
-    order: list[str] = Field(
-        [], description="domains of a sequence of stages, repeats allowed; none: `domains`"
-    )
+    order: list[str] = Field([], description="domain of each stage, with repeats; none: `domains`")
     domain_weights: dict[str, PositiveFloat] = Field(
         {}, description="share of each domain in mixed and interleaved stages; missing: 1"
     )
-    difficulties: list[Literal["easy", "medium", "hard"]] = Field(
-        [],
-        description="each stage in parts, one for each of these, such as easy,medium,hard; none: "
-        "`difficulty`",
+    difficulties: list[Difficulty] = Field(
+        [], description="divides each stage into parts, e.g. easy,medium,hard; none: `difficulty`"
     )
     stage_weights: dict[str, PositiveFloat] = Field(
         {}, description="share of max_steps per stage, relative; missing: 1"
     )
     stage_steps: dict[str, PositiveInt] = Field(
-        {}, description="steps of a stage; the other stages share what is left of max_steps"
+        {}, description="steps of a stage; other stages share the rest of max_steps"
     )
     stage_tasks: dict[str, PositiveInt] = Field(
         {}, description="the same as a number of tasks, in whole steps of tasks_per_step"
@@ -213,12 +148,8 @@ class CurriculumSettings(Section):
         description="a stage ends early after so many validations in a row (see eval_steps) whose "
         "success on its own domains is no better than before; 0: never",
     )
-    plateau_delta: NonNegativeFloat = Field(
-        0.01, description="by how much success must be better for that"
-    )
-    replay: float = Field(
-        0.3, ge=0, lt=1, description="share of each step's groups drawn from earlier domains"
-    )
+    plateau_delta: NonNegativeFloat = Field(0.01, description="by how much success must be better")
+    replay: ShareBelowOne = Field(0.3, description="share of a step's groups from earlier domains")
 
 
 class RolloutSettings(Section):
@@ -229,48 +160,22 @@ class RolloutSettings(Section):
     temperature: PositiveFloat = Field(1.0, description="sampling temperature")
     top_k: NonNegativeInt = Field(
         0,
-        description="draw among so many most likely tokens; 0: all. Log-probabilities stay those "
+        description="sample among so many most likely tokens; 0: all. Log-probabilities stay those "
         "of all tokens, so with a limit sampling is slightly off-policy",
     )
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="the same for the fewest most likely tokens that reach this probability",
-    )
+    top_p: float = Field(1.0, gt=0, le=1, description="likewise, up to this cumulative probability")
     max_turns: PositiveInt = Field(8, description="assistant messages per episode")
     max_tokens_per_turn: PositiveInt = Field(40, description="sampled tokens per assistant message")
-    max_tokens: PositiveInt = Field(
-        256, description="tokens of an episode in all: prompt, replies and sampled"
-    )
-    max_malformed_calls: NonNegativeInt = Field(
-        1, description="malformed calls answered with an error before the episode ends"
-    )
-    max_tool_result_tokens: PositiveInt = Field(
-        64, description="a longer tool result is replaced by an error"
-    )
+    max_tokens: PositiveInt = Field(256, description="tokens of a whole episode, prompt included")
+    max_malformed_calls: NonNegativeInt = Field(1, description="malformed calls that get an error")
+    max_tool_result_tokens: PositiveInt = Field(64, description="longer tool results become errors")
     max_live_episodes: PositiveInt = Field(512, description="episodes a rank plays side by side")
-    call_timeout: PositiveFloat = Field(
-        120.0,
-        description="deadline of each call of an environment, in seconds; past it the episode ends "
-        "as environment_error",
-    )
-    max_error_share: float = Field(
+    call_timeout: PositiveFloat = Field(120.0, description="seconds per call of an environment")
+    max_error_share: Share = Field(
         0.5,
-        ge=0,
-        le=1,
         description="the run stops where a larger share of a domain's episodes ends as "
         "environment_error; 1: never",
     )
-
-    @model_validator(mode="after")
-    def _an_episode_holds_a_turn(self) -> Self:
-        if self.max_tokens <= self.max_tokens_per_turn:
-            raise UserError(
-                f"max_tokens: got {self.max_tokens}, with max_tokens_per_turn "
-                f"{self.max_tokens_per_turn}; give an episode (prompt included) more than one turn"
-            )
-        return self
 
 
 class GRPOSettings(Section):
@@ -282,9 +187,7 @@ class GRPOSettings(Section):
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
         "linear", description="decay over each stage's steps, to lr_end_share"
     )
-    lr_end_share: float = Field(
-        0.1, ge=0, le=1, description="share of the peak learning rate at a stage's end"
-    )
+    lr_end_share: Share = Field(0.1, description="share of the peak rate at a stage's end")
     warmup_steps: NonNegativeInt = Field(5, description="steps of linear warm-up of each stage")
     scale_lr: Literal["none", "linear", "sqrt"] = Field(
         "none", description="how learning_rate grows with tasks_per_step / reference_tasks_per_step"
@@ -292,23 +195,16 @@ class GRPOSettings(Section):
     reference_tasks_per_step: PositiveInt | None = Field(
         None, description="the tasks_per_step that learning_rate was chosen for"
     )
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
-    adam_beta2: float = Field(0.98, ge=0, lt=1, description="AdamW")
+    adam_beta1: ShareBelowOne = Field(0.9, description="AdamW")
+    adam_beta2: ShareBelowOne = Field(0.98, description="AdamW")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW")
     max_grad_norm: PositiveFloat = Field(1.0, description="gradient clipping, global norm")
-    max_skipped_steps: NonNegativeInt = Field(
-        3,
-        description="steps in a row that may be skipped because the loss or gradient is not finite",
-    )
+    max_skipped_steps: NonNegativeInt = Field(3, description="non-finite steps skipped in a row")
     beta: NonNegativeFloat = Field(
         0.0, description="weight of the KL divergence (k3) to the reference policy; 0 needs none"
     )
-    use_bias_correction_kl: bool = Field(
-        False, description="multiply that divergence by the ratio (DeepSeek-V3.2)"
-    )
-    sync_ref_model: bool = Field(
-        False, description="the policy at each stage's start becomes the reference policy"
-    )
+    use_bias_correction_kl: bool = Field(False, description="KL times the ratio (DeepSeek-V3.2)")
+    sync_ref_model: bool = Field(False, description="each stage's initial policy is its reference")
     epsilon: PositiveFloat = Field(0.2, description="lower clip of the ratio")
     epsilon_high: PositiveFloat | None = Field(
         0.28, description="upper clip of the ratio; null: epsilon. cispo: the largest ratio itself"
@@ -330,38 +226,20 @@ class GRPOSettings(Section):
     )
     num_iterations: PositiveInt = Field(1, description="updates per batch of trajectories")
     entropy_coef: NonNegativeFloat = Field(0.005, description="weight of the entropy bonus")
-    max_tokens_per_microbatch: PositiveInt = Field(
-        2048, description="tokens of one forward pass, padding included"
-    )
-    padding_free: bool = Field(
-        False, description="join the sequences of a forward pass in one row instead of padding them"
-    )
+    max_tokens_per_microbatch: PositiveInt = Field(2048, description="tokens per pass with padding")
+    padding_free: bool = Field(False, description="join sequences in one row instead of padding")
     share_prefixes: bool = Field(
         True,
-        description="compute once what episodes have in common from their start, such as the "
-        "prompt; with attn_implementation sdpa, without padding_free",
+        description="compute common prefixes of episodes, such as the prompt, once; with "
+        "attn_implementation sdpa, without padding_free",
     )
-    balance_ranks: bool = Field(
-        True, description="groups move from ranks with more tokens to train on to ranks with fewer"
-    )
-    shard_optimizer: bool = Field(
-        False, description="each rank keeps a share of AdamW's moments (ZeroRedundancyOptimizer)"
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, more time"
-    )
-    drop_dead_groups: bool = Field(
-        True, description="groups whose rewards are all equal take no part in the update"
-    )
-    dynamic_sampling: bool = Field(
-        False, description="play other tasks in place of groups whose rewards are all equal (DAPO)"
-    )
-    max_resample_times: PositiveInt = Field(
-        3, description="rounds of such replacements in a step, at most"
-    )
-    permute_rewards: bool = Field(
-        False, description="control: permute the rewards among the episodes of each step"
-    )
+    balance_ranks: bool = Field(True, description="even out the ranks' numbers of trained tokens")
+    shard_optimizer: bool = Field(False, description="spread AdamW's moments over the ranks")
+    gradient_checkpointing: bool = Field(False, description="recompute activations; saves memory")
+    drop_dead_groups: bool = Field(True, description="train on no group of equal rewards")
+    dynamic_sampling: bool = Field(False, description="replace groups of equal rewards (DAPO)")
+    max_resample_times: PositiveInt = Field(3, description="most rounds of that in a step")
+    permute_rewards: bool = Field(False, description="control: permute the rewards of each step")
     logprob_gap_limit: PositiveFloat | None = Field(
         None,
         description="warn where sampler and training differ by more (train/logprob_gap); "
@@ -370,110 +248,49 @@ class GRPOSettings(Section):
 
     @property
     def upper_clip(self) -> float:
-        """`epsilon_high`, which is `epsilon` where it is null."""
+        """`epsilon_high`, or `epsilon` if that is null."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @model_validator(mode="after")
-    def _the_clips_fit_the_loss(self) -> Self:
-        if self.upper_clip < self.epsilon:
-            raise UserError(
-                f"epsilon_high: got {self.epsilon_high}, below epsilon {self.epsilon}; "
-                "give epsilon or more, or null"
-            )
-        if self.loss_type == "cispo" and self.upper_clip < 1:
-            raise UserError(
-                f"epsilon_high: got {self.upper_clip}, which with loss_type cispo is the largest "
-                "ratio; give 1 or more, such as 5"
-            )
-        if self.delta is not None and self.loss_type == "cispo":
-            raise UserError("delta: not used by loss_type cispo; take it out")
-        if self.delta is not None and self.delta <= 1 + self.upper_clip:
-            raise UserError(
-                f"delta: got {self.delta}; give more than 1 + epsilon_high, {1 + self.upper_clip}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _replaced_groups_are_dropped(self) -> Self:
-        if self.dynamic_sampling and not self.drop_dead_groups:
-            raise UserError(
-                "drop_dead_groups: got false with dynamic_sampling, which trains on others in "
-                "their place; take one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_learning_rate_can_be_scaled(self) -> Self:
-        if self.scale_lr != "none" and self.reference_tasks_per_step is None:
-            raise UserError(
-                f"scale_lr: got {self.scale_lr} without reference_tasks_per_step; "
-                "give the tasks_per_step that learning_rate was chosen for"
-            )
-        return self
 
 
 class EvaluationSettings(Section):
     """evaluation"""
 
     eval_trials: PositiveInt = Field(2, description="sampled trials per held-out task")
-    success_threshold: float = Field(
-        1.0,
-        allow_inf_nan=False,
-        description="the reward from which an episode counts as a success",
-    )
-    eval_steps: NonNegativeInt = Field(
-        25, description="evaluate on validation tasks every so many steps; 0: never"
-    )
+    success_threshold: float = Field(1.0, description="the least reward of a success")
+    eval_steps: NonNegativeInt = Field(25, description="steps between validations; 0: never")
     anchor_tasks: NonNegativeInt = Field(
         16,
         description="validation tasks of each learned domain on which those evaluations estimate "
         "how far the policy has moved since (KL); 0: none",
     )
-    eval_steps_tasks: PositiveInt = Field(
-        20, description="validation tasks of each domain in those evaluations"
-    )
+    eval_steps_tasks: PositiveInt = Field(20, description="tasks of each domain in a validation")
 
 
 class RunSettings(Section):
     """run"""
 
-    num_gpus: PositiveInt | None = Field(
-        None, description="number of ranks; missing: what was launched, or 1"
-    )
-    seed: NonNegativeInt = Field(1, description="seed of the model, the warm start and every draw")
+    num_gpus: PositiveInt | None = Field(None, description="number of ranks; missing: as launched")
+    seed: int = Field(1, ge=0, le=MAX_SEED, description="seed of the model and of every draw")
     output_dir: Path | None = Field(None, description="run folder; missing: runs/<recipe>-<time>")
-    save_steps: NonNegativeInt = Field(
-        50, description="checkpoint every so many steps; 0: at stage ends only"
-    )
+    save_steps: NonNegativeInt = Field(50, description="steps between checkpoints; 0: stage ends")
     save_minutes: PositiveFloat | None = Field(
         None, description="checkpoint also when the last one is so many minutes old; null: never"
     )
-    save_total_limit: PositiveInt = Field(
-        2, description="checkpoints inside stages kept; those of stages' ends always are"
-    )
+    save_total_limit: PositiveInt = Field(2, description="step checkpoints kept; stage ends always")
     resume_from_checkpoint: str | None = Field(
         None,
         description="`latest` of this output folder, one of its checkpoints by name or path, or "
         "`auto`: the latest if there is one, else a fresh start",
     )
-    override: bool = Field(
-        False, description="resume with settings that are not those of the checkpoint"
-    )
+    override: bool = Field(False, description="resume with other settings than the checkpoint's")
     timeout: PositiveFloat = Field(
-        600.0,
-        description="deadline of every collective, and of any rank without a sign of progress, in "
-        "seconds",
+        600.0, description="seconds for a collective, and for a rank without a sign of progress"
     )
-    deterministic: bool = Field(
-        False,
-        description="the same tokens on any number of CPU ranks, bit by bit; several times slower",
-    )
+    deterministic: bool = Field(False, description="same bits on any number of CPU ranks; slow")
     profile: list[PositiveInt] = Field(
-        [], description="steps of which each rank writes a trace of torch.profiler; `none` for none"
+        [], description="steps of which each rank writes a trace (torch.profiler); `none` for none"
     )
-    doctor: bool = Field(
-        False, description="check the ranks, their links and this machine in a minute, then exit"
-    )
+    doctor: bool = Field(False, description="check ranks, links and machine, then exit")
     check: bool = Field(False, description="check recipe, tasks, template and memory, then exit")
 
 
@@ -502,60 +319,6 @@ class Config(Section):
     run: RunSettings = RunSettings()
     tracking: TrackingSettings = TrackingSettings()
 
-    @model_validator(mode="after")
-    def _the_curriculum_names_domains_and_stages(self) -> Self:
-        curriculum, data = self.curriculum, self.data
-        stages = (*data.known_domains, *RESERVED_STAGES)
-        stages += tuple(name for name in self.stage_names if name not in stages)
-        for setting in ("stage_weights", "stage_steps", "stage_tasks"):
-            for name in getattr(curriculum, setting):
-                if name not in stages:
-                    raise UserError(f"{setting}: got {name!r}; name stages ({', '.join(stages)})")
-        for setting in ("order", "domain_weights"):
-            for name in getattr(curriculum, setting):
-                known = data.domains if setting == "order" else data.known_domains
-                if name not in known:
-                    raise UserError(
-                        f"{setting}: got {name!r}; name domains of the run ({', '.join(known)})"
-                    )
-        if curriculum.order and curriculum.curriculum != "sequential":
-            raise UserError(
-                f"order: got {','.join(curriculum.order)} with curriculum {curriculum.curriculum}, "
-                "whose stage holds all domains; take one of the two out"
-            )
-        if both := set(curriculum.stage_steps) & set(curriculum.stage_tasks):
-            raise UserError(f"stage_tasks: got {min(both)}, as stage_steps has; give one")
-        if curriculum.plateau_patience and not self.evaluation.eval_steps:
-            raise UserError(
-                "plateau_patience: needs validations; give eval_steps more than 0, or take it out"
-            )
-        if len(set(curriculum.difficulties)) < len(curriculum.difficulties):
-            raise UserError("difficulties: got one twice; name each once")
-        self._refuse_unclear_stages()
-        return self
-
-    def _refuse_unclear_stages(self) -> None:
-        names = self.stage_names
-        if double := [name for name in names if names.count(name) > 1]:
-            raise UserError(
-                f"order: two stages would be called {double[0]}; give that domain another name"
-            )
-        for setting in ("stage_steps", "stage_tasks"):
-            for name in getattr(self.curriculum, setting):
-                if name in self.data.domains and name not in names:
-                    raise UserError(
-                        f"{setting}: got {name!r}, which is no stage of this curriculum; name "
-                        f"stages ({', '.join(names)})"
-                    )
-
-    @model_validator(mode="after")
-    def _advantages_are_scaled_for_known_domains(self) -> Self:
-        for name in self.grpo.domain_advantage_scale:
-            if name not in self.data.known_domains:
-                known = ", ".join(self.data.known_domains)
-                raise UserError(f"domain_advantage_scale: got {name!r}; name domains ({known})")
-        return self
-
     @property
     def stage_names(self) -> list[str]:
         """The stages in order: `airline`, a second time `airline-2`; `airline-easy`; `mixed`."""
@@ -567,26 +330,6 @@ class Config(Section):
             names = [n if t == 1 else f"{n}-{t}" for n, t in zip(order, times, strict=True)]
         parts = [f"-{difficulty}" for difficulty in curriculum.difficulties] or [""]
         return [f"{name}{part}" for name in names for part in parts]
-
-    @model_validator(mode="after")
-    def _profiled_steps_are_trained(self) -> Self:
-        num_steps = self.grpo.max_steps if self.grpo.use_grpo else 0
-        beyond = [step for step in self.run.profile if step > num_steps]
-        if beyond:
-            raise UserError(
-                f"profile: got step {beyond[0]}, but {num_steps} are trained; name steps from 1 on"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_call_ends_before_its_rank_is_given_up(self) -> Self:
-        if not self.run.doctor and self.run.timeout <= self.rollout.call_timeout:
-            raise UserError(
-                f"timeout: got {self.run.timeout:g}, with call_timeout "
-                f"{self.rollout.call_timeout:g}, so that one slow call of an environment would end "
-                "the run; give timeout more than call_timeout"
-            )
-        return self
 
     @property
     def peak_learning_rate(self) -> float:

@@ -1,6 +1,6 @@
-"""Variables of the environment that would change what a run computes: refused, or without effect.
+"""Environment variables that would change the numbers of a run: refused, or set to its values.
 
-The settings of a run are in its recipe and its flags. `refuse` imports no torch.
+The settings of a run are in its recipe and its flags.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import os
 
 from pipeline.errors import UserError
 
-# Of Accelerate 1.15, torch 2.13 and their libraries. Each with the values that change nothing.
+# Variables of Accelerate 1.15, torch 2.13 and their libraries, with the values that have no effect.
 _OFF = ("", "0", "false", "no", "off")
 REFUSED: dict[str, tuple[str, ...]] = {
-    # Other ways to spread a model than the one that the update is made for.
+    # Ways to spread a model over ranks that the update does not support.
     "ACCELERATE_USE_DEEPSPEED": _OFF,
     "ACCELERATE_USE_FSDP": _OFF,
     "ACCELERATE_USE_MEGATRON_LM": _OFF,
     "ACCELERATE_USE_PARALLELISM_CONFIG": _OFF,
     "ACCELERATE_USE_SAGEMAKER": _OFF,
-    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # would compile the training forward alone
+    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # would compile only the training forward
     "ACCELERATE_TORCH_DEVICE": ("",),  # one device for all ranks
-    # Less precision than float32 in products of matrices, out of reach of torch's own settings.
+    # Matrix products below float32 precision, which torch's own settings cannot undo.
     "NVIDIA_TF32_OVERRIDE": ("", "0"),
     "ONEDNN_DEFAULT_FPMATH_MODE": ("", "strict"),
     "DNNL_DEFAULT_FPMATH_MODE": ("", "strict"),
@@ -28,24 +28,19 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def refuse() -> None:
-    """UserError names a variable that is set to what no setting of a run asks for."""
+    """Raise UserError for a variable that would change the numbers of a run."""
     for name, harmless in REFUSED.items():
         value = os.environ.get(name, "")
-        if value.lower() in harmless:
-            continue
-        launcher = name.startswith("ACCELERATE_")
-        remedy = ", or start with --config_file accelerate_configs/multi_gpu.yaml"
-        raise UserError(
-            f"{name}: got {value!r} in the environment, which would change what is computed; "
-            f"unset it{remedy if launcher else ''}"
-        )
+        if value.lower() not in harmless:
+            remedy = ", or start with --config_file accelerate_configs/multi_gpu.yaml"
+            raise UserError(
+                f"{name}: got {value!r} in the environment, which would change what is computed; "
+                f"unset it{remedy if name.startswith('ACCELERATE_') else ''}"
+            )
 
 
 def pin(mixed_precision: str) -> None:
-    """Give the variables that a launcher's image or configuration may set the run's own values.
-
-    The gradient's accumulation is pinned where the Accelerator is made.
-    """
+    """Set variables that a launcher may have set to the run's values, before the Accelerator."""
     import torch
 
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed_precision  # read by the warm start's trainer

@@ -1,4 +1,4 @@
-"""What follows training: reports, plots and trackers may fail, the run that is trained may not."""
+"""Work after training, such as reports: its failure does not end the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.files.untrusted import reason_of
 
 @contextmanager
 def may_fail(what: str, advice: str) -> Iterator[None]:
-    """Around what the run can do without: an exception becomes one line, with what to do then."""
+    """Turn an exception into a warning of one line, with advice on what to do."""
     try:
         yield
     except Exception as error:

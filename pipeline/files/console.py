@@ -1,4 +1,4 @@
-"""Lines for people, on standard error."""
+"""Messages on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written whole or appended to line by line."""
+"""Files that survive a crash: replaced in one step, or appended line by line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.files.console import say
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step; it is on disk when this returns."""
+    """Replace a small file in one step, and sync it to the disk."""
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text(text, encoding="utf-8")
     sync(aside)
@@ -25,7 +25,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or the entries of a folder to the disk itself."""
+    """Sync a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -34,14 +34,13 @@ def sync(path: Path) -> None:
 
 
 class LinesFile:
-    """A file of lines that is cut to `size` bytes and then appended to, whole lines only."""
+    """A file of lines, cut to the whole lines in its first `size` bytes, then appended to."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
-        there = self._file.read(size)
-        self.size = there.rfind(b"\n") + 1
+        self.size = self._file.read(size).rfind(b"\n") + 1
         if self.size != size:
             say(
                 f"warning: {path}: the checkpoint was written when it had {size} bytes, and only "
@@ -51,17 +50,17 @@ class LinesFile:
         self.sync()
 
     def append(self, line: str) -> None:
-        """Write a line at once; where that fails (a full disk) nothing of it, and raise OSError."""
-        line_bytes = f"{line}\n".encode()
-        left = memoryview(line_bytes)
+        """Write a whole line, or none of it and raise OSError if that fails (a full disk)."""
+        rest = f"{line}\n".encode()
+        size = self.size + len(rest)
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._file.truncate(self.size)
             error.filename = str(self._path)
             raise
-        self.size += len(line_bytes)
+        self.size = size
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -71,7 +70,7 @@ class LinesFile:
 
 
 def finite(value: Any) -> Any:
-    """The value with null for numbers that JSON does not know (NaN and the infinities)."""
+    """The value with null for numbers that JSON lacks (NaN and the infinities)."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -80,7 +79,7 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, if there is one, without a last line that a crash cut short."""
+    """The lines of a JSONL file, without a last line that a crash cut short; [] if none exists."""
     if not path.is_file():
         return []
     *lines, last = path.read_text(encoding="utf-8").split("\n")
@@ -91,7 +90,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a gzip file up to where a killed process left it unfinished."""
+    """The lines of a gzip file, up to the point where a killed process stopped writing."""
     with (
         gzip.open(path, "rb") as file,
         suppress(EOFError, gzip.BadGzipFile, zlib.error),

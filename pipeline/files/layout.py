@@ -10,7 +10,7 @@ TIMINGS = "timings.jsonl"
 
 
 def run_of_checkpoint(name: str | None) -> Path | None:
-    """The run folder that a path of a checkpoint leads to: <run folder>/checkpoints/<name>."""
+    """The run folder of a checkpoint that is given by its path, <run folder>/checkpoints/<name>."""
     path = Path(name or "")
-    named = path.parent.name == "checkpoints" and path.is_dir()
-    return path.parent.parent if named else None
+    is_path = path.parent.name == "checkpoints" and path.is_dir()
+    return path.parent.parent if is_path else None

@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, load_state
+from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.manifest import write_manifest
 from pipeline.checkpoints.run_folder import FORMAT, open_folder, read_state
-from pipeline.checkpoints.transcripts import _records_in
+from pipeline.checkpoints.transcripts import read_records
 from pipeline.config.cli import parse
 from pipeline.config.recipe import load_recipe
 from pipeline.data.tasks import load_tasks, save_tasks
@@ -74,7 +74,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_trains(tmp_path, version):
     )
     assert all(first[name].shape == last[name].shape for name in first)
     assert any(not torch.equal(first[name], last[name]) for name in first)
-    state = load_state(run / "checkpoints" / "stage-1-airline")
+    state = read_state(run / "checkpoints" / "stage-1-airline")
     assert [e["after"] for e in state["evaluations"]] == ["start", "airline"]
     assert state["training"]["airline"]["episodes"] == 8  # those of before the resume among them
     assert read_state(run / "checkpoints" / "step-000002")["format"] == FORMAT
@@ -99,7 +99,7 @@ def test_a_run_whose_settings_name_a_task_file_in_the_former_way_goes_on(tmp_pat
     assert trained <= {task.id for task in load_tasks(path, "airline")}
     monkeypatch.chdir(tmp_path)
     other = ["--output-dir", "run", "--resume-from-checkpoint", "step-000001", "--tasks", "{}"]
-    with pytest.raises(UserError, match=r"^tasks: got \{\}, but step-000001 was made with"):
+    with pytest.raises(UserError, match=r"step-000001 was made with other settings \(tasks "):
         open_folder(parse(other))
 
 
@@ -126,10 +126,10 @@ def step(tmp_path) -> Path:
 
 
 def test_fields_that_a_version_did_not_write_take_their_defaults(step):
-    whole = load_state(step)
+    whole = read_state(step)
     missing = ("validations", "ended_early", "wall_s", "error_counts", "tracker_run_id", "config")
     changed(step, **dict.fromkeys(missing, "missing"), of_a_later_version=[1])
-    state, owner, defaults = load_state(step), TrainState(), TrainState()
+    state, owner, defaults = read_state(step), TrainState(), TrainState()
     assert state.keys() & set(missing) == {"config"}  # empty, so that settings can be compared
     owner.load_state_dict(state)
     for name in ("validations", "ended_early", "wall_s", "config"):
@@ -139,38 +139,16 @@ def test_fields_that_a_version_did_not_write_take_their_defaults(step):
     assert owner.step == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"step": "1"}, "state.json has step '1', which is not what a run writes; give another"),
-        ({"evaluations": [{"step": 0}]}, "state.json has evaluations [{'step': 0}], which is"),
-        ({"error_counts": {"airline": 4}}, "state.json has error_counts {'airline': 4}, which is"),
-        ({"config": {"grpo": 5}}, "state.json is not that of a run; give another checkpoint"),
-        ({"format": "two"}, "state.json is not that of a run; give another checkpoint"),
-        (
-            {"format": FORMAT + 1},
-            f"has format {FORMAT + 1}, and this version of the pipeline reads formats up to "
-            f"{FORMAT}; resume it with the version that wrote it, or a newer one",
-        ),
-    ],
-)
-def test_what_cannot_be_read_is_one_line(step, changes, said, monkeypatch, capsys):
-    changed(step, **changes)
-    with pytest.raises(UserError) as raised:
-        load_state(step)
-    text = str(raised.value)
-    assert text.startswith("resume_from_checkpoint: step-000001") and said in text
-    if "config" in changes or "format" in changes:  # seen first, as the folder is opened
-        monkeypatch.chdir(step.parents[2])
-        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main(["--output-dir", "run", "--resume-from-checkpoint", "latest"]) == 2
-        assert f"error: {text}" in capsys.readouterr().err.splitlines()
-
-
-def test_an_optimizer_of_other_weights_is_one_line(step):
-    other = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
-    with pytest.raises(UserError, match=r"step-000001: optimizer.pt does not fit what is trained"):
-        load_optimizer(step, other)
+def test_a_newer_format_is_refused_in_one_line(step, monkeypatch, capsys):
+    changed(step, format=FORMAT + 1)
+    monkeypatch.chdir(step.parents[2])
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert main(["--output-dir", "run", "--resume-from-checkpoint", "latest"]) == 2
+    assert (
+        f"error: resume_from_checkpoint: step-000001 has format {FORMAT + 1}, and this version of "
+        f"the pipeline reads formats up to {FORMAT}; resume it with the version that wrote it, or "
+        "a newer one"
+    ) in capsys.readouterr().err.splitlines()
 
 
 def test_transcripts_of_an_earlier_version_count_and_others_are_told(step):
@@ -181,15 +159,15 @@ def test_transcripts_of_an_earlier_version_count_and_others_are_told(step):
         del row["tools"], row["num_tool_errors"]
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    assert [record.tools for record in _records_in(path)] == [{}] * 4
+    assert [record.tools for record in read_records(path.parent, 0, 1)] == [{}] * 4
     for broken in ("[]\n", "{}\n", '{"domain"'):
         with gzip.open(path, "wt") as file:
             file.write(broken)
         with pytest.raises(UserError, match="cannot be read as transcripts"):
-            _records_in(path)
+            read_records(path.parent, 0, 1)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="cannot be read as transcripts"):
-        _records_in(path)
+        read_records(path.parent, 0, 1)
 
 
 def test_a_report_of_other_results_is_refused_in_one_line(step):

@@ -152,8 +152,8 @@ def test_changed_settings_are_refused_by_name_and_taken_with_override(
     changed = ["--learning-rate", "1e-3", "--temperature", "0.9"]
     done = play(*resume, *changed, cwd=tmp_path, num_ranks=1, code=2)
     assert done.stderr.splitlines()[1:] == [
-        "error: temperature: got 0.9, but step-000003 was made with 1.0 (and learning_rate 0.0004 "
-        "-> 0.001); resume with its settings, or add --override"
+        "error: resume_from_checkpoint: step-000003 was made with other settings (temperature 1.0 "
+        "-> 0.9, learning_rate 0.0004 -> 0.001); resume with its settings, or add --override"
     ]
     assert (folder / "metrics.jsonl").read_bytes() == before
     done = play(*resume, *changed, "--override", "--timeout", "300", cwd=tmp_path)
@@ -177,7 +177,9 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_by_latest(
     damaged = ["--resume-from-checkpoint", "out/checkpoints/step-000004"]
     done = play(*damaged, cwd=tmp_path, num_ranks=1, code=2)
     why = "model.safetensors is not what was written (its SHA-256 differs)"
-    says(done.stderr.splitlines()[-1], "resume_from_checkpoint: step-000004", why, "give latest")
+    says(
+        done.stderr.splitlines()[-1], "resume_from_checkpoint: ", "step-000004", why, "give latest"
+    )
     assert sorted(folder.rglob("*")) == before
     done = play("--resume-from-checkpoint", "latest", "--output-dir", "out", cwd=tmp_path)
     said = done.stdout.splitlines()

@@ -141,17 +141,18 @@ def refusal(call, *arguments) -> str:
 
 
 def test_one_place_asks_whether_a_domain_is_embedded():
-    """The settings' validator, which keeps the names; the import strings are joined beside it."""
+    """The check of the settings, which keeps the names; the settings join the import strings."""
     places = []
     for path in sorted((ROOT / "pipeline").rglob("*.py")):
         name = str(path.relative_to(ROOT / "pipeline"))
         for where, node in inside_functions(ast.parse(path.read_text(encoding="utf-8"))):
             if mentions_embedded(node) and not name.startswith("embedded/"):
                 places.append((name, where))
-    settings = "config/settings.py"
+    rules, settings = "config/rules.py", "config/settings.py"
     assert places == [
+        (rules, ""),
+        (rules, "_check_environments"),
         *[(settings, "")] * (1 + len(EMBEDDED_DOMAINS)),  # the table itself
-        (settings, "_domains_are_known_and_unique"),
         (settings, "import_strings"),
     ]
 

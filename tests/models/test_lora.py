@@ -36,6 +36,7 @@ from transformers import (
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.checkpoints.run_folder import read_state
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
@@ -354,7 +355,8 @@ def test_a_checkpoint_holds_adapters_alone_with_its_tokenizer(run_folder):
     assert kept["base_model_name_or_path"] == str(path.parent / "warm-start")
     assert (kept["r"], kept["lora_alpha"]) == (2, 32)
     assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer().chat_template
-    assert checkpoint.load_state(path) == TrainState(stage="airline", step=4).state_dict()
+    state = TrainState(stage="airline", step=4).state_dict()
+    assert read_state(path).items() >= state.items()
 
 
 def test_peft_transformers_and_the_pipeline_load_the_same_model_from_it(run_folder):

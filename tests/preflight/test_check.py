@@ -296,12 +296,6 @@ def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
     assert len(parts.train["retail"]) == 5
 
 
-def test_a_file_for_a_domain_that_is_not_served_is_refused(tmp_path):
-    data = {"domains": ["airline"], "tasks": {"retail": str(tmp_path / "own.jsonl")}}
-    with pytest.raises(ValueError, match="tasks: got 'retail'"):
-        config(data=data)
-
-
 def test_demonstrations_are_read_before_anything_runs(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"messages": []')

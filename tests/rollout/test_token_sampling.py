@@ -153,9 +153,9 @@ def test_the_settings_are_trls():
 @pytest.mark.parametrize(
     ("flag", "value", "told"),
     [
-        ("--top-k", "-1", "a whole number at least 0"),
-        ("--top-p", "0", "a number above 0 and at most 1"),
-        ("--top-p", "1.5", "a number above 0 and at most 1"),
+        ("--top-k", "-1", "greater than or equal to 0"),
+        ("--top-p", "0", "greater than 0"),
+        ("--top-p", "1.5", "less than or equal to 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(flag, value, told):

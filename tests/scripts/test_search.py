@@ -121,7 +121,7 @@ def test_what_is_no_setting_or_no_range_is_refused(
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["--search", "replay=0..1.5"], "error: --replay: got 1.5; give a number"),
+        (["--search", "replay=0..1.5"], "error: --replay: got 1.5; it should be less than 1"),
         ([*BETA, "--max-steps", "9", "--eval-steps", "0"], "error: eval_steps: got 0 of 9 steps"),
         ([*BETA, "--max-steps", "9", "--eval-steps", "10"], "error: eval_steps: got 10 of 9"),
     ],

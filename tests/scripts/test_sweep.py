@@ -76,7 +76,7 @@ def test_what_is_no_setting_is_refused_by_name(word, message):
         (["--seeds", "1", "1"], "--seeds: got 1 twice; name each configuration and seed once"),
         (["--grid", "beta=0", "beta=1"], "--grid: got beta twice; give all its values at once"),
         (["--", "--seed", "3"], "--seed: the sweep gives it to its runs; see its own flags"),
-        (["--", "--replay", "9"], "--replay: got 9; give a number at least 0 and below 1"),
+        (["--", "--replay", "9"], "--replay: got 9; it should be less than 1"),
     ],
 )
 def test_what_would_run_something_else_is_refused(words, message, capsys, monkeypatch, tmp_path):
@@ -105,7 +105,7 @@ def run_sweep(tmp_path, monkeypatch, capsys):
 
 def test_a_value_that_no_run_would_take_is_refused_before_any_run(tmp_path, run_sweep):
     done = run_sweep("--grid", "replay=0,2", code=2)
-    assert done.err.startswith("error: --replay: got 2; give a number")
+    assert done.err.startswith("error: --replay: got 2; it should be less than 1")
     assert list(tmp_path.iterdir()) == []
 
 
