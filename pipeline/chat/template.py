@@ -315,16 +315,18 @@ class Chat:
     def _read_back(self, message: Message) -> Parsed | None:
         """What is read of a message that is encoded as a policy would have to sample it.
 
-        None where the template does not write all its calls, or refuses several.
+        With a thought, if only then the template goes on as the model is asked to. None if the
+        template does not write all calls, or refuses several.
         """
-        calls = message["tool_calls"]
-        try:
-            text, guards = self._render([ASKED], [message])
-        except UserError:
-            if len(calls) == 1:
-                raise
-            return None
-        if any(call["function"]["name"] not in text for call in calls):
-            return None
-        sampled = checks.continuation(text, self._opening)
-        return self._parse(self._encode_message(sampled, guards), True, checks.CALLED)
+        names = [call["function"]["name"] for call in message["tool_calls"]]
+        for said in (message, {**message, "reasoning_content": "-"}):
+            try:
+                text, guards = self._render([ASKED], [said])
+            except UserError:
+                if len(names) == 1:
+                    raise
+                return None
+            if text.startswith(self._opening) and all(name in text for name in names):
+                ids = self._encode_message(text[len(self._opening) :], guards)
+                return self._parse(ids, True, checks.CALLED)
+        return None

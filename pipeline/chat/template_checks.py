@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.chat.text import STUB, THINK, Parsed, Special
+from pipeline.chat.text import STUB, Parsed, Special
 from pipeline.data.tasks import Message
 from pipeline.errors import UserError
 
@@ -175,24 +175,8 @@ def _difference(read: Calls, written: Calls) -> str:
     if [name for name, _ in read] != [name for name, _ in written]:
         return f"{len(read)} found of {len(written)}"
     a, b = next((a, b) for (_, a), (_, b) in zip(read, written, strict=True) if a != b)
-    return (
-        f"other arguments: {', '.join(name for name in {**a, **b} if a.get(name) != b.get(name))}"
-    )
-
-
-def continuation(text: str, opening: str) -> str:
-    """The part of a rendered message that a policy would sample after `opening`.
-
-    If `opening` begins a thought and the message has none, the policy closes the thought first.
-    """
-    in_thought = opening.rstrip().endswith(THINK) and not text.startswith(opening)
-    if in_thought:
-        opening = opening.rstrip().removesuffix(THINK)
-    sampled = text[len(os.path.commonprefix([text, opening])) :]  # noqa: RUF071  # of texts
-    if in_thought:
-        sampled = sampled.removeprefix(THINK)
-        sampled = sampled if "</think>" in sampled else "</think>" + sampled
-    return sampled
+    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    return f"other arguments: {', '.join(names)}"
 
 
 def warn_of_lost_thoughts(render: Render, opening: str) -> None:
