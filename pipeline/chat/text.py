@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any
 
-import regex  # type: ignore[import-untyped]  # with which transformers reads replies
+import regex  # type: ignore[import-untyped]  # the engine of transformers' response templates
+from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
-    ResponseTemplateField,
     load_response_template,
 )
 
 from pipeline.data.tasks import Message
 from pipeline.files.untrusted import is_nested_deeply, is_plain, parse_json
 
+THINK = "<think>"
+MAX_NOTATION = 8192  # characters of a call that is no plain JSON: its patterns may try every pair
+_IS_AHEAD = r"(?=[\s\S]*?"  # begins a pattern that matches everywhere before what it names
+_NO_CALL = "a call needs a name and an object of arguments"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """What a sampled message says: text, tool calls (name, arguments), and what is malformed."""
+    """A sampled message: its text, its tool calls (name, arguments), and what is malformed."""
 
     content: str
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -34,7 +39,7 @@ class Parsed:
         return message
 
 
-def is_call(value: Any) -> TypeGuard[dict[str, Any]]:
+def _is_call(value: Any) -> bool:
     """Whether a model's JSON is {"name": text, "arguments": object}, not deep and without NaN.
 
     Missing arguments count as none.
@@ -64,83 +69,98 @@ def parse_hermes(text: str) -> Parsed:
             return Parsed(
                 content=text, malformed="a call must be closed, and nothing may follow it"
             )
-        if not is_call(call):
-            return Parsed(content=text, malformed="a call needs a name and an object of arguments")
+        if not _is_call(call):
+            return Parsed(content=text, malformed=_NO_CALL)
         calls.append((call["name"], call.get("arguments") or {}))
     if "</tool_call>" in content:
         return Parsed(content=text, malformed="</tool_call> without <tool_call>")
     return Parsed(content=content.strip(), calls=calls)
 
 
-MAX_NOTATION = 8192  # characters of a call that is no plain JSON: its patterns may try every pair
-_IS_AHEAD = r"(?=[\s\S]*?"  # begins a pattern that matches everywhere before what it names
+def parse_with(
+    template: ResponseTemplate, text: str, end: str, prefix: str, tools: Sequence[dict[str, Any]]
+) -> Parsed:
+    """Read a message with a response template; `prefix` and `end` stand around the sampled text."""
+    try:
+        message = parse_response(text + end, template, prefix=prefix, tools=list(tools))
+    except RecursionError:
+        return Parsed(content=text, malformed="nested too deeply")
+    except Exception as error:  # the template came with the model, and the text may be anything
+        reason = str(error).partition("\n")[0].rstrip(".")
+        return Parsed(content=text, malformed=reason or type(error).__name__)
+    content, values = message.get("content") or "", message.get("tool_calls") or []
+    if not isinstance(content, str) or not isinstance(values, list):
+        return Parsed(content=text, malformed="the response template gives no message")
+    functions: list[Any] = [v.get("function", v) if isinstance(v, dict) else None for v in values]
+    if not all(map(_is_call, functions)):
+        return Parsed(content=text, malformed=_NO_CALL)
+    calls = [(f["name"], f.get("arguments") or {}) for f in functions]
+    return Parsed(content=content.strip(), calls=calls)
 
 
-def take_from_trl(tokenizer: Any) -> bool:
-    """Give a tokenizer the response template that TRL has for its chat template, if it has one.
+def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
+    """The response template of a tokenizer, else the one that TRL has for its chat template.
 
     TRL has them for the templates of models; its own variants of these for training, which write
-    calls in the same way, take theirs.
+    calls in the same way, get theirs.
     """
-    from trl import chat_template_utils as known
+    if getattr(tokenizer, "response_template", None) is None:
+        from trl import chat_template_utils as known
 
-    template, texts = tokenizer.chat_template, vars(known)
-    variants = {
-        text: texts.get(name.replace("_training_", "_"))
-        for name, text in texts.items()
-        if name.endswith("_training_chat_template")
-    }
-    try:
-        if isinstance(template, str):
-            tokenizer.chat_template = variants.get(template) or template
-        known.add_response_schema(tokenizer)
-    except ValueError:
-        return False
-    finally:
-        tokenizer.chat_template = template
-    return True
+        template = tokenizer.chat_template
+        try:
+            for name, text in vars(known).items():
+                if name.endswith("_training_chat_template") and text == template:
+                    plain = getattr(known, name.replace("_training_", "_"), None)
+                    tokenizer.chat_template = plain or template
+            known.add_response_schema(tokenizer)
+        except ValueError:
+            return None
+        finally:
+            tokenizer.chat_template = template
+    return steady(tokenizer.response_template)
 
 
 def values_are_text(template: ResponseTemplate | None) -> bool:
-    """Whether a format writes a call's arguments as text, whose types only the tool tells."""
+    """Whether a format writes arguments of calls as text, so that only the tool has their types."""
     fields = {} if template is None else template.fields
     return any(field.content in ("xml-inline", "kv-lines") for field in fields.values())
 
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:
-    """The same template, whose marks are searched for once."""
+    """A response template that reads a text in time proportional to its length."""
     loaded = load_response_template(template)
-    fields = {name: _steady_field(field) for name, field in loaded.fields.items()}
+    fields = {}
+    for name, part in loaded.fields.items():
+        is_notation = part.content == "xml-inline" or "string_delims" in part.content_args
+        fields[name] = replace(
+            part,
+            open_re=part.open_re and _Mark(part.open_re),
+            close_re=part.close_re and _Mark(part.close_re, MAX_NOTATION if is_notation else None),
+        )
     return replace(loaded, fields=fields)
 
 
-def _steady_field(field: ResponseTemplateField) -> ResponseTemplateField:
-    own_notation = field.content == "xml-inline" or "string_delims" in field.content_args
-    limit = MAX_NOTATION if own_notation else None
-    return replace(
-        field,
-        open_re=None if field.open_re is None else _Mark(field.open_re),
-        close_re=None if field.close_re is None else _Mark(field.close_re, limit),
-    )
-
-
 class _Mark:
-    """A compiled pattern that does not search again where it knows the next match of a text."""
+    """A compiled pattern that keeps its last match, and so searches no part of a text twice.
+
+    `limit`: the most characters between the start of a search and its match.
+    """
 
     def __init__(self, pattern: Any, limit: int | None = None) -> None:
         # \G: what matches everywhere need be tried at one place only. (?!): at each place `regex`
         # would search the whole rest of the text for what a single alternative must contain.
         start = r"\G" if pattern.pattern.startswith(_IS_AHEAD) else ""
         self._pattern = regex.compile(rf"{start}(?:{pattern.pattern})|(?!)", pattern.flags)
-        self._limit = limit  # of characters before the match
-        self._known: tuple[str, bool, int, Any] = ("", False, 0, None)
+        self._limit = limit
+        self._last: tuple[str, bool, int, Any] = ("", False, 0, None)  # arguments and their match
 
     def search(self, text: str, start: int = 0, *, partial: bool = False) -> Any:
-        known, was_partial, first, match = self._known
-        is_next = first <= start and (match is None or match.start() >= start)
-        if known is not text or was_partial != partial or not is_next:
+        last_text, last_partial, last_start, match = self._last
+        is_next = last_start <= start and (match is None or match.start() >= start)
+        if last_text is not text or last_partial != partial or not is_next:
             match = self._pattern.search(text, start, partial=partial)
-            self._known = (text, partial, start, match)
+            self._last = (text, partial, start, match)
         end = len(text) if match is None else match.start()
         if self._limit is not None and end - start > self._limit:
             raise ValueError(f"a call has more than {self._limit} characters")
@@ -148,9 +168,7 @@ class _Mark:
 
 
 STUB = "\ue000stub\ue001"  # an answer that no conversation holds
-
-
-GUARD = re.compile("(\u29d8\\d+\u29d9)")
+GUARD = re.compile("\u29d8(\\d+)\u29d9")  # a placeholder for a text in a message
 
 
 class Special:
@@ -165,13 +183,13 @@ class Special:
         self._inside = "\n".join(texts)
         self._longest = max(map(len, texts), default=0)
 
-    def guard(self, text: str, take: Callable[[str], str]) -> str:
-        """`text` with guards, which `take` makes, for what is special in it.
+    def guard(self, text: str, guard: Callable[[str], str]) -> str:
+        """`text` with `guard(piece)` in place of each special piece.
 
-        That is also a piece at an end that could become special with what a template writes next
-        to it, but for white space, which a template may strip.
+        A piece at an end is special too if it could become a special string with the text that a
+        template writes beside it. Templates may strip white space, so none counts at the ends.
         """
-        text = self._whole.sub(lambda match: take(match.group()), text)
+        text = self._whole.sub(lambda match: guard(match.group()), text)
         body = text.strip()
         start = text.index(body)
         sizes = range(min(len(body), self._longest), 0, -1)
@@ -180,28 +198,28 @@ class Special:
         if body in self._inside or head + tail > len(body):
             head, tail = len(body), 0
         pieces = [body[:head], body[len(body) - tail :]]
-        left, right = [take(piece) if piece else "" for piece in pieces]
+        left, right = [guard(piece) if piece else "" for piece in pieces]
         middle = body[head : len(body) - tail]
         return text[:start] + left + middle + right + text[start + len(body) :]
 
 
 class Guards:
-    """Strings taken out of messages, where guards stand for them."""
+    """Pieces of messages that are encoded as plain text, and the placeholders for them."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def _take(self, text: str) -> str:
+    def _add(self, text: str) -> str:
         self.texts.append(text)
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """`value` with guards in all its strings but names that templates look up."""
+        """`value` with guards in all its strings except names that templates look up."""
         if isinstance(value, str):
             if key == "type" and value.isidentifier():  # of a part of a message, or of a tool
                 return value
             text = value.encode(errors="replace").decode()  # half a character breaks tokenizers
-            return special.guard(text, self._take)
+            return special.guard(text, self._add)
         if isinstance(value, list):
             return [self.put(item, special, key) for item in value]
         if isinstance(value, dict):

@@ -17,9 +17,9 @@ SCALED_LOGITS = (
 
 
 def why_generate(model: Any) -> str | None:
-    """Why conversations must be sampled through `generate`; None where one cache can serve them.
+    """Why conversations must be sampled through `generate`; None if a key-value cache serves.
 
-    The model's weights are not looked at. Raises UserError where neither can.
+    Reads no weights. Raises UserError if neither works.
     """
     config = model.config.get_text_config()
     scaled = [name for name in SCALED_LOGITS if getattr(config, name, None) not in (None, 1.0)]
@@ -36,13 +36,13 @@ def why_generate(model: Any) -> str | None:
 
 @torch.no_grad()
 def refuse_changed_logits(model: Any) -> None:
-    """UserError where logits are not the output layer's alone, which is what training computes."""
+    """UserError if logits are not the output layer's of the decoder's states, as in training."""
     was_training = model.training
-    model.eval()  # dropout would change them, too
+    model.eval()  # without dropout
     ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
     ids = ids % model.get_input_embeddings().num_embeddings
     try:
-        whole = model(ids, use_cache=False).logits
+        logits = model(ids, use_cache=False).logits
         hidden = getattr(model.get_decoder()(ids, use_cache=False), "last_hidden_state", None)
         plain = None if hidden is None else model.get_output_embeddings()(hidden)
     except (MemoryError, torch.OutOfMemoryError):
@@ -53,7 +53,7 @@ def refuse_changed_logits(model: Any) -> None:
             "another"
         ) from None
     model.train(was_training)
-    if plain is None or not torch.allclose(plain, whole, rtol=0, atol=1e-3 * float(whole.std())):
+    if plain is None or not torch.allclose(plain, logits, rtol=0, atol=1e-3 * float(logits.std())):
         raise UserError(
             f"model: got {type(model).__name__}, whose logits are not those of its decoder and its "
             "output layer, which is not supported; use another"
@@ -61,7 +61,7 @@ def refuse_changed_logits(model: Any) -> None:
 
 
 def unserved(config: Any) -> str | None:
-    """Why keys and values of a model's tokens cannot be kept and shared; None where they can."""
+    """Why a model's keys and values cannot be kept and shared by our cache; None if they can."""
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [window])
     return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"

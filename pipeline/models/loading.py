@@ -1,21 +1,16 @@
-"""The policy: loading it, and the log-probabilities that training needs.
-
-Legend: B sequences, T tokens, N selected tokens, U distinct predictions of them, V vocabulary.
-"""
+"""Loading a tokenizer and a model, and where and in which precision it computes."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from pipeline.config.settings import ModelSettings
 from pipeline.environments.domains import Domain
@@ -23,14 +18,15 @@ from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import printable, reason_of, shown
 from pipeline.models import lora
-from pipeline.models.files import missing_weights, problem_of_name, weights_in
+from pipeline.models.files import problem_of_name
+from pipeline.models.lora import quiet
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
 
 def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> Any:
-    """The tokenizer of a model, for these domains where it is made here.
+    """The tokenizer of a model; UserError if it has none.
 
-    UserError where there is none.
+    `domains`: the tokenizer of the tiny model gets a token for each of their words.
     """
     if settings.model == "tiny":
         return tiny_tokenizer(domains)
@@ -46,23 +42,22 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
 
 
 def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
-    """A causal language model with fp32 parameters; UserError where it cannot be loaded."""
+    """A causal language model with fp32 parameters; UserError if it cannot be loaded."""
     if settings.model == "tiny":
         return tiny_model(tokenizer, seed)
     return load_folder(settings.model, settings)
 
 
-def load_folder(folder: str | Path, settings: ModelSettings) -> Any:
+def load_folder(folder: str | Path, settings: ModelSettings, device: str | None = None) -> Any:
     """A causal language model with fp32 parameters from a folder or a hub id.
 
-    The adapters of a LoRA checkpoint come merged into their base model. UserError where its files
-    hold no safetensors, or not all weights of the model.
+    The adapters of a LoRA checkpoint come merged into their base model. On the device `meta` the
+    files are checked, and no weights read. UserError if the files hold no safetensors, lack
+    weights of the model or hold them in another shape.
     """
     if lora.is_adapter(folder):
         return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
-    if not problem_of_name(str(folder)) and os.path.isdir(folder):
-        weights_in(folder)
-    model, told = from_files(
+    model, info = from_files(
         str(folder),
         "model",
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -72,18 +67,40 @@ def load_folder(folder: str | Path, settings: ModelSettings) -> Any:
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
             local_files_only=not hub_reachable(),
+            device_map=device,
+            ignore_mismatched_sizes=True,  # refused below
             output_loading_info=True,
         ),
     )
-    if missing := sorted(told["missing_keys"]):  # which transformers would draw at random
-        raise missing_weights(folder, missing)
-    if unused := sorted(told["unexpected_keys"]):
+    if misfits := sorted(info["mismatched_keys"]):
+        name, found, wanted = misfits[0]
+        raise UserError(
+            f"model: {folder} holds {name} as {list(found)}, but its config.json asks for "
+            f"{list(wanted)}; take both from one model"
+        )
+    if missing := sorted(info["missing_keys"]):  # which transformers would draw at random
+        more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
+        raise UserError(
+            f"model: {folder} lacks {missing[0]}{more} that its config.json asks for; take both "
+            "from one model"
+        )
+    if unused := sorted(info["unexpected_keys"]):
         warnings.warn(
             f"{folder} holds {len(unused)} weights that the model does not use, such as "
             f"{printable(unused[0])}",
-            stacklevel=2,
+            stacklevel=1,  # Python shows a warning once for each line that warns
         )
     return model
+
+
+def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
+    """UserError if the tokenizer has ids without an embedding in the model."""
+    last, size = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
+    if last >= size:
+        raise UserError(
+            f"model: its tokenizer has ids up to {last}, but the model {size} embeddings; use the "
+            "tokenizer that the model was trained with"
+        )
 
 
 def on_gpu() -> bool:
@@ -99,16 +116,16 @@ def uses_bf16(settings: ModelSettings) -> bool:
 
 
 def from_files(name: str, what: str, load: Callable[[], Any]) -> Any:
-    """What `load` makes of the files of a model; UserError where it cannot."""
+    """The result of `load`, which reads the files of a model; UserError if it fails."""
     remedy = "give a folder made by save_pretrained"
     reason = problem_of_name(name)
     if not reason:
         try:
-            with _quiet():
+            with quiet(bars=not os.path.isdir(name)):  # of downloads
                 return load()
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever libraries say of files that are not what they expect
+        except Exception as error:  # libraries raise anything for files that they do not expect
             reason = reason_of(error)
             if "attention implementation" in str(error):
                 remedy = "set attn_implementation eager, or use another model"
@@ -117,14 +134,3 @@ def from_files(name: str, what: str, load: Callable[[], Any]) -> Any:
     raise UserError(
         f"model: got {shown(name)}, but its {what} cannot be loaded ({reason}); {remedy}"
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what transformers logs beside the reason that it raises."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from pipeline.models import lora
 from pipeline.models.loading import from_files
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
-# Shapes of hub models in shipped recipes, so that their memory can be added up where the hub
-# cannot be reached. Source: the config.json of each model on the Hugging Face hub.
+# Shapes of hub models in shipped recipes, to estimate their memory without the hub.
+# Source: the config.json of each model on the Hugging Face hub.
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B": {
         "vocab_size": 151936,
@@ -33,36 +34,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 def empty_model(config: Config, tokenizer: Any = None) -> Any:
     """The recipe's model without its weights.
 
-    `tokenizer` is that of the run, after which a model that is made here has its vocabulary; None
-    is that of the default domains.
+    The tiny model has the vocabulary of `tokenizer`, by default that of the default domains.
     """
     name = config.model.model
     if name == "tiny":
         with torch.device("meta"):
             return tiny_model(tokenizer or tiny_tokenizer(), 0)
-    base, settings = name, config.model
-    while lora.is_adapter(base):
-        base = lora.base_of(base)
-
-    def shape_of() -> Any:
-        return AutoConfig.from_pretrained(
-            base,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=not hub_reachable(),
-        )
-
-    def make() -> Any:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                shape,
-                trust_remote_code=settings.trust_remote_code,
-                attn_implementation=settings.attn_implementation,
-            )
-
+    base = lora.base_of(name) if lora.is_adapter(name) else name
+    code = {"trust_remote_code": config.model.trust_remote_code}
+    read = partial(AutoConfig.from_pretrained, base, local_files_only=not hub_reachable(), **code)
     try:
-        shape = from_files(base, "configuration", shape_of)
+        shape = from_files(base, "configuration", read)
     except UserError:
         if name not in SHAPES:
             raise
         shape = Qwen3Config(**SHAPES[name])
-    return from_files(base, "model", make)
+    attention = {"attn_implementation": config.model.attn_implementation}
+    make = partial(AutoModelForCausalLM.from_config, shape, **attention, **code)
+    with torch.device("meta"):
+        return from_files(base, "model", make)

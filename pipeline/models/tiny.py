@@ -1,10 +1,10 @@
 """The embedded default model: a tiny Qwen3 and its tokenizer, made here, not downloaded.
 
-The tokenizer splits text into the words of the domains (`Domain.words`), one token each,
-and everything else into bytes (byte-level BPE without merges). Its chat template is a compact form
-of Qwen's: it shows the first line of the policy and the names of the tools, because half a million
-parameters cannot read prose; what the policy says, such a model learns from demonstrations and
-reward. Models loaded from elsewhere see the whole policy.
+The tokenizer splits text into the words of the domains (`Domain.words`), one token each, and all
+other text into bytes (byte-level BPE without merges). The chat template is a compact form of
+Qwen's. It shows the first line of the policy and the names of the tools, because a model of half
+a million parameters cannot read prose: it learns the rules from demonstrations and reward. Models
+that are loaded see the whole policy.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 
 def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with a token for each of the words of these domains.
-
-    Those of the default domains are always among them.
-    """
+    """Byte-level tokenizer with a token for each word of these and of the default domains."""
     chunks = sorted(set(_chunks(domains)), key=lambda chunk: (-len(chunk), chunk))
     pattern = "|".join([*(re.escape(c) for c in chunks), r"[A-Za-z_]+", r"[0-9]", r"[^A-Za-z0-9_]"])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -122,7 +119,7 @@ def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
 
 
 def _chunks(domains: Iterable[Domain]) -> Iterator[str]:
-    """Everything that shall be one token."""
+    """All texts that become one token."""
     yield from (f"{role}\n" for role in ("system", "user", "assistant", "tool"))
     yield from (*SYNTAX, *ERRORS)
     always = load_domains(DataSettings()).values()  # their tokens do not depend on the run

@@ -1,4 +1,4 @@
-"""Weights on their way from the model that is trained to a copy of it that samples."""
+"""Weights passed from the trained model to the copy of it that samples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole (name, tensor) pairs of what is trained: the model's own tensors, no copies.
+    """(name, tensor) pairs of the trained weights: the model's own tensors, no copies.
 
-    Every parameter under the model's own name, tied ones once; of a model with LoRA the adapters
-    alone, under PEFT's names, which are those of `adapter_model.safetensors`.
+    Every parameter under the model's own name, tied ones once. Of a model with LoRA only the
+    adapters, under PEFT's names, which are those of `adapter_model.safetensors`.
     """
     if has_adapters(model):
         yield from lora.adapters_of(model).items()
@@ -28,16 +28,16 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class SamplingCopy:
-    """A plain copy of a model, `model`, which takes over weights as `trained_weights` gives them.
+    """A plain copy of a model, `model`, which takes over the pairs of `trained_weights`.
 
-    Made from a plain model, it takes every parameter. Made from a model with LoRA, it takes the
-    adapters and adds their products to the frozen base, always to the base anew, at the base's
-    precision; the base itself is never given again. Weights that need no other type are shared.
+    A copy of a plain model takes every parameter. A copy of a model with LoRA takes the adapters
+    and adds their products to the weights of the frozen base, at the base's precision. Weights
+    that need no other type are shared.
     """
 
     def __init__(self, model: Any) -> None:
         adapted = has_adapters(model)
-        # Not the buffers, which are copied: they keep their type, and rotary frequencies need fp32.
+        # Buffers are copied and keep their type: rotary frequencies need fp32.
         shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
         plain = copy.deepcopy(model, shared)
         self.model: Any = (plain.unload() if adapted else plain).eval()
@@ -46,16 +46,16 @@ class SamplingCopy:
         self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Give the parameters a type; what is loaded later gets it as well."""
+        """Give the parameters a type; weights that are loaded later get it as well."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        """Take over what is trained.
+        """Take over trained weights.
 
-        ValueError where a name is unknown, missing or given twice, or a shape is another; then a
-        part of the weights may be the new ones.
+        ValueError if a name is unknown, missing or given twice, or a shape differs; some weights
+        may be the new ones then.
         """
         if self._adapted is not None:
             for own, tensor in _paired(self._adapters, weights):

@@ -12,8 +12,8 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
-from pipeline.models.files import refuse_misfits, refuse_other_vocabulary, weights_in
 from pipeline.models.layers import refuse_unlayered
+from pipeline.models.loading import load_folder, refuse_other_vocabulary
 from pipeline.models.shapes import SHAPES, empty_model
 from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank, num_trained
 from pipeline.preflight.prepare import Prepared, prepare
@@ -72,15 +72,15 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     folder has no room for two checkpoints of it, the one that is written and the one before.
     """
     name = config.model.model
-    while lora.is_adapter(name):
-        lora.check_files(name)
+    if lora.is_adapter(name):
+        lora.read_adapters(name)
         name = lora.base_of(name)
     model = empty_model(config, parts.tokenizer)
     if config.grpo.gradient_checkpointing:
         refuse_unlayered(model)
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
-        refuse_misfits(name, weights_in(name), model)
+        load_folder(name, config.model, device="meta")
     why = why_generate(model)
     if config.grpo.use_grpo:
         size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)

@@ -9,7 +9,7 @@ import pytest
 import trl
 from tokenizers import AddedToken
 
-from pipeline.chat.template import Chat
+from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import STUB, Parsed, parse_hermes
 from pipeline.config.settings import EMBEDDED_DOMAINS
 from pipeline.environments.domains import environments_of
@@ -158,6 +158,25 @@ def test_what_is_returned_may_be_altered():
     prompt = chat().prompt_ids(ASKED, TOOLS)
     chat().prompt_ids(ASKED, TOOLS).clear()
     assert chat().prompt_ids(ASKED, TOOLS) == prompt
+
+
+def test_the_cache_stays_within_its_bound_and_drops_the_least_recently_used():
+    made, rendered = Chat(tokenizer()), []
+    made.cache = TokenCache(600)
+    render = made._template
+    made._template = lambda *args, **options: rendered.append(args) or render(*args, **options)
+    for number in range(50):
+        made.reply_ids([ASKED[1]])
+        made.reply_ids([{"role": "user", "content": f"reply {number}"}])
+        made.parse(made.message_ids(say(f"Sure {number}.")))
+        made.num_content_tokens(f"a result {number}")
+        assert len(made.cache) * 8 < made.cache.num_tokens <= 600
+    assert len(rendered) == 1 + 50 + 50, "the reply that is used again and again is kept"
+    made.reply_ids([{"role": "user", "content": "reply 0"}])
+    assert len(rendered) == 102
+    long = [{"role": "user", "content": "one two " * 400}]
+    assert made.reply_ids(long) == chat().reply_ids(long)
+    assert made.cache.num_tokens == len(made.cache) == 0
 
 
 def test_the_tokens_of_a_text_are_counted():

@@ -19,7 +19,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils
 
-from pipeline.chat.template import Chat
+from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import MAX_NOTATION, Parsed, parse_hermes, steady
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config
@@ -404,7 +404,7 @@ def test_every_known_template_takes_time_that_follows_the_length(name):
 @pytest.mark.parametrize("piece", REPEATED)
 def test_guarding_a_text_takes_time_that_follows_its_length(piece):
     def guard(text: str) -> None:
-        chat().num_content_tokens.cache_clear()
+        chat().cache = TokenCache(1 << 20)
         chat().num_content_tokens(text)
 
     assert_linear(guard, "", piece, size=40_000)

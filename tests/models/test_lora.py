@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from peft import PeftModel
-from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -37,6 +36,7 @@ from transformers import (
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.run_folder import read_state
+from pipeline.config.cli import parse
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
@@ -44,6 +44,7 @@ from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
 from pipeline.models.weights import trained_weights
+from pipeline.preflight.stand_in import try_architecture
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import tokenizer
@@ -207,47 +208,55 @@ def test_every_adapter_of_a_mixture_of_experts_gets_a_gradient(kind):
 # What cannot be merged
 
 
-def unmerged(parameter, layer):
-    """As the merging was: only weights of linear layers."""
-    fused = isinstance(layer, ParamWrapper)
-    return parameter if fused else parameter + layer.get_delta_weight("default")
+def trial(model, *flags):
+    return try_architecture(parse(["--use-peft", "--max-tokens", "64", *flags]), model)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3-MoE, fused experts", "Mixtral, fused experts"])
-def test_a_merging_that_leaves_adapters_out_is_refused_when_they_are_made(kind, monkeypatch):
-    monkeypatch.setattr(lora, "_merged", unmerged)
-    message = refusal(attached, MODELS[kind]())
-    assert "it computes something else, by over 0.0005 nats" in message
+def unmerged(model):
+    for name, parameter in model.get_base_model().named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer", ""), parameter
+
+
+@pytest.mark.parametrize("kind", ["Qwen3, tied", "Mixtral, fused experts"])
+def test_a_merging_that_leaves_adapters_out_is_refused_before_a_run(kind, monkeypatch):
+    assert trial(MODELS[kind]()) == []
+    monkeypatch.setattr(lora, "merged_parameters", unmerged)
+    says(refusal(trial, MODELS[kind]()), "log-probabilities", "differ by", "set use_peft false")
 
 
 REFUSED = {
     "Jamba reads the weight of a layer past its adapters": (
-        partial(small, JambaForCausalLM, JambaConfig, mamba_d_state=4, num_experts=2),
-        "got layers of JambaForCausalLM whose adapters cannot be merged into its weights for "
-        "sampling (it computes something else, by over 0.0005 nats); name linear layers of its "
-        "attention",
+        partial(
+            small,
+            JambaForCausalLM,
+            JambaConfig,
+            attn_layer_offset=1,
+            attn_layer_period=2,
+            num_experts=2,
+        ),
+        ("got JambaForCausalLM", "differ by", "set use_peft false"),
     ),
     "Phi-MoE has routers that are linear layers of two outputs": (
         partial(small, PhimoeForCausalLM, PhimoeConfig, num_local_experts=4),
-        "got layers of PhimoeForCausalLM whose adapters cannot be merged into its weights for "
-        "sampling ('tuple' object has no attribute 'dtype'); name linear layers of its attention",
+        ("got PhimoeForCausalLM", "fails in a trial", "set use_peft false"),
     ),
     "PEFT refuses Mamba": (
         partial(small, MambaForCausalLM, MambaConfig),
-        "got all-linear, which PEFT cannot give adapters to in MambaForCausalLM ([PEFT:",
+        ("lora_target_modules: got all-linear", "MambaForCausalLM ([PEFT:"),
     ),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_layers_whose_adapters_cannot_be_merged_are_refused(why):
-    make, said = REFUSED[why]
-    assert refusal(attached, make()).startswith(f"lora_target_modules: {said}")
+    make, words = REFUSED[why]
+    says(refusal(trial, make()), *words)
 
 
 def test_attention_alone_can_be_trained_where_other_layers_are_refused():
-    model = attached(REFUSED[list(REFUSED)[1]][0](), lora_target_modules=["q_proj", "v_proj"])
-    assert len(trained(model)) == 8
+    make, _ = REFUSED["Phi-MoE has routers that are linear layers of two outputs"]
+    assert trial(make(), "--lora-target-modules", "q_proj,v_proj") == []
 
 
 def test_a_parameter_that_is_trained_beside_the_adapters_is_refused():
