@@ -11,7 +11,7 @@ from pipeline.checkpoints.run_folder import Opened
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.files.console import say
-from pipeline.tracking.wandb import Record
+from pipeline.tracking.trackers import Record
 
 
 class StageProgress:

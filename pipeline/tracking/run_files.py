@@ -86,6 +86,25 @@ def load_run(folder: Path) -> RunData:
     )
 
 
+def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
+    """Transcripts of all ranks by stage or `evaluation-<after>`, and step, in order of time."""
+
+    def order(path: Path) -> tuple[int, int]:
+        after = path.parent.name.removeprefix("evaluation-")
+        if after in BEFORE_GRPO:
+            return -1, BEFORE_GRPO.index(after)
+        return _step_of(path), int(path.parent.name != after)
+
+    files: dict[tuple[str, int], list[Path]] = {}
+    for path in sorted(sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")), key=order):
+        files.setdefault((path.parent.name, _step_of(path)), []).append(path)
+    return files
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.split(".")[0].removeprefix("step-"))
+
+
 def _transfer(results: dict[str, Any]) -> dict[str, Any]:
     """Of results that hold what it takes: rewards of each trial, and the stages."""
     successes = [of for e in results.get("evaluations", []) for of in e["success"].values()]
