@@ -8,7 +8,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from pipeline.plots.plots import COLOURS, DARK_INK, LIGHT_INK, WIDTH, tidy, title
-from pipeline.tracking.run_files import RunData, after_name
+from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +32,7 @@ def accuracy_matrix(run: RunData) -> Figure:
         for c, name in enumerate(names)
         if name in own.get(point, ())
     }
-    rows = [after_name({"after": point}) for point in points]
-    figure, axes = _heat_map(rows, names, transfer["domains"]["matrix"], framed, height=0.5)
+    figure, axes = _heat_map(run.points, names, transfer["domains"]["matrix"], framed, height=0.5)
     axes.set_xlabel(
         "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
     )
@@ -45,7 +44,7 @@ def tools(run: RunData) -> Figure:
     """Share of each tool's calls without an error (rows) after each stage (columns)."""
     transfer = run.transfer
     of = transfer["tools"]
-    columns = [after_name({"after": point}).replace(" the ", " ") for point in transfer["points"]]
+    columns = [point.replace(" the ", " ") for point in run.points]
     known = [c for c, name in enumerate(of["names"]) if not name.endswith("/unknown")]
     names = [of["names"][c] for c in known]
     numbers = [[row[c] for row in of["matrix"]] for c in known]

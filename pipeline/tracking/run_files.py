@@ -45,6 +45,11 @@ class RunData:
         return domains_of(self.evaluations) or list(self.config["data"]["domains"])
 
     @property
+    def points(self) -> list[str]:
+        """Names of the evaluations that the transfer numbers are made from."""
+        return [after_name(after) for after in self.transfer.get("points", [])]
+
+    @property
     def step_s(self) -> list[float]:
         return [record["perf/step_s"] for record in self.timings if "perf/step_s" in record]
 
@@ -142,9 +147,9 @@ def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:
     return success[domain][kind] if domain in success else None
 
 
-def after_name(evaluation: Evaluation) -> str:
+def after_name(after: str) -> str:
     names = {"start": "at the start", "warm_start": "after the warm start"}
-    return names.get(evaluation["after"], f"after {evaluation['after']}")
+    return names.get(after, f"after {after}")
 
 
 def number(value: float | None, sign: str = "") -> str:
