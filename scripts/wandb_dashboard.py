@@ -21,8 +21,7 @@ from typing import Any
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
-from pipeline.files.untrusted import reason_of
-from pipeline.tracking.wandb import has_wandb_key
+from pipeline.tracking.wandb import exit_code_of, has_wandb_key
 
 TRANSFER = (
     *("average_accuracy", "total_gain", "stage_gain", "backward_transfer", "forward_transfer"),
@@ -57,32 +56,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--domains", nargs="+", default=defaults.data.domains)
     parser.add_argument("--print", action="store_true", help="write the view's JSON, send nothing")
     given = parser.parse_args(argv)
-    try:
-        _check(given)
-        view = workspace(given.entity, given.project, given.name, given.domains)
-        if given.print:
-            print(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1))
-        else:
-            view.save()
-            say(f"made: {view.url}")
-    except UserError as error:
-        say(f"error: {error}")
-        return 2
-    except Exception as error:
-        say(f"error: W&B: {type(error).__name__}: {reason_of(error)}; try again")
-        return 1
-    return 0
+    return exit_code_of(lambda: _make(given))
 
 
-def _check(given: argparse.Namespace) -> None:
+def _make(given: argparse.Namespace) -> None:
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise UserError('wandb-workspaces: not installed; pip install -e ".[dashboard]"')
-    if given.print:
-        return
-    if not given.entity:
+    if not given.print and not given.entity:
         raise UserError("--entity: got none; give the W&B user or team whose project it is")
-    if not has_wandb_key():
+    if not given.print and not has_wandb_key():
         raise UserError("W&B: no API key; run `wandb login`, or set WANDB_API_KEY")
+    view = workspace(given.entity, given.project, given.name, given.domains)
+    if given.print:
+        print(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1))
+    else:
+        view.save()
+        say(f"made: {view.url}")
 
 
 def workspace(entity: str, project: str, name: str, domains: Sequence[str]) -> Any:

@@ -22,7 +22,7 @@ PAPER, INK = "#ffffff", "#000000"
 
 
 def pictures_of(run: RunData) -> dict[str, Figure]:
-    """Those that have something to show, by the names of their files."""
+    """The pictures that have something to show, by the names of their files."""
     drawn: dict[str, Callable[[RunData], Figure]] = {
         "learning_curves": learning_curves,
         "stage_performance": stage_performance,
@@ -44,7 +44,7 @@ def pictures_of(run: RunData) -> dict[str, Figure]:
 
 
 def drawings(**draw: Callable[[], Figure]) -> dict[str, Figure]:
-    """What each draws, by name, all with text of one size."""
+    """The figures that the functions draw, by name, all with text of one size."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": FONT_SIZE}):
@@ -54,7 +54,7 @@ def drawings(**draw: Callable[[], Figure]) -> dict[str, Figure]:
 def save(figures: Mapping[str, Figure], folder: Path) -> None:
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.png", dpi=DPI)
-        figure.set_layout_engine(None)  # what is laid out now is drawn again as it is
+        figure.set_layout_engine(None)  # the page gets the same layout
 
 
 def inline_svg(figure: Figure, name: str) -> str:

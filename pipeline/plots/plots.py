@@ -22,11 +22,12 @@ FONT_SIZE = 8.5
 LEAST_KL = 1e-3  # nats at the top of a probe's axis
 # Okabe and Ito's palette, which colour-blind readers can tell apart
 DARK = ("#0072B2", "#D55E00", "#009E73")
-# Not quite black and white: ink on a colour of its own, whatever the page behind it
+# Not quite black and white: text colours that stay as they are on a dark page
 DARK_INK, LIGHT_INK = "#010101", "#fffffe"
 COLOURS = (*DARK, "#CC79A7", "#E69F00", "#56B4E9")
 
-Handle = tuple[str, dict[str, Any]]  # an entry of a legend: its words, its style
+Number = Sequence[float | None]  # value, low, high
+Handle = tuple[str, dict[str, Any]]  # an entry of a legend: its text, its style
 SAMPLED: Handle = (
     "sampled, 95 % interval (pale: before GRPO)",
     {"marker": "s", "linestyle": "none", "markersize": 9},
@@ -38,14 +39,39 @@ GREEDY: Handle = (
 FLOOR: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
 
 
+def new_figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def percent(number: Number | None) -> list[float]:
+    """A number and its interval in per cent; empty if it has no interval."""
+    return [] if number is None or None in number else [100 * (x or 0.0) for x in number]
+
+
+def error_bar(value: float, low: float, high: float) -> list[list[float]]:
+    """The interval of one value as matplotlib's errorbar takes it."""
+    return [[max(0.0, value - low)], [max(0.0, high - value)]]
+
+
 def learning_curves(run: RunData) -> Figure:
     """One panel a domain: training reward, validation and held-out success over the steps.
 
-    Below it, where validations measured it, how far the policy has moved on what it had learned.
+    If validations measured it, a thin panel below shows how far the policy has moved on the tasks
+    that it had learned.
     """
-    figure, panels, probes = _curve_panels(run)
+    probed = [d for d in run.domains if any(f"validation/{d}/kl" in r for r in run.validation)]
+    ratios = [height for d in run.domains for height in ([3, 1] if d in probed else [3])]
+    figure = new_figure(WIDTH, 0.55 * sum(ratios) + 1.3)
+    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    panels = list(grid.flat)
+    title(figure, run, "training reward and held-out success")
     last = max([1, *(record["step"] for record in [*run.train, *run.evaluations])])
-    for domain, colour, axes in zip(run.domains, cycle(COLOURS), panels, strict=False):
+    below = iter(panels)
+    for domain, colour in zip(run.domains, cycle(COLOURS), strict=False):
+        axes = next(below)
+        _rate_axis(axes)
         stage_bands(axes, run, with_names=axes is panels[0])
         rewards = _reward_axes(axes, colour) if run.is_graded(domain) else axes
         for stage in run.stages:
@@ -58,36 +84,17 @@ def learning_curves(run: RunData) -> Figure:
             axes.set_xlim(-1, 1)
             axes.set_xticks([0])
             axes.text(0.75, 0.5, "no training steps", transform=axes.transAxes, ha="center")
-        if domain in probes:
-            stage_bands(probes[domain], run, with_names=False)
-            _probe(probes[domain], run, domain, colour)
-    (probes.get(run.domains[-1]) or panels[-1]).set_xlabel("optimizer step")
+        if domain in probed:
+            _probe(next(below), run, domain, colour)
+    panels[-1].set_xlabel("optimizer step")
     figure.supylabel("mean reward, success rate", fontsize="medium")
-    legend(figure, _learning_handles(run, bool(probes)))
+    legend(figure, _learning_handles(run, bool(probed)))
     return figure
 
 
-def _curve_panels(run: RunData) -> tuple[Figure, list[Axes], dict[str, Axes]]:
-    """A wide panel for each domain, and a thin one below those that have a probe."""
-    from matplotlib.figure import Figure
-
-    probed = [d for d in run.domains if any(f"validation/{d}/kl" in r for r in run.validation)]
-    ratios = [height for d in run.domains for height in ([3, 1] if d in probed else [3])]
-    figure = Figure(figsize=(WIDTH, 0.55 * sum(ratios) + 1.3), layout="constrained")
-    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
-    rows = iter(grid.flat)
-    panels, probes = [], {}
-    for domain in run.domains:
-        panels.append(next(rows))
-        _rate_axis(panels[-1])
-        if domain in probed:
-            probes[domain] = next(rows)
-            tidy(probes[domain])
-    title(figure, run, "training reward and held-out success")
-    return figure, panels, probes
-
-
 def _probe(axes: Axes, run: RunData, domain: str, colour: str) -> None:
+    tidy(axes)
+    stage_bands(axes, run, with_names=False)
     key = f"validation/{domain}/kl"
     points = [(r["step"], r[key]) for r in run.validation if r.get(key) is not None]
     style: dict[str, Any] = {"color": colour, "markersize": 4, "linewidth": 1, "clip_on": False}
@@ -139,20 +146,17 @@ def smooth(values: Sequence[float]) -> list[float]:
 def _points(axes: Axes, run: RunData, domain: str, colour: str) -> None:
     """Validation and the held-out evaluations (sampled)."""
     key = f"validation/{domain}/success"
-    counts = {
-        v["step"]: len(v["success"].get(domain, ())) for v in run.results.get("validations", [])
-    }
+    validations = run.results.get("validations", [])
+    counts = {v["step"]: len(v["success"].get(domain, ())) for v in validations}
+    hollow = {"color": colour, "markerfacecolor": "white", "markersize": 4.5, "alpha": 0.9}
     for record in run.validation:
         if record.get(key) is not None:
-            count = counts.get(record["step"], 0)
-            hollow = {"color": colour, "markerfacecolor": "white", "markersize": 4.5, "alpha": 0.9}
-            of = {"mean": record[key], "num_tasks": count}
-            _interval(axes, record["step"], of, fmt="s", **hollow)
+            success = {"mean": record[key], "num_tasks": counts.get(record["step"], 0)}
+            _interval(axes, record["step"], success, fmt="s", **hollow)
+    dot = {"color": colour, "markeredgecolor": "black", "markersize": 8, "zorder": 5}
     for evaluation in run.evaluations:
         if domain in evaluation["success"]:
-            of = evaluation["success"][domain]
-            dot = {"color": colour, "markeredgecolor": "black", "markersize": 8, "zorder": 5}
-            _interval(axes, evaluation["step"], of, fmt="o", **dot)
+            _interval(axes, evaluation["step"], evaluation["success"][domain], fmt="o", **dot)
 
 
 def _learning_handles(run: RunData, has_probes: bool) -> list[Handle]:
@@ -174,9 +178,15 @@ def _learning_handles(run: RunData, has_probes: bool) -> list[Handle]:
 def stage_performance(run: RunData) -> Figure:
     """One panel a domain: sampled success after each stage as bars, greedy success as diamonds."""
     count, columns = len(run.evaluations), min(3, len(run.domains))
-    size = (max(WIDTH / columns, 0.28 * count + 0.4), 3.0)
-    figure, panels = _panels(run, columns, size, "held-out success after each stage")
+    rows = math.ceil(len(run.domains) / columns)
+    width = max(WIDTH / columns, 0.28 * count + 0.4)
+    figure = new_figure(columns * width, rows * 3.0 + 1.2)
+    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axes in panels[len(run.domains) :]:
+        axes.remove()
+    title(figure, run, "held-out success after each stage")
     for domain, colour, axes in zip(run.domains, cycle(COLOURS), panels, strict=False):
+        _rate_axis(axes)
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
                 _bar(axes, x, evaluation, domain, colour)
@@ -210,29 +220,11 @@ def _floor(axes: Axes, run: RunData, domain: str, colour: str) -> None:
         axes.axhline(floor, color=colour, linestyle=":", linewidth=1)
 
 
-def _interval(axes: Axes, x: float, of: Mapping[str, Any], **style: Any) -> None:
-    known = of["num_tasks"] > 0
-    known = known and 0 <= of["mean"] <= 1  # older runs have mean rewards there
-    low, high = wilson(of["mean"], of["num_tasks"]) if known else (of["mean"], of["mean"])
-    error = [[max(0.0, of["mean"] - low)], [max(0.0, high - of["mean"])]]
-    axes.errorbar(x, of["mean"], error, capsize=2, elinewidth=1, **style)
-
-
-def _panels(
-    run: RunData, columns: int, size: tuple[float, float], words: str
-) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel of `size` inches for each domain, all on the same axes."""
-    from matplotlib.figure import Figure
-
-    rows = math.ceil(len(run.domains) / columns)
-    figure = Figure(figsize=(columns * size[0], rows * size[1] + 1.2), layout="constrained")
-    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    for axes in panels[len(run.domains) :]:
-        axes.remove()
-    for axes in panels:
-        _rate_axis(axes)
-    title(figure, run, words)
-    return figure, panels[: len(run.domains)]
+def _interval(axes: Axes, x: float, success: Mapping[str, Any], **style: Any) -> None:
+    mean, low, high = (success["mean"],) * 3
+    if success["num_tasks"] > 0 and 0 <= mean <= 1:  # older runs have mean rewards there
+        low, high = wilson(mean, success["num_tasks"])
+    axes.errorbar(x, mean, error_bar(mean, low, high), capsize=2, elinewidth=1, **style)
 
 
 def _rate_axis(axes: Axes) -> None:

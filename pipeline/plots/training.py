@@ -7,7 +7,7 @@ from itertools import chain, repeat
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pipeline.plots.plots import COLOURS, WIDTH, Handle, legend, stage_bands, tidy, title
+from pipeline.plots.plots import COLOURS, WIDTH, legend, new_figure, stage_bands, tidy, title
 from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
@@ -49,22 +49,20 @@ def dead_groups(run: RunData) -> Figure:
 
 def time_and_memory(run: RunData) -> Figure:
     """Seconds of each phase and the peak memory of a rank, step by step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    figure = new_figure(WIDTH, 3.9)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    columns = {
-        name: _column(run.timings, f"perf/{name}_s")
+    sample, environment, update, wait, step = (
+        _column(run.timings, f"perf/{name}_s")
         for name in ("sample", "environment", "update", "wait", "step")
-    }
-    sampling = [s - e for s, e in zip(columns["sample"], columns["environment"], strict=True)]
-    known = zip(columns["sample"], columns["update"], columns["wait"], strict=True)
-    other = [max(0.0, t - sum(k)) for t, k in zip(columns["step"], known, strict=True)]
+    )
+    sampling = [s - e for s, e in zip(sample, environment, strict=True)]
+    known = zip(sample, update, wait, strict=True)
+    other = [max(0.0, t - sum(k)) for t, k in zip(step, known, strict=True)]
     layers: list[Layer] = [
         ("sampling", sampling, COLOURS[0]),
-        ("environment", columns["environment"], COLOURS[4]),
-        ("update", columns["update"], COLOURS[2]),
-        ("waiting for ranks", columns["wait"], COLOURS[3]),
+        ("environment", environment, COLOURS[4]),
+        ("update", update, COLOURS[2]),
+        ("waiting for ranks", wait, COLOURS[3]),
         ("other", other, PALE),
     ]
     steps = [record["step"] for record in run.timings]
@@ -77,15 +75,12 @@ def time_and_memory(run: RunData) -> Figure:
     for axes in (above, below):
         stage_bands(axes, run, with_names=axes is above, lines=True)
         tidy(axes)
-    title(figure, run, "time and memory")
-    legend(figure, _handles(layers))
+    _describe(figure, run, "time and memory", layers)
     return figure
 
 
 def _shares(run: RunData, layers: Sequence[Layer], words: str, of: str) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 2.7), layout="constrained")
+    figure = new_figure(WIDTH, 2.7)
     axes = figure.subplots()
     _stacked(axes, [record["step"] for record in run.train], layers)
     stage_bands(axes, run, lines=True)
@@ -93,8 +88,7 @@ def _shares(run: RunData, layers: Sequence[Layer], words: str, of: str) -> Figur
     axes.set_ylabel(f"share of {of}")
     axes.set_xlabel("optimizer step")
     tidy(axes)
-    title(figure, run, words)
-    legend(figure, _handles(layers))
+    _describe(figure, run, words, layers)
     return figure
 
 
@@ -112,9 +106,10 @@ def _stacked(axes: Axes, steps: Sequence[int], layers: Sequence[Layer]) -> None:
     axes.set_xlim(edges[0], edges[-1])
 
 
-def _handles(layers: Sequence[Layer]) -> list[Handle]:
+def _describe(figure: Figure, run: RunData, words: str, layers: Sequence[Layer]) -> None:
     square = {"marker": "s", "linestyle": "none", "markersize": 9}
-    return [(name, {**square, "color": colour}) for name, _, colour in layers]
+    title(figure, run, words)
+    legend(figure, [(name, {**square, "color": colour}) for name, _, colour in layers])
 
 
 def _column(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, product
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from pipeline.plots.plots import COLOURS, DARK_INK, LIGHT_INK, WIDTH, tidy, title
-from pipeline.tracking.run_files import RunData, after_name
+from pipeline.plots.plots import (
+    COLOURS,
+    DARK_INK,
+    LIGHT_INK,
+    WIDTH,
+    Number,
+    error_bar,
+    new_figure,
+    percent,
+    tidy,
+    title,
+)
+from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +28,6 @@ if TYPE_CHECKING:
 GREY = "#767676"  # of means over domains
 POINTS = "percentage points"
 
-Number = Sequence[float | None]
 Bar = tuple[str, Number, str]  # name, value with its interval, colour
 
 
@@ -25,15 +35,10 @@ def accuracy_matrix(run: RunData) -> Figure:
     """Success of each domain (columns) after each stage (rows), in per cent with intervals."""
     transfer = run.transfer
     names, points = transfer["domains"]["names"], transfer["points"]
-    own = {stage["name"]: stage["own"] for stage in transfer["stages"]}
-    framed = {
-        (p, c)
-        for p, point in enumerate(points)
-        for c, name in enumerate(names)
-        if name in own.get(point, ())
-    }
-    rows = [after_name({"after": point}) for point in points]
-    figure, axes = _heat_map(rows, names, transfer["domains"]["matrix"], framed, height=0.5)
+    trained = {(stage["name"], name) for stage in transfer["stages"] for name in stage["own"]}
+    cells = product(enumerate(points), enumerate(names))
+    framed = {(p, c) for (p, point), (c, name) in cells if (point, name) in trained}
+    figure, axes = _heat_map(run.points, names, transfer["domains"]["matrix"], framed, height=0.5)
     axes.set_xlabel(
         "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
     )
@@ -45,7 +50,7 @@ def tools(run: RunData) -> Figure:
     """Share of each tool's calls without an error (rows) after each stage (columns)."""
     transfer = run.transfer
     of = transfer["tools"]
-    columns = [after_name({"after": point}).replace(" the ", " ") for point in transfer["points"]]
+    columns = [point.replace(" the ", " ") for point in run.points]
     known = [c for c, name in enumerate(of["names"]) if not name.endswith("/unknown")]
     names = [of["names"][c] for c in known]
     numbers = [[row[c] for row in of["matrix"]] for c in known]
@@ -64,32 +69,25 @@ def _heat_map(
 ) -> tuple[Figure, Axes]:
     """Cells with their numbers in per cent; a dash where there is no number or no interval."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    figure = Figure(figsize=(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1))
-    figure.set_layout_engine("constrained")
+    figure = new_figure(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1)
     axes = figure.subplots()
     colours = colormaps["cividis"]
     apart = "\n" if height > 0.3 else " "
     for r, row in enumerate(numbers):
         for c, number in enumerate(row):
-            if number is None or None in number:
+            if not (points := percent(number)):
                 axes.text(c, r, "-", ha="center", va="center")
                 continue
-            value, low, high = (100 * (x or 0.0) for x in number)
+            value, low, high = points
             axes.add_patch(Rectangle((c - 0.5, r - 0.5), 1, 1, color=colours(value / 100)))
             ink = DARK_INK if value > 55 else LIGHT_INK
             words = f"{value:.0f}{apart}[{low:.0f}, {high:.0f}]"
             size = "small" if height > 0.3 else "x-small"
             axes.text(c, r, words, ha="center", va="center", color=ink, fontsize=size)
+    frame: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
     for r, c in framed:
-        frame: dict[str, Any] = {
-            "fill": False,
-            "edgecolor": COLOURS[1],
-            "linewidth": 2.5,
-            "zorder": 3,
-        }
         axes.add_patch(Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **frame))
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -103,15 +101,12 @@ def _heat_map(
 
 def transfer(run: RunData) -> Figure:
     """What each stage changed, and backward transfer, forward transfer and forgetting, as bars."""
-    from matplotlib.figure import Figure
-
     panels = _bar_panels(run)
     rows = [len(bars) for _, bars, _ in panels]
-    figure = Figure(figsize=(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4))
-    figure.set_layout_engine("constrained")
+    figure = new_figure(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4)
     many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
     for axes, (words, bars, directions) in zip(many, panels, strict=True):
-        bars_of(axes, bars)
+        _draw_bars(axes, bars)
         # On the right it has room over the names, however long these are.
         axes.set_title(words, loc="right", fontsize="medium", fontweight="bold")
         axes.set_xlabel(f"{POINTS}; {directions}", fontsize="small")
@@ -142,21 +137,16 @@ def _bar_panels(run: RunData) -> list[tuple[str, list[Bar], str]]:
     return panels
 
 
-def _signed(points: float) -> str:
-    return f"{round(points, 1) + 0.0:+.1f}"
-
-
-def bars_of(axes: Axes, bars: Sequence[Bar]) -> None:
+def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     """Horizontal bars in percentage points with their intervals; none without an interval."""
     for y, (_, number, colour) in enumerate(bars):
-        if number is None or None in number:
+        if not (points := percent(number)):
             axes.text(0, y, "no interval", va="center", fontsize="small")
             continue
-        value, low, high = (100 * (x or 0.0) for x in number)
-        axes.barh(y, value, height=0.7, color=colour)
-        error = [[max(0.0, value - low)], [max(0.0, high - value)]]
-        axes.errorbar(value, y, xerr=error, fmt="none", ecolor="black", capsize=2.5, elinewidth=1)
-        words = f"{_signed(value)} [{_signed(low)}, {_signed(high)}]"
+        axes.barh(y, points[0], height=0.7, color=colour)
+        line: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "elinewidth": 1}
+        axes.errorbar(points[0], y, xerr=error_bar(*points), **line)
+        words = "{} [{}, {}]".format(*(f"{round(x, 1) + 0.0:+.1f}" for x in points))
         beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": "x-small"}
         axes.text(1.02, y, words, va="center", **beside)
     axes.axvline(0, color="black", linewidth=1)

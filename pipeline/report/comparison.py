@@ -17,14 +17,17 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import SUCCESS, differences, summary
 from pipeline.plots.comparison import Row
-from pipeline.report.sections import Block, Picture, Section, Table
-from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, UNSIGNED, shown
+from pipeline.report.sections import Block, Picture, Section, Table, with_content
+from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, of_name, shown
 from pipeline.tracking.run_files import RunData, load_run
 
 # How a run is played and watched, not what it learns.
 IGNORED = ("run", "tracking")
 # Of a curriculum in stages; mixed training has one stage and takes none of it.
-OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
+OF_STAGES = tuple(
+    f"curriculum.{name}"
+    for name in ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
+)
 IN_TABLE = ("average_accuracy", "stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 FURTHER = ("total_gain", "learning_efficiency", "area_under_curve")
 
@@ -41,10 +44,14 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
 def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
     """The runs that were evaluated after every stage, and the others; UserError if there is none.
 
-    Others were interrupted, or have no stages.
+    The others were interrupted, or have no stages.
     """
     runs = [load_run(folder) for folder in folders]
-    done = [run for run in runs if _num_stages(run) and _num_stages(run) == _num_evaluated(run)]
+    done = []
+    for run in runs:
+        stages = run.results.get("curriculum", {}).get("stages", ())
+        if stages and len(run.points) == len(stages) + 1:
+            done.append(run)
     if not done:
         names = ", ".join(run.folder.name for run in runs)
         raise UserError(
@@ -54,92 +61,68 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
     return done, [run for run in runs if run not in done]
 
 
-def _num_stages(run: RunData) -> int:
-    return len(run.results.get("curriculum", {}).get("stages", ()))
-
-
-def _num_evaluated(run: RunData) -> int:
-    return len(run.transfer.get("points", ())) - 1
-
-
 def rows_of(runs: Sequence[RunData]) -> list[Row]:
     """Mixed training first, then the others by their settings.
 
-    Raises UserError for runs that cannot be put together.
+    Raises UserError if the seeds of a row cannot be put together.
     """
     groups: dict[str, list[RunData]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: int(run.config["run"]["seed"])):
         groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), []).append(run)
-    labels = _labels([json.loads(key) for key in groups])
-    mixed = [of for of in groups.values() if _is_mixed(of[0])]
+    settings = [json.loads(key) for key in groups]
+    mixed = [group for group, of in zip(groups.values(), settings, strict=True) if _is_mixed(of)]
     rows = []
-    for label, of in zip(labels, groups.values(), strict=True):
-        of.sort(key=lambda run: int(run.config["run"]["seed"]))
-        transfer = of[0].transfer if len(of) == 1 else summary([run.results for run in of])
-        rows.append(
-            Row(
-                label=label,
-                runs=of,
-                transfer=transfer,
-                is_mixed=_is_mixed(of[0]),
-                against_mixed=_against(of, transfer, mixed),
-            )
+    for mine, group in zip(settings, groups.values(), strict=True):
+        transfer = group[0].transfer if len(group) == 1 else summary([r.results for r in group])
+        against = None if _is_mixed(mine) else _against(group, transfer["episodes"], mixed)
+        row = Row(
+            label=_label(mine, settings),
+            runs=group,
+            transfer=transfer,
+            is_mixed=_is_mixed(mine),
+            against_mixed=against,
         )
+        rows.append(row)
     return sorted(rows, key=lambda row: (not row.is_mixed, _in_order(row.label)))
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides what a run learns, but for its seed: `section.name` to value.
+    """The settings that decide what a run learns, except its seed: `section.name` to value.
 
     A model that is a checkpoint of another run counts by the settings of that run.
     """
-    found: dict[str, Any] = {}
-    mixed = config["curriculum"].get("curriculum") == "mixed"
+    settings: dict[str, Any] = {"evaluation.success_threshold": SUCCESS}  # older runs lack it
     for section, values in config.items():
-        if section == "evaluation":  # a run from before it was a setting
-            values = {"success_threshold": SUCCESS, **values}
         if not isinstance(values, dict):
-            found[section] = values
+            settings[section] = values
         elif section not in IGNORED:
-            found |= {f"{section}.{name}": value for name, value in values.items()}
-    if mixed:
-        found = {k: v for k, v in found.items() if k.removeprefix("curriculum.") not in OF_STAGES}
-    path = Path(found["model.model"])
+            settings |= {f"{section}.{name}": value for name, value in values.items()}
+    if _is_mixed(settings):
+        settings = {k: v for k, v in settings.items() if k not in OF_STAGES}
+    path = Path(settings["model.model"])
     origin = path.parent.parent / "config.yaml"
     if path.parent.name == "checkpoints" and not origin.is_file():  # moved from elsewhere
-        found["model.model"] = re.sub(r"seed-\d+", "seed", str(path))
+        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))
     elif path.parent.name == "checkpoints":
         other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
         kept = {k: v for k, v in other.items() if k.startswith(("model.", "warm_start.", "data."))}
-        found["model.model"] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
-    return found
+        settings["model.model"] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
+    return settings
 
 
-def _is_mixed(run: RunData) -> bool:
-    return bool(run.config["curriculum"].get("curriculum") == "mixed")
+def _is_mixed(settings: Mapping[str, Any]) -> bool:
+    return settings.get("curriculum.curriculum") == "mixed"
 
 
-def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings in which each differs from most: `replay 0.3`; mixed training is called that."""
-    staged = [of for of in settings if not _mixed_in(of)]
-    kinds = {of.get("curriculum.curriculum") for of in staged}
-    labels = []
-    for mine in settings:
-        kind = [of for of in settings if _mixed_in(of)] if _mixed_in(mine) else staged
-        keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
-        words = [
-            f"{key.split('.')[-1]} {_short(mine[key])}"
-            for key in keys
-            if key != "curriculum.curriculum"
-        ]
-        if _mixed_in(mine) or len(kinds) > 1 or not words:
-            words.insert(0, str(mine.get("curriculum.curriculum")))
-        labels.append(", ".join(words))
-    return labels
-
-
-def _mixed_in(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("curriculum.curriculum") == "mixed")
+def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
+    """The settings in which a row differs from most rows of its kind, such as `replay 0.3`."""
+    kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
+    name = "curriculum.curriculum"
+    keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
+    words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != name]
+    if _is_mixed(mine) or len({of.get(name) for of in kind}) > 1 or not words:
+        words.insert(0, str(mine.get(name)))
+    return ", ".join(words)
 
 
 def _short(value: Any) -> str:
@@ -161,18 +144,14 @@ def _in_order(label: str) -> list[tuple[bool, float, str]]:
 
 
 def _against(
-    runs: Sequence[RunData], transfer: Mapping[str, Any], mixed: Sequence[Sequence[RunData]]
+    runs: Sequence[RunData], episodes: int, mixed: Sequence[Sequence[RunData]]
 ) -> dict[str, Any] | None:
     """Differences to mixed training with as many episodes and seeds, on the same tasks."""
-    if _is_mixed(runs[0]):
-        return None
+    seeds = [run.config["run"]["seed"] for run in runs]
     for others in mixed:
-        same = [
-            [other for other in others if other.config["run"]["seed"] == run.config["run"]["seed"]]
-            for run in runs
-        ]
-        theirs = [of[0].results for of in same if of]
-        if len(theirs) == len(runs) and summary(theirs)["episodes"] == transfer["episodes"]:
+        of_seed = {other.config["run"]["seed"]: other.results for other in reversed(others)}
+        theirs = [of_seed[seed] for seed in seeds if seed in of_seed]
+        if len(theirs) == len(runs) and summary(theirs)["episodes"] == episodes:
             with suppress(UserError):  # evaluated on other tasks
                 return differences([run.results for run in runs], theirs)
     return None
@@ -189,10 +168,8 @@ def sections_of(rows: Sequence[Row], left_out: Sequence[RunData] = ()) -> list[S
         "\n".join(f"- *{METRICS[name][0]}*: {METRICS[name][1]}." for name in IN_TABLE),
     ]
     if left_out:
-        names = ", ".join(f"`{run.folder.resolve().name}`" for run in left_out)
-        blocks.append(f"**Left out**, for they are not finished: {names}.")
-    reference = [row for row in rows if row.is_mixed]
-    if not reference:
+        blocks.append(f"**Left out**, for they are not finished: {_folders(left_out)}.")
+    if not any(row.is_mixed for row in rows):
         blocks.append(
             "**There is no mixed training among these runs, so there is no reference row**: add a "
             "run with `--curriculum mixed` and the same number of episodes."
@@ -202,72 +179,58 @@ def sections_of(rows: Sequence[Row], left_out: Sequence[RunData] = ()) -> list[S
             f"**Without a reference**: {'; '.join(row.label for row in missing)}. No mixed "
             "training has the same number of episodes, seeds and tasks."
         )
-    found = [
-        Section(title="New domains against old ones", blocks=blocks),
-        Section(
-            title="Pareto plot",
-            blocks=[
-                Picture(name="pareto", caption="New-domain gain against forgetting"),
-                "Up and to the left is better. Mixed training has one stage, in which all domains "
-                "are new; after it there is nothing to forget, so it stands at zero.",
-            ],
-        ),
-        *_differences(rows),
-        Section(
-            title="Further numbers", blocks=[_table(rows, FURTHER), *_rewards(rows), *_runs(rows)]
-        ),
+    pareto = (
+        "Up and to the left is better. Mixed training has one stage, in which all domains "
+        "are new; after it there is nothing to forget, so it stands at zero."
+    )
+    picture = Picture("pareto", "New-domain gain against forgetting")
+    runs = "\n".join(f"- {row.label}: {_folders(row.runs)}" for row in rows)
+    sections = [
+        Section("New domains against old ones", blocks),
+        Section("Pareto plot", [picture, pareto]),
+        _differences(rows),
+        Section("Further numbers", [_table(rows, FURTHER), *_rewards(rows), runs]),
     ]
-    return found
+    return with_content(sections)
+
+
+def _folders(runs: Sequence[RunData]) -> str:
+    return ", ".join(f"`{run.folder.resolve().name}`" for run in runs)
 
 
 def _rewards(rows: Sequence[Row]) -> list[Block]:
     """The mean reward at the end, of domains whose rewards are not all 0 or 1."""
-    names = list(dict.fromkeys(d for row in rows for d in row.transfer.get("rewards", {})))
-    ends = [{d: of[-1] for d, of in row.transfer.get("rewards", {}).items()} for row in rows]
+    rewards = [row.transfer.get("rewards", {}) for row in rows]
+    names = list(dict.fromkeys(domain for of in rewards for domain in of))
     cells = [
-        [row.label, *(shown(of.get(name)) for name in names)]
-        for row, of in zip(rows, ends, strict=True)
+        [row.label, *(shown(of[name][-1] if name in of else None) for name in names)]
+        for row, of in zip(rows, rewards, strict=True)
     ]
-    return [Table(header=["mean reward at the end", *names], rows=cells)] if names else []
+    return [Table(["mean reward at the end", *names], cells)] if names else []
 
 
 def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:
     """A row for each configuration, the reference marked."""
     cells = []
     for row in rows:
-        metrics = row.transfer["metrics"]
-        numbers = [
-            shown(metrics.get(n), "" if n in UNSIGNED else "+", 3 if n.startswith("learn") else 2)
-            for n in names
-        ]
+        numbers = [of_name(row.transfer["metrics"].get(name), name) for name in names]
         label = f"{row.label} (reference)" if row.is_mixed else row.label
         cells.append([label, str(len(row.runs)), f"{row.episodes:,}", *numbers])
-    header = ["configuration", "seeds", "episodes", *(METRICS[name][0] for name in names)]
-    return Table(header=header, rows=cells)
+    return Table(["configuration", "seeds", "episodes", *(METRICS[n][0] for n in names)], cells)
 
 
-def _differences(rows: Sequence[Row]) -> list[Section]:
-    """What each configuration has more than mixed training."""
-    compared = [row for row in rows if row.against_mixed]
-    names = [n for n in METRICS if any(n in (row.against_mixed or {}) for row in compared)]
-    if not names:
-        return []
-    cells = []
-    for row in compared:
-        found = row.against_mixed or {}
-        numbers = [shown(found.get(n), "+", 3 if n.startswith("learn") else 2) for n in names]
-        cells.append([row.label, *numbers])
+def _differences(rows: Sequence[Row]) -> Section:
+    """Each configuration minus mixed training."""
+    compared = {row.label: row.against_mixed for row in rows if row.against_mixed}
+    names = [name for name in METRICS if any(name in of for of in compared.values())]
+    digits = {"learning_efficiency": 3}
+    cells = [
+        [label, *(shown(of.get(name), "+", digits.get(name, 2)) for name in names)]
+        for label, of in compared.items()
+    ]
     text = (
         "What a configuration has more than mixed training with as many episodes, on the same "
         f"tasks and seeds; {NO_INTERVAL}: not defined for one stage."
     )
-    table = Table(header=["minus mixed", *(METRICS[name][0] for name in names)], rows=cells)
-    return [Section(title="Difference to mixed training", blocks=[text, table])]
-
-
-def _runs(rows: Sequence[Row]) -> list[Block]:
-    lines = [
-        f"- {row.label}: " + ", ".join(f"`{run.folder.resolve().name}`" for run in row.runs)
-        for row in rows
-    ]
-    return ["\n".join(lines)]
+    table = Table(["minus mixed", *(METRICS[name][0] for name in names)], cells if names else [])
+    return Section("Difference to mixed training", [text, table])

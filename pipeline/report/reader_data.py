@@ -20,6 +20,7 @@ from zlib import crc32
 
 from pipeline.files.durable import whole_lines
 from pipeline.report.token_texts import TokenTexts, token_texts_of
+from pipeline.tracking.run_files import transcripts_in
 
 MAX_EPISODES = 10_000
 MAX_CHARACTERS = 11_000_000  # of all chunks: the page stays below 15 MB
@@ -50,7 +51,7 @@ def read_episodes(
     max_characters: int = MAX_CHARACTERS,
 ) -> Reader:
     """The episodes of a run folder: at most so many, in chunks of at most so many characters."""
-    files = _files(folder)
+    files = transcripts_in(folder)
     sizes: Counter[Group] = Counter()
     for step, paths in files.items():
         sizes.update((step, _task_of(line)) for path in paths for line in whole_lines(path))
@@ -62,23 +63,6 @@ def read_episodes(
         if reader.num_characters <= max_characters or len(reader.index["groups"]) < 2:
             return reader
         limit = int(0.9 * reader.index["shown"] * max_characters / reader.num_characters)
-
-
-def _files(folder: Path) -> dict[Step, list[Path]]:
-    """Files of all ranks by stage and step, in the order in which they were played."""
-    found: dict[Step, list[Path]] = defaultdict(list)
-    for path in sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")):
-        step = int(path.name.split(".")[0].removeprefix("step-"))
-        found[path.parent.name, step].append(path)
-    before = ("evaluation-start", "evaluation-warm_start")
-
-    def order(of: Step) -> tuple[int, int]:
-        stage, step = of
-        if stage in before:
-            return -1, before.index(stage)
-        return step, int(stage.startswith("evaluation-"))
-
-    return {step: found[step] for step in sorted(found, key=order)}
 
 
 def _task_of(line: bytes) -> Task:

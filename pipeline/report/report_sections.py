@@ -1,4 +1,4 @@
-"""What a run's report says: its sections, from the run folder's files alone.
+"""The sections of a run's report, from the run folder's files alone.
 
 Success sampled at the training temperature and success of greedy decoding are two measurements;
 they are never compared.
@@ -13,8 +13,8 @@ from typing import Any
 
 from pipeline.evaluation.transfer_metrics import wilson
 from pipeline.files.layout import METRICS, TIMINGS
-from pipeline.report.sections import Block, Picture, Section, Table
-from pipeline.report.transfer_sections import HOW, shown, transfer_sections
+from pipeline.report.sections import Block, Picture, Section, Table, with_content
+from pipeline.report.transfer_sections import HOW, shown, tools, transfer_and_forgetting, trials
 from pipeline.tracking.run_files import (
     Evaluation,
     RunData,
@@ -52,42 +52,36 @@ FILES = {
 
 
 def sections_of(run: RunData) -> list[Section]:
-    found = [
-        Section(title="", blocks=[_what_ran(run)]),
-        *_before_and_after(run),
-        Section(
-            title="",
-            blocks=[
-                Picture(
-                    name="learning_curves",
-                    caption="Training reward and held-out success over the steps",
-                )
-            ],
-        ),
-        *transfer_sections(run)[:1],
-        *_evaluations(run),
-        *_mean_rewards(run),
-        *_families(run),
-        *transfer_sections(run)[1:],
-        *_floors(run),
-        *_curriculum(run),
-        *_stop_reasons(run),
-        *_dead_groups(run),
-        *_time(run),
-        *_faults(run),
+    caption = "Training reward and held-out success over the steps"
+    sections = [
+        Section("", [_what_ran(run)]),
+        _before_and_after(run),
+        Section("", [Picture("learning_curves", caption)]),
+        transfer_and_forgetting(run),
+        _evaluations(run),
+        _mean_rewards(run),
+        _families(run),
+        tools(run),
+        trials(run),
+        _floors(run),
+        _curriculum(run),
+        _stop_reasons(run),
+        _dead_groups(run),
+        _time(run),
+        _faults(run),
         _files(run),
     ]
-    return [section for section in found if section.blocks]
+    return with_content(sections)
 
 
 def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Table:
-    """Success before and after GRPO, or of what there is; the change with its interval."""
+    """Success before and after GRPO and the change with its interval, or the only success."""
     domains = [*domains_of(evaluations), "mean"]
     before, after = before_and_after(evaluations)
     if before is None or after is None:
         only = before or after
         rows = [[d, *(number(rate(only, d, kind)) for kind in ("mean", "greedy"))] for d in domains]
-        return Table(header=["success", "sampled", "greedy"], rows=rows)
+        return Table(["success", "sampled", "greedy"], rows)
     gains = dict(transfer.get("domains", {}).get("gain", {}))
     gains["mean"] = transfer.get("metrics", {}).get("total_gain")
     rows = []
@@ -96,7 +90,7 @@ def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Ta
         old, new, *greedy = map(number, rates)
         rows.append([domain, old, new, shown(gains.get(domain), "+"), *greedy])
     kinds = ["sampled before", "sampled after", "change [95 %]", "greedy before", "greedy after"]
-    return Table(header=["success", *kinds], rows=rows)
+    return Table(["success", *kinds], rows)
 
 
 def _what_ran(run: RunData) -> str:
@@ -122,6 +116,10 @@ def _what_ran(run: RunData) -> str:
         lines[-1] += f" A training step took {median(run.step_s):.2f} s (median)."
     if not results["evaluations"]:
         lines.append("**There is no evaluation in this folder: the run was interrupted.**")
+    return _list(lines)
+
+
+def _list(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -131,70 +129,63 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _before_and_after(run: RunData) -> list[Section]:
+def _before_and_after(run: RunData) -> Section:
     if not run.evaluations:
-        return []
+        return Section("", [])
     before, after = before_and_after(run.evaluations)
     title = "Before and after GRPO" if before and after else "Success"
-    named = [after_name(e) for e in (before, after) if e]
-    named = [f"before: {named[0]}", f"after: {named[1]}"] if len(named) == 2 else named
+    names = [after_name(e["after"]) for e in (before, after) if e]
+    names = [f"before: {names[0]}", f"after: {names[1]}"] if len(names) == 2 else names
     of = next(iter(run.evaluations[-1]["success"].values()))
     how = (
         f"On {of['num_tasks']} tasks of each domain ({run.results.get('split', 'test')} split); "
-        f"{', '.join(named)}. *Sampled*: the mean of {of['num_trials']} trial(s) of each task at "
+        f"{', '.join(names)}. *Sampled*: the mean of {of['num_trials']} trial(s) of each task at "
         f"the training temperature ({run.config['rollout']['temperature']:g}). *Greedy*: one trial "
         "of each, always the likeliest token. Compare sampled with sampled and greedy with greedy."
     )
-    return [Section(title=title, blocks=[change(run.evaluations, run.transfer), how])]
+    return Section(title, [change(run.evaluations, run.transfer), how])
 
 
-def _evaluations(run: RunData) -> list[Section]:
-    if not run.evaluations:
-        return []
+def _evaluations(run: RunData) -> Section:
     domains = [*run.domains, "mean"]
-    blocks: list[Block] = []
-    for kind, name in (("mean", "sampled"), ("greedy", "greedy")):
-        rows = [
-            [after_name(e), str(e["step"]), *(_cell(e, domain, kind) for domain in domains)]
-            for e in run.evaluations
-        ]
-        blocks.append(Table(header=[name, "step", *domains], rows=rows))
-    blocks.append(
+    tables = [
+        Table([name, "step", *domains], [_row(e, domains, kind) for e in run.evaluations])
+        for kind, name in (("mean", "sampled"), ("greedy", "greedy"))
+    ]
+    text = (
         "In brackets: 95 % Wilson intervals that count each task once, because trials of one task "
         "are not independent. They are wide on purpose."
     )
-    caption = "Held-out success of each domain after each stage"
-    blocks.append(Picture(name="stage_performance", caption=caption))
-    return [Section(title="Every evaluation", blocks=blocks)]
+    picture = Picture("stage_performance", "Held-out success of each domain after each stage")
+    return Section("Every evaluation", [*tables, text, picture])
 
 
-def _mean_rewards(run: RunData) -> list[Section]:
-    """Of domains whose rewards are not all 0 or 1."""
-    rewards = run.transfer.get("rewards", {})
-    if not rewards:
-        return []
-    points = [after_name({"after": point}) for point in run.transfer["points"]]
-    rows = [[domain, *(shown(value) for value in values)] for domain, values in rewards.items()]
-    text = (
-        "Sampled, over all trials. A trial is a success with a reward of "
-        f"{run.success_threshold:g} or more (`success_threshold`). {HOW}"
-    )
-    return [
-        Section(title="Mean reward", blocks=[Table(header=["reward", *points], rows=rows), text])
-    ]
+def _row(evaluation: Evaluation, domains: Sequence[str], kind: str) -> list[str]:
+    cells = [_cell(evaluation, domain, kind) for domain in domains]
+    return [after_name(evaluation["after"]), str(evaluation["step"]), *cells]
 
 
 def _cell(evaluation: Evaluation, domain: str, kind: str) -> str:
     value = rate(evaluation, domain, kind)
-    if value is None or domain == "mean":
-        return number(value)
-    if not 0 <= value <= 1:  # older runs have mean rewards there
+    # Older runs have mean rewards, which need not be shares.
+    if value is None or domain == "mean" or not 0 <= value <= 1:
         return number(value)
     low, high = wilson(value, evaluation["success"][domain]["num_tasks"])
     return f"{value:.3f} [{low:.2f}, {high:.2f}]"
 
 
-def _families(run: RunData) -> list[Section]:
+def _mean_rewards(run: RunData) -> Section:
+    """The mean reward of domains whose rewards are not all 0 or 1."""
+    rewards = run.transfer.get("rewards", {})
+    rows = [[domain, *(shown(value) for value in values)] for domain, values in rewards.items()]
+    text = (
+        "Sampled, over all trials. A trial is a success with a reward of "
+        f"{run.success_threshold:g} or more (`success_threshold`). {HOW}"
+    )
+    return Section("Mean reward", [Table(["reward", *run.points], rows), text])
+
+
+def _families(run: RunData) -> Section:
     evaluations = [e for e in before_and_after(run.evaluations) if e]
     rows = []
     for domain, success in evaluations[-1]["success"].items() if evaluations else []:
@@ -205,12 +196,10 @@ def _families(run: RunData) -> list[Section]:
                 if branch.startswith(f"{family}/"):
                     names = ["", "", branch.removeprefix(f"{family}/")]
                     rows.append([*names, *_rates(evaluations, domain, "branches", branch)])
-    if not rows:
-        return []
     when = [" before", " after"] if len(evaluations) == 2 else [""]
     rates = [f"{kind}{word}" for kind in ("sampled", "greedy") for word in when]
-    table = Table(header=["domain", "family", "branch", "tasks", *rates], rows=rows, num_left=3)
-    return [Section(title="By family and branch", blocks=[table])]
+    table = Table(["domain", "family", "branch", "tasks", *rates], rows, num_left=3)
+    return Section("By family and branch", [table])
 
 
 def _rates(evaluations: list[Evaluation], domain: str, level: str, name: str) -> list[str]:
@@ -219,73 +208,35 @@ def _rates(evaluations: list[Evaluation], domain: str, level: str, name: str) ->
     return [str(groups[-1]["num_tasks"]), *rates]
 
 
-def _floors(run: RunData) -> list[Section]:
+def _floors(run: RunData) -> Section:
     floors = run.results["floors"]
-    if not floors:
-        return []
     rows = [[d, *(number(of.get(key)) for key in FLOORS)] for d, of in floors.items()]
-    table = Table(header=["domain", *FLOORS.values()], rows=rows)
     text = (
         "What policies earn that never read the record of a request. The last two are the best of "
         "all such policies: one for every request, and one for each family of requests. They may "
         "use what the customer answers, and are chosen on these tasks, so others earn less."
     )
-    return [Section(title="Floors", blocks=[text, table])]
+    return Section("Floors", [text, Table(["domain", *FLOORS.values()], rows)])
 
 
-def _curriculum(run: RunData) -> list[Section]:
-    if not run.stages:
-        return []
+def _curriculum(run: RunData) -> Section:
     rows = []
     for stage in run.stages:
         first, last = stage["first_step"] + 1, stage["first_step"] + stage["num_steps"]
         groups = ", ".join(f"{count} {domain}" for domain, count in stage["domains"].items())
         rows.append([stage["name"], f"{first} to {last}", groups])
-    table = Table(header=["stage", "steps", "groups in each step"], rows=rows, num_left=3)
+    table = Table(["stage", "steps", "groups in each step"], rows, num_left=3)
     replay = (
         f"Replay: after the first stage {run.replay:.0%} of a step's groups, in whole groups, come "
         "from the domains of earlier stages."
         if run.replay
         else "No replay: a stage draws from its own domains only."
     )
-    return [Section(title="Curriculum", blocks=[table, replay])]
-
-
-def _stop_reasons(run: RunData) -> list[Section]:
-    prefix = "rollout/stop/"
-    rows = [
-        [reason, *(f"{share:.1%}" for share in shares)]
-        for reason, shares in _shares(run, prefix).items()
-        if any(shares)
-    ]
-    if not rows:
-        return []
-    table = Table(header=["reason", *(stage["name"] for stage in run.stages)], rows=rows)
-    picture = Picture(name="stop_reasons", caption="Why training episodes ended, over the steps")
-    title, left_out = "How training episodes ended", _left_out(run)
-    blocks = ["Share of a stage's episodes.", picture, table, *left_out]
-    return [Section(title=title, blocks=blocks)]
-
-
-def _left_out(run: RunData) -> list[Block]:
-    """How many episodes training left out, by domain and kind; nothing where there were none."""
-    prefix, counts = "rollout/left_out/", Counter[str]()
-    for record in run.train:
-        for key, count in record.items():
-            if key.startswith(prefix):
-                counts[key.removeprefix(prefix)] += round(count)
-    if not counts:
-        return []
-    rows = [[*reversed(key.split("/", 1)), str(counts[key])] for key in sorted(counts)]
-    text = (
-        "Left out of training, because an environment failed at what the policy is not answerable "
-        "for: its `reset`, its user's `reply`, or a service that it said is down (`outage`)."
-    )
-    return [text, Table(header=["domain", "what failed", "episodes"], rows=rows, num_left=2)]
+    return Section("Curriculum", [table, replay])
 
 
 def _shares(run: RunData, prefix: str) -> dict[str, list[float]]:
-    """Means over each stage's steps of the metrics with a prefix, by what follows it."""
+    """Means over each stage's steps of the metrics with a prefix, by the rest of their names."""
     keys = sorted({key for record in run.train for key in record if key.startswith(prefix)})
     return {
         key.removeprefix(prefix): [
@@ -295,46 +246,69 @@ def _shares(run: RunData, prefix: str) -> dict[str, list[float]]:
     }
 
 
-def _dead_groups(run: RunData) -> list[Section]:
+def _table_of_shares(run: RunData, head: str, shares: Mapping[str, Sequence[float]]) -> Table:
+    rows = [[name, *(f"{share:.1%}" for share in of)] for name, of in shares.items()]
+    return Table([head, *(stage["name"] for stage in run.stages)], rows)
+
+
+def _stop_reasons(run: RunData) -> Section:
+    shares = {name: of for name, of in _shares(run, "rollout/stop/").items() if any(of)}
+    picture = Picture("stop_reasons", "Why training episodes ended, over the steps")
+    table = _table_of_shares(run, "reason", shares)
+    blocks = ["Share of a stage's episodes.", picture, table, *_left_out(run)]
+    return Section("How training episodes ended", blocks)
+
+
+def _left_out(run: RunData) -> list[Block]:
+    """How many episodes training left out, by domain and kind, if there were any."""
+    prefix, counts = "rollout/left_out/", Counter[str]()
+    for record in run.train:
+        for key, count in record.items():
+            if key.startswith(prefix):
+                counts[key.removeprefix(prefix)] += round(count)
+    rows = [[*reversed(key.split("/", 1)), str(counts[key])] for key in sorted(counts)]
+    text = (
+        "Left out of training, because an environment failed at what the policy is not answerable "
+        "for: its `reset`, its user's `reply`, or a service that it said is down (`outage`)."
+    )
+    return [text, Table(["domain", "what failed", "episodes"], rows, num_left=2)] if rows else []
+
+
+def _dead_groups(run: RunData) -> Section:
     kinds = {"all_failed": "all failed", "all_solved": "all solved"}
     if any(record.get("rollout/too_few_left") for record in run.train):
         kinds["too_few_left"] = "fewer than two left"
     kinds["dead_groups"] = "in all"
-    found = {name: _shares(run, f"rollout/{kind}").get("") for kind, name in kinds.items()}
-    rows = [[name, *(f"{s:.1%}" for s in shares)] for name, shares in found.items() if shares]
-    if not rows:
-        return []
+    shares = {name: _shares(run, f"rollout/{kind}").get("", []) for kind, name in kinds.items()}
     text = (
         "Share of a stage's groups whose episodes all earned the same (or fewer than two were not "
         "left out): they have no advantage and teach nothing."
     )
-    table = Table(header=["groups", *(stage["name"] for stage in run.stages)], rows=rows)
-    picture = Picture(name="dead_groups", caption="Groups without a signal, over the steps")
-    return [Section(title="Dead groups", blocks=[text, picture, table])]
+    picture = Picture("dead_groups", "Groups without a signal, over the steps")
+    table = _table_of_shares(run, "groups", {name: of for name, of in shares.items() if of})
+    return Section("Dead groups", [text, picture, table])
 
 
-def _time(run: RunData) -> list[Section]:
+def _time(run: RunData) -> Section:
+    if not any("perf/sample_s" in record for record in run.timings):
+        return Section("", [])
     rows = []
     for key, name in PHASES.items():
         values = [record.get(f"perf/{key}") for record in run.timings]
-        known = [value for value in values if value is not None]
-        if known:
-            seconds = [f"{median(known):.2f} s", f"{max(known):.2f} s", _duration(sum(known))]
-            rows.append([name, *seconds])
-    memory = [r["perf/peak_memory_mb"] for r in run.timings if "perf/peak_memory_mb" in r]
-    if memory:
+        if seconds := [value for value in values if value is not None]:
+            most, total = f"{max(seconds):.2f} s", _duration(sum(seconds))
+            rows.append([name, f"{median(seconds):.2f} s", most, total])
+    if memory := [r["perf/peak_memory_mb"] for r in run.timings if "perf/peak_memory_mb" in r]:
         most = f"{max(memory):,.0f} MB"
         rows.append(["peak memory of a rank", f"{median(memory):,.0f} MB", most, "-"])
-    if not any("perf/sample_s" in record for record in run.timings):
-        return []
-    table = Table(header=["of a training step", "median", "most", "in all"], rows=rows)
     text = "Seconds are means over ranks; memory is that of the rank that takes most."
-    picture = Picture(name="time_and_memory", caption="Time and memory of each training step")
-    return [Section(title="Time and memory", blocks=[text, picture, table])]
+    picture = Picture("time_and_memory", "Time and memory of each training step")
+    table = Table(["of a training step", "median", "most", "in all"], rows)
+    return Section("Time and memory", [text, picture, table])
 
 
-def _faults(run: RunData) -> list[Section]:
-    """What went wrong and was dealt with; nothing where nothing did."""
+def _faults(run: RunData) -> Section:
+    """What went wrong and was dealt with."""
     faults: dict[str, Any] = run.results.get("faults", {})
     texts = []
     if count := faults.get("skipped_steps"):
@@ -342,10 +316,9 @@ def _faults(run: RunData) -> list[Section]:
         texts.append(f"{steps} skipped for a loss or gradient that was not finite (`faults/`).")
     if budget := faults.get("max_tokens_per_microbatch"):
         texts.append(f"Memory ran out; `max_tokens_per_microbatch` was lowered to {budget}.")
-    return [Section(title="Faults", blocks=texts)]
+    return Section("Faults", texts)
 
 
 def _files(run: RunData) -> Section:
-    there = [name for name in FILES if name == "report.html" or (run.folder / name).exists()]
-    lines = [f"- `{name}`: {FILES[name]}" for name in there]
-    return Section(title="Files", blocks=["\n".join(lines)])
+    names = [name for name in FILES if name == "report.html" or (run.folder / name).exists()]
+    return Section("Files", [_list([f"`{name}`: {FILES[name]}" for name in names])])

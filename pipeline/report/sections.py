@@ -1,13 +1,12 @@
-"""What a report is made of, whatever it becomes: sections of text, tables and pictures."""
+"""The parts of a report, for the page and for Markdown: sections of text, tables and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(NamedTuple):
     """Cells of plain text; the first `num_left` columns hold words."""
 
     header: Sequence[str]
@@ -15,8 +14,7 @@ class Table:
     num_left: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picture:
+class Picture(NamedTuple):
     """A plot by its name: `<name>.png` in the folder, drawn into the page itself."""
 
     name: str
@@ -27,12 +25,21 @@ class Picture:
 Block = str | Table | Picture
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Blocks under a title; without a title they go on with what stands before."""
+class Section(NamedTuple):
+    """Blocks under a title; blocks without a title continue the section before."""
 
     title: str
     blocks: Sequence[Block]
+
+
+def with_content(sections: Iterable[Section]) -> list[Section]:
+    """The sections that have blocks, and rows if they have tables."""
+    kept = []
+    for section in sections:
+        tables = [block for block in section.blocks if isinstance(block, Table)]
+        if any(table.rows for table in tables) if tables else section.blocks:
+            kept.append(section)
+    return kept
 
 
 def markdown(sections: Iterable[Section]) -> str:
@@ -47,23 +54,19 @@ def markdown(sections: Iterable[Section]) -> str:
 def _markdown_of(block: Block) -> str:
     if isinstance(block, Picture):
         return f"![{block.caption}]({block.name}.png)"
-    return markdown_table(block) if isinstance(block, Table) else block
-
-
-def markdown_table(table: Table) -> str:
-    aligned = [":--" if i < table.num_left else "--:" for i in range(len(table.header))]
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in (table.header, *table.rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], aligned, *rows[1:]))
+    if isinstance(block, str):
+        return block
+    aligned = [":--" if i < block.num_left else "--:" for i in range(len(block.header))]
+    header, *rows = [[c.replace("|", "\\|") for c in row] for row in (block.header, *block.rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, aligned, *rows))
 
 
 def text_table(table: Table) -> str:
     """For a terminal: the first column on the left, the others on the right."""
-    widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [table.header, *table.rows]
-    ]
+    rows = [table.header, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return "\n".join(lines)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.report.sections import Block, Picture, Section, Table
-from pipeline.tracking.run_files import RunData, after_name
+from pipeline.tracking.run_files import RunData
 
 Number = Sequence[float | None]  # value, low, high
 
@@ -49,24 +50,28 @@ def shown(number: Number | None, sign: str = "", digits: int = 2) -> str:
     """`+0.55 [+0.47, +0.63]`; a dash for a number without an interval."""
     if number is None or None in number:
         return NO_INTERVAL
-    # Adding zero turns what rounds to -0.00 into 0.00.
-    kinds = ["g" if abs(x or 0.0) > HUGE else "f" for x in number]
-    value, low, high = (
-        f"{round(x or 0.0, digits) + 0.0:{sign}.{digits}{kind}}"
-        for x, kind in zip(number, kinds, strict=True)
-    )
-    return f"{value} [{low}, {high}]"
+    texts = []
+    for x in number:
+        kind = "g" if abs(x or 0.0) > HUGE else "f"
+        # Adding zero turns -0.00 into 0.00.
+        texts.append(f"{round(x or 0.0, digits) + 0.0:{sign}.{digits}{kind}}")
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
+
+
+def of_name(number: Number | None, name: str) -> str:
+    """A number of METRICS as text, with its own sign and digits."""
+    sign = "" if name in UNSIGNED else "+"
+    return shown(number, sign, 3 if name == "learning_efficiency" else 2)
 
 
 def metric_rows(transfer: Mapping[str, Any], names: Iterable[str] = METRICS) -> list[list[str]]:
     """A row for each number that is defined: name, number, meaning."""
-    rows = []
-    for name in names:
-        if number := transfer.get("metrics", {}).get(name):
-            digits = 3 if name == "learning_efficiency" else 2
-            sign = "" if name in UNSIGNED else "+"
-            rows.append([METRICS[name][0], shown(number, sign, digits), METRICS[name][1]])
-    return rows
+    numbers = transfer.get("metrics", {})
+    return [
+        [METRICS[name][0], of_name(numbers[name], name), METRICS[name][1]]
+        for name in names
+        if numbers.get(name)
+    ]
 
 
 def terminal_lines(transfer: Mapping[str, Any]) -> str:
@@ -80,46 +85,29 @@ def terminal_lines(transfer: Mapping[str, Any]) -> str:
 
 def reward_lines(transfer: Mapping[str, Any]) -> str:
     """The mean reward before and after, for the terminal, of domains where it says something."""
-    lines = []
-    for domain, values in transfer.get("rewards", {}).items():
-        ends = [shown(value) for value in (values[0], values[-1])[: len(values)]]
-        lines.append(f"mean reward {domain}  {' -> '.join(ends)}")
-    return "\n".join(lines)
+    ends = {domain: [*of[:1], *of[1:][-1:]] for domain, of in transfer.get("rewards", {}).items()}
+    return "\n".join(f"mean reward {d}  {' -> '.join(map(shown, of))}" for d, of in ends.items())
 
 
-def transfer_sections(run: RunData) -> list[Section]:
+def transfer_and_forgetting(run: RunData) -> Section:
     transfer = run.transfer
     if not transfer:
-        return []
-    return [
-        Section(title="Transfer and forgetting", blocks=_whole(transfer)),
-        *_of_tools(run),
-        _passes(transfer, run.success_threshold),
-    ]
-
-
-def _whole(transfer: Mapping[str, Any]) -> list[Block]:
-    domains = transfer["domains"]
-    points = [after_name({"after": point}) for point in transfer["points"]]
+        return Section("", [])
+    domains, stages, numbers = transfer["domains"], transfer["stages"], metric_rows(transfer)
     rows = [
-        [name, *(shown(number) for number in row)]
-        for name, row in zip(points, domains["matrix"], strict=True)
+        [point, *map(shown, row)] for point, row in zip(run.points, domains["matrix"], strict=True)
     ]
     blocks: list[Block] = [
-        Picture(name="accuracy_matrix", caption="Accuracy matrix: success after each stage"),
-        Table(header=["sampled success", *domains["names"]], rows=rows),
+        Picture("accuracy_matrix", "Accuracy matrix: success after each stage"),
+        Table(["sampled success", *domains["names"]], rows),
     ]
-    if len(points) > 1:
-        blocks.append(Picture(name="transfer", caption="What each stage did to each domain"))
-    blocks += [
-        Table(
-            header=["success as a share of 1", "value [95 % interval]"],
-            rows=[[name, value] for name, value, _ in metric_rows(transfer)],
-        ),
-        "\n".join(f"- *{name}*: {text}." for name, _, text in metric_rows(transfer)),
-        HOW,
-    ]
-    if transfer["stages"]:
+    if len(rows) > 1:
+        blocks.append(Picture("transfer", "What each stage did to each domain"))
+    header = ["success as a share of 1", "value [95 % interval]"]
+    blocks.append(Table(header, [[name, value] for name, value, _ in numbers]))
+    blocks.append("\n".join(f"- *{name}*: {text}." for name, _, text in numbers))
+    blocks.append(HOW)
+    if stages:
         rows = [
             [
                 stage["name"],
@@ -128,89 +116,76 @@ def _whole(transfer: Mapping[str, Any]) -> list[Block]:
                 shown(stage["gain"], "+"),
                 shown(stage["efficiency"], "+", 3),
             ]
-            for stage in transfer["stages"]
+            for stage in stages
         ]
         header = ["stage", "its own domains", "episodes", "gain", "gain per 1,000 episodes"]
-        blocks.append(Table(header=header, rows=rows, num_left=2))
-    blocks += [
-        *_by_column(transfer, "domains", "By domain.", "domain"),
-        *_by_column(transfer, "families", "By task family.", "family"),
-    ]
-    return blocks
+        blocks.append(Table(header, rows, num_left=2))
+    blocks += _by_column(transfer, "domains", "By domain.", "domain")
+    blocks += _by_column(transfer, "families", "By task family.", "family")
+    return Section("Transfer and forgetting", blocks)
 
 
 def _by_column(transfer: Mapping[str, Any], kind: str, text: str, head: str) -> list[Block]:
-    """Transfer of each column, and the area under its curve where it has one."""
-    of = transfer[kind]
-    kinds = [k for k in ("backward_transfer", "forward_transfer", "forgetting") if of[k]]
-    columns = [(METRICS[k][0], of[k], "+") for k in kinds]
-    if kind == "domains" and transfer["area_under_curve"]:
-        columns.append((METRICS["area_under_curve"][0], transfer["area_under_curve"], ""))
+    """Transfer of each domain or family, and the area under the curve of each domain."""
+    numbers = dict(transfer[kind])
+    if kind == "domains":
+        numbers["area_under_curve"] = transfer["area_under_curve"]
+    names = ("backward_transfer", "forward_transfer", "forgetting", "area_under_curve")
+    shown_names = [name for name in names if numbers.get(name)]
     rows = []
-    for name in of["names"]:
-        cells = [shown(found.get(name), sign) for _, found, sign in columns]
+    for column in numbers["names"]:
+        cells = [of_name(numbers[name].get(column), name) for name in shown_names]
         if any(cell != NO_INTERVAL for cell in cells):
-            rows.append([name, *cells])
-    if not rows:
-        return []
-    return [text, Table(header=[head, *(title for title, *_ in columns)], rows=rows)]
+            rows.append([column, *cells])
+    header = [head, *(METRICS[name][0] for name in shown_names)]
+    return [text, Table(header, rows)] if rows else []
 
 
-def _of_tools(run: RunData) -> list[Section]:
+def tools(run: RunData) -> Section:
     """How often calls were answered without an error, held out and in training."""
+    if not run.transfer:
+        return Section("", [])
     tools, training = run.transfer["tools"], _training_calls(run)
-    if not tools["names"]:
-        return []
-    points = [after_name({"after": point}) for point in run.transfer["points"]]
-    ends = [0, len(points) - 1] if len(points) > 1 else [0]
+    ends = [0, -1] if len(run.points) > 1 else [0]
     rows = []
     for c, name in enumerate(tools["names"]):
         cells = [shown(tools["matrix"][p][c]) for p in ends]
         backward = shown(tools["backward_transfer"].get(name), "+")
-        calls, errors = training.get(name, (0, 0))
+        calls, errors = training[name]
         share = f"{1 - errors / calls:.1%}" if calls else "-"
         rows.append([name, *cells, backward, f"{calls:,}", share])
-    header = ["tool", *(points[p] for p in ends), "backward transfer"]
-    table = Table(header=[*header, "training calls", "of them without error"], rows=rows)
+    header = ["tool", *(run.points[p] for p in ends), "backward transfer"]
     text = (
         "Share of calls in held-out episodes that were answered without an error; `unknown` stands "
         "for tools that do not exist. A dash: not called, or too rarely for an interval."
     )
-    return [
-        Section(
-            title="Tools",
-            blocks=[
-                text,
-                Picture(name="tools", caption="Success of tool calls after each stage"),
-                table,
-            ],
-        )
-    ]
+    picture = Picture("tools", "Success of tool calls after each stage")
+    table = Table([*header, "training calls", "of them without error"], rows)
+    return Section("Tools", [text, picture, table])
 
 
 def _training_calls(run: RunData) -> dict[str, tuple[int, int]]:
     """Calls and errors of `domain/tool` over all stages."""
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for stage in run.results.get("training", {}).values():
         for domain, tools in stage.get("tools", {}).items():
             for tool, (calls, errors) in tools.items():
-                before = found.get(f"{domain}/{tool}", (0, 0))
-                found[f"{domain}/{tool}"] = (before[0] + calls, before[1] + errors)
-    return found
+                before = counts[f"{domain}/{tool}"]
+                counts[f"{domain}/{tool}"] = (before[0] + calls, before[1] + errors)
+    return counts
 
 
-def _passes(transfer: Mapping[str, Any], threshold: float) -> Section:
+def trials(run: RunData) -> Section:
     """pass@k and pass^k: solved in at least one, or in all, of k trials."""
-    points = [after_name({"after": point}) for point in transfer["points"]]
+    passes = run.transfer.get("passes", {})
     rows = [
-        [domain, name, *(shown(number) for number in numbers)]
-        for domain, of in transfer["passes"].items()
-        for name, numbers in of.items()
+        [domain, name, *map(shown, numbers)]
+        for domain, of_domain in passes.items()
+        for name, numbers in of_domain.items()
     ]
     text = (
         "*pass@k*: a task is solved in at least one of k trials; *pass^k*: in all of k. Both are "
         "unbiased estimates from the trials of each task; a trial solves with a reward of "
-        f"{threshold:g} or more."
+        f"{run.success_threshold:g} or more."
     )
-    table = Table(header=["domain", "", *points], rows=rows, num_left=2)
-    return Section(title="pass@k and pass^k", blocks=[table, text])
+    return Section("pass@k and pass^k", [Table(["domain", "", *run.points], rows, 2), text])

@@ -20,7 +20,7 @@ from pipeline.report import comparison
 from pipeline.report.page import write_page
 from pipeline.report.reader_data import read_episodes
 from pipeline.report.report_sections import change, sections_of
-from pipeline.report.sections import Picture, Section, markdown, text_table
+from pipeline.report.sections import Block, Picture, Section, markdown, text_table
 from pipeline.report.transfer_sections import reward_lines, terminal_lines
 from pipeline.tracking.run_files import load_run
 
@@ -54,13 +54,11 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
 
 def _with_pictures(sections: Iterable[Section], figures: Mapping[str, Any]) -> list[Section]:
     """The sections without pictures that have nothing to show."""
-    return [
-        Section(
-            title=section.title,
-            blocks=[b for b in section.blocks if not isinstance(b, Picture) or b.name in figures],
-        )
-        for section in sections
-    ]
+
+    def is_shown(block: Block) -> bool:
+        return not isinstance(block, Picture) or block.name in figures
+
+    return [Section(title, list(filter(is_shown, blocks))) for title, blocks in sections]
 
 
 def _write_markdown(path: Path, title: str, sections: Sequence[Section]) -> None:

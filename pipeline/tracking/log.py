@@ -1,18 +1,18 @@
-"""What a run writes while it runs: the metrics files, the trackers, the progress on the terminal.
+"""What a run writes while it runs: the metrics files and the trackers.
 
-`metrics.jsonl` holds only what the seed determines and `timings.jsonl` the rest. They are the
-truth: trackers get the numbers of every line under the same names. This module imports no torch;
-trackers are loaded only when one is asked for.
+`metrics.jsonl` holds only what the seed determines, `timings.jsonl` the rest. These files are the
+truth; trackers get the numbers of every line under the same names. This module imports no torch,
+and a tracker's package only if the settings name it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from pipeline.config.settings import Config
@@ -21,20 +21,19 @@ from pipeline.files.console import say
 from pipeline.files.durable import LinesFile, finite, read_records, sync
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
-from pipeline.tracking.trackers import TensorBoard, Tracker
-from pipeline.tracking.wandb import Record, WandbFeed, remember_id
+from pipeline.tracking.trackers import Record, TensorBoard, Tracker
+from pipeline.tracking.wandb import ID_FILE, WandbFeed, has_wandb_key, known_id, remember_id
 
 
 class RunLog:
-    """The metrics files of a run folder and the trackers fed with them; on other ranks a no-op.
+    """The metrics files of a run folder and their trackers; only rank 0 writes.
 
-    Every record carries `kind`, `stage` and `step`, the number of GRPO optimizer steps done; a line
-    of timings gets the `time` it is written at. Make it on every rank and after the Accelerator,
-    which Accelerate's trackers need. `state` holds the `state_dict()` of the checkpoint from which
-    the run goes on: the files are cut back to its sizes; without, they start empty. A file that
-    cannot be written raises OSError; a tracker that fails is given up with one warning. Raises
-    UserError on every rank when a tracker's package is missing, and on rank 0 when W&B cannot start
-    a fresh run.
+    Every record has `kind`, `stage` and `step`, the number of GRPO optimizer steps done; a line of
+    timings gets the `time` at which it is written. Make it on every rank and after the Accelerator,
+    which Accelerate's trackers need. `state` is the `state_dict()` in the checkpoint from which the
+    run resumes: the files are cut back to its sizes. Without it they start empty. Raises OSError if
+    a file cannot be written; a tracker that fails is given up with one warning. Raises UserError on
+    every rank if a tracker's package is missing, and on rank 0 if W&B cannot start a fresh run.
     """
 
     def __init__(
@@ -45,36 +44,43 @@ class RunLog:
         is_main: bool,
         state: Mapping[str, Any] | None = None,
     ) -> None:
+        self._folder = folder
+        self._results: Path | None = None
         self._files: dict[str, LinesFile] = {}
         self._trackers: list[Tracker] = []
-        self._wandb: WandbFeed | None = None
-        sizes, is_resumed = (state or {}).get("sizes", {}), state is not None
-        self._known_id: str | None = (state or {}).get("tracker_run_id")
-        require_packages(config.tracking.report_to)
+        for package in config.tracking.report_to:
+            if importlib.util.find_spec(package) is None:
+                raise UserError(
+                    f"report_to: got {package}, which is not installed; "
+                    f"pip install {package}, or report to none"
+                )
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TIMINGS):
-            self._files[name] = LinesFile(folder / name, sizes.get(name, 0))
+            self._files[name] = LinesFile(
+                folder / name, (state or {}).get("sizes", {}).get(name, 0)
+            )
         sync(folder)
-        if self._known_id is not None:
-            remember_id(folder, self._known_id)
-        for name in config.tracking.report_to:
-            self._start(name, folder, config, is_resumed=is_resumed)
+        if state is None:
+            (folder / ID_FILE).unlink(missing_ok=True)
+        elif state.get("tracker_run_id") and known_id(folder) is None:
+            remember_id(folder, state["tracker_run_id"])
+        for package in config.tracking.report_to:
+            self._start(package, config, is_resumed=state is not None)
 
     @property
     def tracker_run_id(self) -> str | None:
         """W&B's id of the run, which a resumed run keeps."""
-        return (self._wandb and self._wandb.run_id) or self._known_id
+        return known_id(self._folder)
 
     def metrics(self, record: Record) -> None:
         """Append a line that the seed determines."""
-        self._write(METRICS, record, lambda tracker, line: tracker.metrics(line))
+        self._write(METRICS, "metrics", record)
 
     def timings(self, record: Record) -> None:
         """Append a line of times, memory or hosts."""
-        stamped = {**record, "time": time.time()}
-        self._write(TIMINGS, stamped, lambda tracker, line: tracker.timings(line))
+        self._write(TIMINGS, "timings", {**record, "time": time.time()})
 
     def sync(self) -> None:
         """Bring what was written to the disk itself."""
@@ -82,18 +88,18 @@ class RunLog:
             file.sync()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint remembers: the bytes of each file, all on disk, and W&B's id."""
+        """For a checkpoint: the bytes of each file, all on disk, and W&B's id."""
         self.sync()
         sizes = {name: file.size for name, file in self._files.items()}
         return {"sizes": sizes, "tracker_run_id": self.tracker_run_id}
 
     def finish_with(self, folder: Path) -> None:
-        """The run is over and its results are in the run folder: W&B gets them when it closes."""
-        self._tell(lambda tracker: tracker.finish_with(folder))
+        """The run is over and its results are in the run folder: trackers get them at the end."""
+        self._results = folder
 
     def close(self, failed: bool = False) -> None:
         """Finish trackers and files; harmless when repeated."""
-        self._tell(lambda tracker: tracker.close(failed))
+        self._feed("close", failed, self._results)
         self._trackers = []
         for file in self._files.values():
             file.close()
@@ -101,57 +107,46 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
-    def _write(self, name: str, record: Record, feed: Callable[[Tracker, Record], None]) -> None:
-        if name not in self._files:
-            return
-        assert "step" in record, f"{name}: a record without a step: {dict(record)}"
-        clean = finite(record)
-        self._files[name].append(json.dumps(clean, allow_nan=False))
-        self._tell(lambda tracker: feed(tracker, clean))
+    def _write(self, name: str, method: str, record: Record) -> None:
+        if name in self._files:
+            assert "step" in record, f"{name}: a record without a step: {dict(record)}"
+            clean = finite(record)
+            self._files[name].append(json.dumps(clean, allow_nan=False))
+            self._feed(method, clean)
 
-    def _start(self, name: str, folder: Path, config: Config, *, is_resumed: bool) -> None:
-        """Start a tracker; one that fails stops a fresh run, but not one that has got somewhere."""
-        kept = [read_records(folder / name) for name in (METRICS, TIMINGS)] if is_resumed else None
+    def _start(self, name: str, config: Config, *, is_resumed: bool) -> None:
+        """Start a tracker; a failure stops a fresh run, but not a resumed one."""
+        if name == "wandb" and "WANDB_MODE" not in os.environ and not has_wandb_key():
+            say(
+                "W&B: no API key, so nothing is sent; once there is one, "
+                f"bash scripts/wandb_sync.sh {self._folder} sends this run"
+            )
+            return
+        tracker = WandbFeed if name == "wandb" else TensorBoard
+        lines = [read_records(self._folder / file) for file in (METRICS, TIMINGS)]
         try:
-            if name == "wandb":
-                self._wandb = WandbFeed(folder, config, *(kept or ()))
-                self._trackers.append(self._wandb)
-            else:
-                self._trackers.append(TensorBoard(folder, kept))
+            self._trackers.append(tracker(self._folder, config, *lines))
         except Exception as error:
             if not is_resumed:
                 raise
-            tracker = WandbFeed if name == "wandb" else TensorBoard
-            give_up(tracker.name, tracker.advice, error)
+            _give_up(tracker, error)
 
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
+    def _feed(self, method: str, *arguments: object) -> None:
         for tracker in list(self._trackers):
             try:
-                call(tracker)
+                getattr(tracker, method)(*arguments)
             except Exception as error:
                 self._trackers.remove(tracker)
-                give_up(tracker.name, tracker.advice, error)
+                _give_up(tracker, error)
 
 
-def give_up(name: str, advice: str, error: Exception) -> None:
-    """No tracker stops a run: it is left alone until the next start."""
+def _give_up(tracker: Tracker | type[Tracker], error: Exception) -> None:
+    """Warn that the tracker gets nothing more until the next start; the run goes on."""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    say(f"warning: {name}: {kind}{reason_of(error)}; the run goes on, the files are whole{advice}")
-
-
-def require_packages(report_to: Collection[str]) -> None:
-    """Raises UserError when the package of a tracker is not installed."""
-    for name in report_to:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"report_to: got {name}, which is not installed; "
-                f"pip install {name}, or report to none"
-            )
+    say(
+        f"warning: {tracker.name}: {kind}{reason_of(error)}; the run goes on, the files are whole"
+        f"{tracker.advice}"
+    )

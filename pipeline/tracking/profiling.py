@@ -26,7 +26,7 @@ from pipeline.rollout.trajectory import Trajectory
 
 
 class Meter:
-    """Measures steps: what this rank has done and how long it took, seconds by phase."""
+    """Measures the steps of this rank: its work, and seconds by phase."""
 
     def __init__(
         self, ranks: Ranks, rollout: Rollout, updater: Updater, model: Any, settings: ModelSettings
@@ -39,22 +39,21 @@ class Meter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the part of a step that is measured."""
+        """Measure the part of a step inside."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        before, begun = self._counters(), time.perf_counter()
+        before = self._counters()
         yield
-        step_s, after = time.perf_counter() - begun, self._counters()
-        self._spent = {name: after[name] - before[name] for name in after} | {"step_s": step_s}
+        self._spent = {name: value - before[name] for name, value in self._counters().items()}
 
     def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """What `timings.jsonl` holds of the step in which this rank played these, from all ranks.
+        """The line of `timings.jsonl` for the measured step, in which this rank played these.
 
-        Seconds are means over the ranks, of which `environment` is a part of `sample`, and `wait`,
-        for other ranks, of no other; exchanging gradients is a part of `update`. Tokens per second
-        are those of all ranks together, in the step or in the phase. FLOP/s (see `work_of`) and
-        MFU are a rank's, memory is that of the rank that takes most. `exchanged_bytes` is what all
-        ranks gave to others, gradients included.
+        Seconds are means over the ranks. `environment` is a part of `sample`, and exchanging
+        gradients a part of `update`; `wait`, for other ranks, is a part of no other. Tokens per
+        second are those of all ranks together, in the step or in the phase. FLOP/s (see `work_of`)
+        and MFU are a rank's; memory is that of the rank that takes most. `exchanged_bytes` is the
+        sum over ranks of the bytes sent, gradients included.
         """
         spent, work = self._spent, self._work
         lengths = [t.num_tokens for t in trajectories]
@@ -68,11 +67,11 @@ class Meter:
         rows = self._ranks.all_gather_numbers([*spent.values(), peak_memory_mb(self._device)])
         *columns, memory = zip(*rows, strict=True)
         total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
-        found = rates(total, self._ranks.num_ranks, self._peak)
-        return {**found, "perf/peak_memory_mb": max(memory)}
+        means = rates(total, self._ranks.num_ranks, self._peak)
+        return {**means, "perf/peak_memory_mb": max(memory)}
 
     def _counters(self) -> dict[str, float]:
-        """What has added up so far on this rank."""
+        """Sums over the run so far, on this rank."""
         sampler, updater, seconds = self._rollout.sampler, self._updater, self._ranks.seconds
         return {
             "sample_s": seconds["sample"],
@@ -85,36 +84,36 @@ class Meter:
             "update_padded": updater.num_padded_tokens,
             "update_sampled": updater.num_sampled_tokens,
             "bytes": sum(self._ranks.bytes.values()),
+            "step_s": time.perf_counter(),
         }
 
 
 def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dict[str, float]:
     """Means, shares and rates from sums over the ranks; `peak` is the FLOP/s of a rank's GPU."""
+
+    def ratio(part: float, whole: float) -> float:
+        return part / whole if whole else 0.0
+
     seconds = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
-    found = {f"perf/{name}": value for name, value in seconds.items()}
-    found["perf/episodes_per_s"] = total["episodes"] / seconds["step_s"]
-    found["perf/tokens_per_s"] = total["sampled"] / seconds["step_s"]
-    found["perf/sample_tokens_per_s"] = _ratio(total["sampled"], seconds["sample_s"])
-    found["perf/update_tokens_per_s"] = _ratio(total["update_tokens"], seconds["update_s"])
+    metrics = dict(seconds)
+    metrics["episodes_per_s"] = total["episodes"] / seconds["step_s"]
+    metrics["tokens_per_s"] = total["sampled"] / seconds["step_s"]
+    metrics["sample_tokens_per_s"] = ratio(total["sampled"], seconds["sample_s"])
+    metrics["update_tokens_per_s"] = ratio(total["update_tokens"], seconds["update_s"])
     for phase in ("sample", "update"):
-        padding = total[f"{phase}_padded"] - total[f"{phase}_tokens"]
-        found[f"perf/{phase}_padding_share"] = _ratio(padding, total[f"{phase}_padded"])
-        found[f"perf/{phase}_flops_per_s"] = _ratio(total[f"{phase}_flops"], total[f"{phase}_s"])
-    flops = total["sample_flops"] + total["update_flops"]
-    found["perf/flops_per_s"] = flops / total["step_s"]
-    found["perf/exchanged_bytes"] = total["bytes"]
+        padded = total[f"{phase}_padded"]
+        metrics[f"{phase}_padding_share"] = ratio(padded - total[f"{phase}_tokens"], padded)
+        metrics[f"{phase}_flops_per_s"] = ratio(total[f"{phase}_flops"], total[f"{phase}_s"])
+    metrics["flops_per_s"] = (total["sample_flops"] + total["update_flops"]) / total["step_s"]
+    metrics["exchanged_bytes"] = total["bytes"]
     if peak is not None:
-        kinds = ("", "sample_", "update_")
-        found |= {f"perf/{kind}mfu": found[f"perf/{kind}flops_per_s"] / peak for kind in kinds}
-    return found
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+        for kind in ("", "sample_", "update_"):
+            metrics[f"{kind}mfu"] = metrics[f"{kind}flops_per_s"] / peak
+    return {f"perf/{name}": value for name, value in metrics.items()}
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The most that this rank held: on its GPU in the step, or without one so far in the run."""
+    """The peak of this rank: on its GPU in the step, or without a GPU so far in the run."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
     unit = 1 if sys.platform == "darwin" else 1024
@@ -125,17 +124,16 @@ def peak_memory_mb(device: torch.device) -> float:
 def profiled(
     step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
 ) -> Iterator[None]:
-    """Around an optimizer step: writes its trace into the folder, one file a rank, if asked for.
+    """Write the trace of the optimizer step inside into the folder, if it is one of `steps`.
 
-    The phases are ranges in it. The files open in https://ui.perfetto.dev or chrome://tracing.
+    There is one file a rank; the phases are ranges in it.
     """
     if step not in steps:
         yield
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
+    gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
         yield
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:06d}.rank-{ranks.rank}.json.gz"
@@ -144,9 +142,8 @@ def profiled(
         print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
 
 
-# Dense bf16, FLOP/s, as public tables repeat NVIDIA's figures; read the card's own datasheet before
-# quoting MFU. Names are words of CUDA's name of the device; the first whose words are all in it
-# counts.
+# Dense bf16 FLOP/s from public tables; read the card's own datasheet before quoting MFU. The first
+# key whose words are all in CUDA's name of the device counts.
 PEAKS = {
     "B200": 2250e12,
     "H200 NVL": 836e12,
@@ -164,18 +161,17 @@ PEAKS = {
 
 
 def peak_of(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU; None where the table lacks it, or it is a part (MIG) of one."""
-    words = device_name.replace("-", " ").split()
-    if "MIG" in words:
-        return None
-    return next((peak for name, peak in PEAKS.items() if set(name.split()) <= set(words)), None)
+    """Dense bf16 FLOP/s of a GPU; None if the table lacks it, or it is a part (MIG) of a GPU."""
+    words = set(device_name.replace("-", " ").split())
+    fitting = (peak for name, peak in PEAKS.items() if {*name.split()} <= words)
+    return None if "MIG" in words else next(fitting, None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a token costs in a model, without LoRA's matrices and with them.
+    """The cost of a token in a model, from numbers of parameters.
 
-    All experts of a mixture count, so there FLOP/s come out too high.
+    All experts of a mixture count, so its FLOP/s come out too high.
     """
 
     body: int  # parameters between embedding and output layer
@@ -197,30 +193,26 @@ class Work:
 
 def work_of(model: Any) -> Work:
     """Counted from a causal language model's parameters, with or without LoRA."""
-    named = list(model.named_parameters())
-    lora = sum(parameter.numel() for name, parameter in named if ".lora_" in name)
+    named = dict(model.named_parameters())
+    base = {name: parameter for name, parameter in named.items() if ".lora_" not in name}
+    lora = sum(named[name].numel() for name in named.keys() - base.keys())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
+    shape = model.config.get_text_config(decoder=True)
+    # Layers that have no attention, or smaller heads, count like the others.
+    heads = widest(shape, "num_attention_heads")
+    size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return Work(
-        body=sum(parameter.numel() for _, parameter in named) - lora - outside,
+        body=sum(parameter.numel() for parameter in base.values()) - outside,
         head=head.numel(),
         lora=lora,
-        attention=_attention(model.config.get_text_config(decoder=True)),
-        trains_all=any(
-            parameter.requires_grad for name, parameter in named if ".lora_" not in name
-        ),
+        attention=int(shape.num_hidden_layers * heads * size),
+        trains_all=any(parameter.requires_grad for parameter in base.values()),
     )
 
 
-def _attention(shape: Any) -> int:
-    """L H Q; layers that have no attention, or smaller heads, count like the others."""
-    heads = widest(shape, "num_attention_heads")
-    size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
-    return int(shape.num_hidden_layers * heads * size)
-
-
 def machine(num_ranks: int) -> dict[str, Any]:
-    """What the times of a run depend on."""
+    """The facts that the times of a run depend on."""
     return {
         "host": platform.node(),
         "device": torch.cuda.get_device_name() if on_gpu() else platform.machine(),

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: how it starts, and the progress of a stage."""
+"""The lines of a run on the terminal: its start, and the progress of a stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.checkpoints.run_folder import Opened
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.files.console import say
-from pipeline.tracking.wandb import Record
+from pipeline.tracking.trackers import Record
 
 
 class StageProgress:
@@ -32,7 +32,9 @@ class StageProgress:
     def step(self, record: Record) -> None:
         """One optimizer step is done; `record` is its line of metrics."""
         self._done += 1
-        text = rewards(record)
+        names = [key for key in record if key.startswith("reward/") and key != "reward/mean"]
+        text = "".join(f" {name.removeprefix('reward/')} {record[name]:.2f}" for name in names)
+        text = f"reward{text}" if text else ""
         if record.get("rollout/replaced_groups"):
             text += f"  replaced {record['rollout/replaced_groups']} groups"
         if record.get("rollout/left_out"):
@@ -40,17 +42,14 @@ class StageProgress:
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
-        elif self._is_main and self._is_line_due():
-            self._last_line = time.monotonic()
-            elapsed = f"{self._last_line - self._start:.1f} s"
-            parts = [f"{self._stage} {self._done}/{self._num_steps}", text, elapsed]
-            say("  ".join(part for part in parts if part))
-
-    def _is_line_due(self) -> bool:
-        """Some ten lines a stage, and one a minute at least."""
-        every = max(10, self._num_steps // 10)
-        waited_s = time.monotonic() - self._last_line
-        return self._done % every == 0 or self._done == self._num_steps or waited_s > 60
+            return
+        # About ten lines a stage, and at least one a minute.
+        every, now = max(10, self._num_steps // 10), time.monotonic()
+        is_due = self._done % every == 0 or self._done == self._num_steps
+        if self._is_main and (is_due or now - self._last_line > 60):
+            self._last_line = now
+            parts = (f"{self._stage} {self._done}/{self._num_steps}", text)
+            say("  ".join([*filter(None, parts), f"{now - self._start:.1f} s"]))
 
     def __enter__(self) -> Self:
         return self
@@ -60,42 +59,22 @@ class StageProgress:
             self._bar.close()
 
 
-def rewards(record: Record) -> str:
-    """`reward airline 0.62 retail 0.41`, of the domains in the record."""
-    names = [key for key in record if key.startswith("reward/") and key != "reward/mean"]
-    text = "".join(f" {name.removeprefix('reward/')} {record[name]:.2f}" for name in names)
-    return f"reward{text}" if text else ""
-
-
 def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:
-    """What people want to know before the first step."""
-    print(f"run folder: {opened.folder}", flush=True)
-    for note in opened.notes:
-        print(note, flush=True)
+    """Print where the run is, from which step it resumes, and unusual settings."""
+    notes = [f"run folder: {opened.folder}", *opened.notes]
     if opened.checkpoint is not None:
-        print(f"resuming from {opened.checkpoint.name}: {step} steps done", flush=True)
-    _say_short_steps(config, stages)
-    _say_learning_rate(config)
-
-
-def _say_short_steps(config: Config, stages: Sequence[Stage]) -> None:
-    """A step takes no task twice, so few tasks make it smaller than the recipe says."""
-    wanted = config.rollout.tasks_per_step
-    sizes = {s.name: _smallest_step(s) for s in stages}
+        notes.append(f"resuming from {opened.checkpoint.name}: {step} steps done")
+    grpo, wanted = config.grpo, config.rollout.tasks_per_step
+    # A step takes no task twice, so a stage with few tasks has smaller steps.
+    sizes = {s.name: (min if s.turns else sum)(s.groups.values()) for s in stages}
     short = {name: size for name, size in sizes.items() if size < wanted}
-    if short and config.grpo.use_grpo:
-        print(f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}")
-
-
-def _smallest_step(stage: Stage) -> int:
-    return (min if stage.turns else sum)(stage.groups.values())
-
-
-def _say_learning_rate(config: Config) -> None:
-    settings, peak = config.grpo, config.peak_learning_rate
-    if settings.use_grpo and settings.scale_lr != "none":
-        print(
-            f"learning rate: {peak:g} ({settings.learning_rate:g} for "
-            f"{settings.reference_tasks_per_step} tasks per step, scale_lr {settings.scale_lr} to "
-            f"{config.rollout.tasks_per_step})"
+    if short and grpo.use_grpo:
+        notes.append(
+            f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}"
         )
+    if grpo.use_grpo and grpo.scale_lr != "none":
+        notes.append(
+            f"learning rate: {config.peak_learning_rate:g} ({grpo.learning_rate:g} for "
+            f"{grpo.reference_tasks_per_step} tasks per step, scale_lr {grpo.scale_lr} to {wanted})"
+        )
+    print("\n".join(notes), flush=True)

@@ -1,7 +1,4 @@
-"""A run folder's files as values: what reports and plots are made from.
-
-Imports no torch.
-"""
+"""The files of a run folder as values, for reports and plots. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ Evaluation = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """What the files of a run folder say; a run that was interrupted has less."""
+    """The content of a run folder; a run that was interrupted has less."""
 
     folder: Path
     config: dict[str, Any]
@@ -34,7 +31,7 @@ class RunData:
     train: list[dict[str, Any]]  # lines of metrics.jsonl, in order of steps
     validation: list[dict[str, Any]]
     timings: list[dict[str, Any]]  # lines of timings.jsonl of training steps
-    transfer: dict[str, Any]  # `transfer.summary`; empty where there are no evaluations
+    transfer: dict[str, Any]  # `transfer.summary`; empty without evaluations
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -43,6 +40,11 @@ class RunData:
     @property
     def domains(self) -> list[str]:
         return domains_of(self.evaluations) or list(self.config["data"]["domains"])
+
+    @property
+    def points(self) -> list[str]:
+        """Names of the evaluations that the transfer numbers are made from."""
+        return [after_name(after) for after in self.transfer.get("points", [])]
 
     @property
     def step_s(self) -> list[float]:
@@ -68,36 +70,59 @@ def load_run(folder: Path) -> RunData:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
     curriculum = _read_json(folder / "curriculum.json", {"stages": [], "replay": 0.0})
-    results = _read_json(folder / "results.json", {})
+    results = _read_json(folder / "results.json", {"evaluations": [], "floors": {}})
     metrics = read_records(folder / METRICS)
-    train = {record["step"]: record for record in metrics if record["kind"] == "train"}
-    timings = {r["step"]: r for r in read_records(folder / TIMINGS) if r["kind"] == "train"}
-    trained = {record["stage"] for record in train.values()}
+    train, timings = _of_training(metrics), _of_training(read_records(folder / TIMINGS))
+    trained = {record["stage"] for record in train}
     return RunData(
         folder=folder,
         config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
-        results={"evaluations": [], "floors": {}, **results},
+        results=results,
         stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
         replay=curriculum["replay"],
-        train=[train[step] for step in sorted(train)],
+        train=train,
         validation=[record for record in metrics if record["kind"] == "validation"],
-        timings=[timings[step] for step in sorted(timings)],
+        timings=timings,
         transfer=results.get("transfer") or _transfer(results),
     )
 
 
+def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
+    """Transcripts of all ranks by stage or `evaluation-<after>`, and step, in order of time."""
+
+    def order(path: Path) -> tuple[int, int]:
+        after = path.parent.name.removeprefix("evaluation-")
+        if after in BEFORE_GRPO:
+            return -1, BEFORE_GRPO.index(after)
+        return _step_of(path), int(path.parent.name != after)
+
+    files: dict[tuple[str, int], list[Path]] = {}
+    for path in sorted(sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")), key=order):
+        files.setdefault((path.parent.name, _step_of(path)), []).append(path)
+    return files
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.split(".")[0].removeprefix("step-"))
+
+
+def _of_training(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last line of each training step, in order of steps."""
+    lines = {record["step"]: record for record in records if record["kind"] == "train"}
+    return [lines[step] for step in sorted(lines)]
+
+
 def _transfer(results: dict[str, Any]) -> dict[str, Any]:
-    """Of results that hold what it takes: rewards of each trial, and the stages."""
-    successes = [of for e in results.get("evaluations", []) for of in e["success"].values()]
-    rewards = [found for of in successes for found in of.get("tasks", {"": None}).values()]
-    per_trial = all(isinstance(found, list) for found in rewards)
+    """The transfer numbers, if the results hold the rewards of each trial and the stages."""
+    successes = [of for e in results["evaluations"] for of in e["success"].values()]
+    rewards = [task for of in successes for task in of.get("tasks", {"": None}).values()]
+    per_trial = all(isinstance(task, list) for task in rewards)
     return summary([results]) if successes and per_trial and "curriculum" in results else {}
 
 
 def _read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return {**missing, **found}
+        return {**missing, **(json.loads(path.read_text("utf-8")) if path.is_file() else {})}
     except (ValueError, TypeError, RecursionError):
         raise UserError(f"report: {path} is not what a run writes; restore it") from None
 
@@ -109,7 +134,7 @@ def domains_of(evaluations: Iterable[Evaluation]) -> list[str]:
 def before_and_after(
     evaluations: Sequence[Evaluation],
 ) -> tuple[Evaluation | None, Evaluation | None]:
-    """The last evaluation before GRPO and the last one after it began; None where there is none."""
+    """The last evaluation before GRPO and the last one after it began, if there are any."""
     before = [e for e in evaluations if e["after"] in BEFORE_GRPO]
     after = [e for e in evaluations if e["after"] not in BEFORE_GRPO]
     return before[-1] if before else None, after[-1] if after else None
@@ -123,9 +148,9 @@ def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:
     return success[domain][kind] if domain in success else None
 
 
-def after_name(evaluation: Evaluation) -> str:
+def after_name(after: str) -> str:
     names = {"start": "at the start", "warm_start": "after the warm start"}
-    return names.get(evaluation["after"], f"after {evaluation['after']}")
+    return names.get(after, f"after {after}")
 
 
 def number(value: float | None, sign: str = "") -> str:

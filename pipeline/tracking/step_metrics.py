@@ -1,8 +1,8 @@
-"""What is logged of a step, as the seed determines it: means over its episodes on all ranks."""
+"""The metrics of a step, which the seed determines: means over its episodes on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,11 +10,12 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer_metrics import succeeded
 from pipeline.grpo.algorithm import dead_groups
-from pipeline.grpo.collect import RolloutBatch, left_out
+from pipeline.grpo.collect import RolloutBatch
+from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# How a group without a signal came out, by what is logged; `few`: it has fewer than two episodes
-# that are not left out.
+# Metrics of groups without a signal, by how these groups ended; `few`: fewer than two of their
+# episodes are not left out.
 DEAD = {
     "dead_groups": ("failed", "solved", "few"),
     "all_failed": ("failed",),
@@ -26,13 +27,13 @@ DEAD = {
 def rollout_metrics(
     batch: RolloutBatch, ranks: Ranks, config: Config
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """Means over the episodes of the stage's own groups on all ranks.
+    """Means over the episodes of the stage's own groups on all ranks, and error counts.
 
-    They are reward (of episodes that are not left out), dead groups, stop reasons and tokens, by
-    domain as well. What dynamic sampling plays beyond is only counted, so that runs with and
-    without it can be compared. Errors and what is left out are counted in all that was played.
-    Returns the metrics, and by domain the episodes that were played and those among them that
-    ended in errors of their environment.
+    The means are reward (of episodes that are not left out), dead groups, stop reasons and tokens,
+    also by domain. Further episodes of dynamic sampling are only counted, so that runs with and
+    without it can be compared. Errors and left-out episodes are counted among all episodes.
+    The second value is, by domain, the number of all episodes and of those that ended in an error
+    of their environment.
     """
     size, domains = config.rollout.num_generations, config.data.domains
     threshold = config.evaluation.success_threshold
@@ -40,22 +41,30 @@ def rollout_metrics(
     counts |= _errors(batch.trajectories, domains)
     total = dict(zip(counts, ranks.sum(list(counts.values())), strict=True))
     here = [domain for domain in domains if total[f"groups {domain}"]]
-    episodes = total["episodes"]
     judged = [domain for domain in here if total[f"judged {domain}"]]
-    metrics = {f"reward/{d}": total[f"reward {d}"] / total[f"judged {d}"] for d in judged}
+    episodes = total["episodes"]
+    metrics: dict[str, float] = {}
     if judged:
         rewards, count = (sum(total[f"{n} {d}"] for d in judged) for n in ("reward", "judged"))
-        metrics = {"reward/mean": rewards / count, **metrics}
+        metrics["reward/mean"] = rewards / count
+        metrics |= {f"reward/{d}": total[f"reward {d}"] / total[f"judged {d}"] for d in judged}
+    left_out = {
+        f"rollout/left_out/{kind}/{domain}": total[f"{kind} {domain}"]
+        for kind in LEFT_OUT
+        for domain in domains
+        if total[f"{kind} {domain}"]
+    }
     metrics |= {
         "rollout/episodes": episodes,
         "rollout/sampled_tokens": total["tokens"],
         "rollout/turns": total["turns"] / episodes,
         "rollout/tool_errors": total["tool errors"],
         "rollout/environment_errors": sum(total[f"errors {domain}"] for domain in domains),
+        "rollout/left_out": sum(left_out.values()),
+        **left_out,
     }
-    metrics |= _left_out(total, domains)
-    for kind, names in DEAD.items():
-        dead = {d: sum(total[f"{name} {d}"] for name in names) for d in here}
+    for kind, ends in DEAD.items():
+        dead = {d: sum(total[f"{end} {d}"] for end in ends) for d in here}
         metrics[f"rollout/{kind}"] = sum(dead.values()) * size / episodes
         metrics |= {f"rollout/{kind}/{d}": dead[d] / total[f"groups {d}"] for d in here}
     metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
@@ -70,9 +79,9 @@ def rollout_metrics(
 def _counts(
     trajectories: Sequence[Trajectory], size: int, domains: Sequence[str], threshold: float
 ) -> dict[str, float]:
-    """Of one rank; the same names in the same order on every rank."""
+    """Sums of this rank; the same names in the same order on every rank."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    dead = dead_groups(rewards, size, ~left_out(trajectories)).tolist()
+    dead = dead_groups(rewards, size, ~is_left_out(trajectories)).tolist()
     ends = [
         (trajectories[i].domain, _end(trajectories[i : i + size], threshold) if dead[i] else "")
         for i in range(0, len(trajectories), size)
@@ -88,50 +97,40 @@ def _counts(
         counts |= {
             f"reward {domain}": sum(judged),
             f"judged {domain}": len(judged),
-            f"groups {domain}": sum(of == domain for of, _ in ends),
+            f"groups {domain}": sum(of_group == domain for of_group, _ in ends),
             **{f"{end} {domain}": ends.count((domain, end)) for end in DEAD["dead_groups"]},
         }
     return counts
 
 
 def _end(group: Sequence[Trajectory], threshold: float) -> str:
-    """How a dead group came out."""
+    """How a dead group ended."""
     rewards = [t.reward for t in group if not t.left_out]
     if len(rewards) < 2:
         return "few"
     return "solved" if succeeded(rewards[0], threshold) else "failed"
 
 
-def _left_out(total: Mapping[str, float], domains: Sequence[str]) -> dict[str, float]:
-    """Episodes that were left out: all, and by kind and domain where there are any."""
-    found = {
-        f"rollout/left_out/{kind}/{domain}": total[f"{kind} {domain}"]
-        for kind in LEFT_OUT
-        for domain in domains
-        if total[f"{kind} {domain}"]
-    }
-    return {"rollout/left_out": sum(found.values()), **found}
-
-
 def _errors(trajectories: Sequence[Trajectory], domains: Sequence[str]) -> dict[str, float]:
-    """Of one rank, of all episodes: exceptions of tools, and how their environments ended them."""
+    """Errors of tools and environments in all episodes of this rank."""
     counts: dict[str, float] = {"tool errors": sum(t.num_tool_errors for t in trajectories)}
     for domain in domains:
         mine = [t for t in trajectories if t.domain == domain]
         counts[f"played {domain}"] = len(mine)
-        reasons = [t.stop_reason for t in mine]
-        counts[f"errors {domain}"] = reasons.count(StopReason.ENVIRONMENT_ERROR)
+        counts[f"errors {domain}"] = sum(
+            t.stop_reason == StopReason.ENVIRONMENT_ERROR for t in mine
+        )
         for kind in LEFT_OUT:
             counts[f"{kind} {domain}"] = sum(t.left_out == kind for t in mine)
     return counts
 
 
-def over_iterations(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Statistics of the updates of one step: their means; the gap to the sampler of the first.
+def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of one step that were not skipped, or over all if all were.
 
-    Of updates that were skipped only that is said, unless all were.
+    The gap to the sampler is that of the first update.
     """
-    done = [row for row in found if not row["train/skipped"]] or found
+    done = [row for row in updates if not row["train/skipped"]] or updates
     means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}
-    means["train/skipped"] = sum(row["train/skipped"] for row in found) / len(found)
-    return means | {name: found[0][name] for name in means if "logprob_gap" in name}
+    means["train/skipped"] = sum(row["train/skipped"] for row in updates) / len(updates)
+    return means | {name: updates[0][name] for name in means if "logprob_gap" in name}

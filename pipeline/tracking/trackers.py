@@ -1,44 +1,52 @@
-"""Trackers: what is fed with the lines of a run, and TensorBoard, through Accelerate.
+"""Trackers: the interface that W&B and TensorBoard share, and TensorBoard through Accelerate.
 
-They show a run; what is true stands in the metrics files, of which a resumed run gives them again
-what they lack. Their packages are loaded only when one is asked for. Imports no torch.
+The metrics files are the truth, and trackers show them: a resumed run sends what a tracker lacks.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from pipeline.tracking.wandb import Record, numbers
+from pipeline.config.settings import Config
+
+Record = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """What is fed with the lines."""
+    """Takes the lines of a run."""
 
     name: str
-    advice: str  # what to do where it failed
+    advice: str  # what to do if it failed
 
     def metrics(self, record: Record) -> None: ...
     def timings(self, record: Record) -> None: ...
-    def finish_with(self, folder: Path) -> None: ...
-    def close(self, failed: bool) -> None: ...
+    def close(self, failed: bool, results: Path | None) -> None: ...
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """The numbers of a record that trackers get: their names have a group, as in `train/loss`."""
+    return {key: v for key, v in record.items() if "/" in key and isinstance(v, int | float)}
 
 
 class TensorBoard:
-    """TensorBoard in the run folder; `kept` are the lines of both files on a resume."""
+    """TensorBoard in the run folder; `metrics` and `timings` are the lines that a resume kept."""
 
     name = "TensorBoard"
     advice = ""
 
-    def __init__(self, folder: Path, kept: Sequence[Sequence[Record]] | None) -> None:
+    def __init__(
+        self, folder: Path, config: Config, metrics: Sequence[Record], timings: Sequence[Record]
+    ) -> None:
         from accelerate.tracking import TensorBoardTracker  # it needs an Accelerator
 
-        # TensorBoard hides, from a step on, what was there. Of that step some lines are kept.
-        last = max((record["step"] for record in kept[0]), default=0) if kept else 0
+        # TensorBoard hides the points from `purge_step` on, so the kept ones of it are sent again.
+        last = max((record["step"] for record in metrics), default=0)
         self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
         self._tracker.start()
-        for record in (record for lines in kept or () for record in lines):
+        for record in (*metrics, *timings):
             if record["step"] == last:
                 self.metrics(record)
 
@@ -47,8 +55,5 @@ class TensorBoard:
 
     timings = metrics
 
-    def finish_with(self, folder: Path) -> None:
-        """Results are in the run folder, as is the tracker."""
-
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool, results: Path | None) -> None:
         self._tracker.finish()

@@ -1,141 +1,84 @@
-"""What W&B gets at the end of a run beyond its rows: numbers, plots, report, episodes.
+"""What W&B gets at the end of a run: final numbers, the report with its pictures, episodes.
 
-None of it may make a row of W&B's history, whose number is that of a line of `metrics.jsonl`: it
-goes to the run's summary and into artifacts. Imports no torch.
+None of it is a row of W&B's history, which has one for each line of `metrics.jsonl`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.settings import Config
+from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import whole_lines
+from pipeline.tracking.run_files import transcripts_in
 
-MAX_GROUP = 128  # characters, as of W&B's names
-MAX_EPISODES = 200
-MAX_TRANSCRIPTS = 50  # files that these are read from
-COLUMNS = (
-    *("stage", "step", "domain", "family", "task", "trial", "reward", "stop_reason"),
-    *("advantage", "conversation"),
-)
+HAS_THEM = "the run folder has them"
+MAX_STEPS, MAX_EPISODES = 50, 200  # in the table
+FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
+COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
 REPORT_FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
 
 
-def send_results(run: Any, folder: Path) -> dict[str, Exception]:
-    """Hand all of it over, each kind whatever became of the others; returns what could not be."""
-    kinds: dict[str, Callable[[Any, Path], None]] = {
-        "the final numbers": _send_numbers,
-        "plots and report": _send_report,
-        "the table of episodes": _send_episodes,
-    }
-    faults: dict[str, Exception] = {}
-    for name, send in kinds.items():
-        try:
-            send(run, folder)
-        except Exception as error:
-            faults[name] = error
-    return faults
+def send_results(run: Any, folder: Path) -> None:
+    """Send all results that the run folder has; if one kind fails, the others are sent."""
+    import wandb
 
-
-def group_of(config: Config) -> str:
-    """The curriculum, by which W&B groups runs, such as `sequential airline-retail-telecom`."""
-    domains = config.curriculum.order or config.data.domains
-    return f"{config.curriculum.curriculum} {'-'.join(domains)}"[:MAX_GROUP]
-
-
-def _send_numbers(run: Any, folder: Path) -> None:
-    path = folder / "results.json"
-    if path.is_file():
-        run.summary.update(final_numbers(json.loads(path.read_text(encoding="utf-8"))))
+    pictures = sorted(folder.glob("*.png"))
+    with may_fail("W&B did not get the final numbers", HAS_THEM):
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        run.summary.update(final_numbers(results))
+    with may_fail("W&B did not get the report and the pictures", HAS_THEM):
+        artifact = wandb.Artifact(f"report-{run.id}", type="report")
+        for path in [*pictures, *(folder / name for name in REPORT_FILES)]:
+            if path.is_file():
+                artifact.add_file(str(path.resolve()), policy="immutable")  # without a copy
+        run.log_artifact(artifact)
+        run.summary.update({f"plots/{path.stem}": wandb.Image(str(path)) for path in pictures})
+    with may_fail("W&B did not get the table of episodes", HAS_THEM):
+        if rows := episode_rows(folder):
+            run.summary["trajectories"] = wandb.Table(columns=[*COLUMNS], data=rows)
 
 
 def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of `results.json` that are final, by the names that they get in the summary.
-
-    `final/<domain>/success` (sampled) and `final/<domain>/greedy` of the last evaluation, with
-    `final/<domain>/reward`, the mean, where rewards are not all 0 or 1; and what is under
-    `transfer`, whose levels are joined by `/`. Its matrices stay in the file.
-    """
+    """The numbers of the last evaluation as `final/<domain>/<name>`, and those of `transfer`."""
     evaluations = results.get("evaluations") or [{"success": {}}]
-    found = {}
+    final = dict(_flat("transfer", results.get("transfer")))
     for domain, rates in evaluations[-1]["success"].items():
-        found[f"final/{domain}/success"] = rates["mean"]
-        found[f"final/{domain}/greedy"] = rates["greedy"]
-        if "reward" in rates:
-            found[f"final/{domain}/reward"] = rates["reward"]
-    return dict(_flat("transfer", results.get("transfer"))) | found
+        names = {"success": "mean", "greedy": "greedy", "reward": "reward"}
+        final |= {f"final/{domain}/{n}": rates[key] for n, key in names.items() if key in rates}
+    return final
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """The numbers in a tree of mappings; of lists those that are [number, low, high] alone."""
+    """The numbers in a tree of mappings whose leaves are numbers or [number, low, high]."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flat(f"{name}/{key}", item)
     elif isinstance(value, list) and len(value) == 3:
-        for ending, item in zip(("", "/low", "/high"), value, strict=True):
-            if isinstance(item, int | float):
-                yield from _flat(f"{name}{ending}", item)
-    elif isinstance(value, int | float) and math.isfinite(value):
+        names = (name, f"{name}/low", f"{name}/high")
+        yield from ((n, x) for n, x in zip(names, value, strict=True) if isinstance(x, int | float))
+    elif isinstance(value, int | float):
         yield name, value
 
 
-def _send_report(run: Any, folder: Path) -> None:
-    import wandb
-
-    pictures = sorted(folder.glob("*.png"))
-    files = [path for path in (folder / name for name in REPORT_FILES) if path.is_file()]
-    artifact = wandb.Artifact(f"report-{run.id}", type="report")
-    for path in [*pictures, *files]:
-        artifact.add_file(str(path.resolve()), policy="immutable")  # sent from the run folder
-    if pictures or files:
-        run.log_artifact(artifact)
-    run.summary.update({f"plots/{path.stem}": wandb.Image(str(path)) for path in pictures})
-
-
-def _send_episodes(run: Any, folder: Path) -> None:
-    import wandb
-
-    if rows := episode_rows(folder):
-        run.summary["trajectories"] = wandb.Table(columns=list(COLUMNS), data=rows)
-
-
-def episode_rows(folder: Path, limit: int = MAX_EPISODES) -> list[list[Any]]:
-    """At most `limit` episodes of all steps, stages and evaluations, evenly spread; see COLUMNS."""
-    files = sorted(
-        folder.glob("trajectories/*/step-*.jsonl.gz"), key=lambda p: (p.name, p.parent.name)
-    )
-    files = _spread(files, min(limit, MAX_TRANSCRIPTS))
-    rows: list[list[Any]] = []
-    for place, path in enumerate(files):
-        share = (limit - len(rows)) // (len(files) - place)
-        rows += [_row(path, json.loads(line)) for line in _spread(list(whole_lines(path)), share)]
+def episode_rows(folder: Path) -> list[list[Any]]:
+    """At most MAX_EPISODES rows of the table, evenly from all steps, stages and evaluations."""
+    files = transcripts_in(folder)
+    steps = list(files)[:: ceil(len(files) / MAX_STEPS) or 1]
+    rows = []
+    for stage, step in steps:
+        lines = [line for path in files[stage, step] for line in whole_lines(path)]
+        every = ceil(len(lines) * len(steps) / MAX_EPISODES) or 1
+        for episode in map(json.loads, lines[::every]):
+            conversation = "\n\n".join(map(_text, episode["messages"]))
+            rows.append([stage, step, *map(episode.get, FIELDS), conversation])
     return rows
 
 
-def _row(path: Path, episode: Mapping[str, Any]) -> list[Any]:
-    step = int(path.name.removeprefix("step-").split(".")[0])
-    names = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
-    known = [episode.get(name) for name in names]
-    return [path.parent.name, step, *known, conversation(episode["messages"])]
-
-
-def _spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of them, evenly spread."""
-    count = min(count, len(items))
-    return [items[place * len(items) // count] for place in range(count)]
-
-
-def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages as text: each after its role, tool calls as `name({...})`."""
-    parts = []
-    for message in messages:
-        said = [message.get("content") or ""]
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            said.append(f"{function['name']}({json.dumps(function['arguments'])})")
-        parts.append(f"{message['role']}: " + "\n".join(text for text in said if text))
-    return "\n\n".join(parts)
+def _text(message: Mapping[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    lines = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
+    return f"{message['role']}: " + "\n".join(filter(None, [message.get("content"), *lines]))
