@@ -144,12 +144,11 @@ class Chat:
 
     def num_content_tokens(self, text: str) -> int:
         """Tokens of a text inside a message, where nothing is special."""
-        count: int = self.cache.call(self._num_content_tokens, text)
-        return count
+        return len(self.cache.call(self._content_ids, text))
 
-    def _num_content_tokens(self, text: str) -> int:
+    def _content_ids(self, text: str) -> list[int]:
         guards = Guards()
-        return len(self._encode_guarded(guards.put(text, self._special), guards))
+        return self._encode_guarded(guards.put(text, self._special), guards)
 
     def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         text, guards = self._render([], messages, tools=tools or None, add_generation_prompt=True)

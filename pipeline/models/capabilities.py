@@ -9,23 +9,13 @@ import torch
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
-# Settings of models that change logits after the output layer, which training applies by itself.
-SCALED_LOGITS = (
-    *("final_logit_softcapping", "logits_soft_cap"),
-    *("logits_scaling", "logit_scale", "lm_head_multiplier"),
-)
-
 
 def why_generate(model: Any) -> str | None:
     """Why conversations must be sampled through `generate`; None if a key-value cache serves.
 
     Reads no weights. Raises UserError if neither works.
     """
-    config = model.config.get_text_config()
-    scaled = [name for name in SCALED_LOGITS if getattr(config, name, None) not in (None, 1.0)]
-    if scaled:
-        raise UserError(f"model: its config sets {scaled[0]}, which is not supported; use another")
-    why = unserved(config)
+    why = unserved(model.config.get_text_config())
     if why is None and getattr(model, "_is_stateful", False):
         raise UserError(
             f"model: got {type(model).__name__}, which is recurrent and names no kinds of layers; "
