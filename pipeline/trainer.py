@@ -7,15 +7,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.checkpoint import SavedState, TrainState
 from pipeline.checkpoints.checkpointer import Checkpointer
-from pipeline.checkpoints.resume import (
-    load_start,
-    open_together,
-)
+from pipeline.checkpoints.resume import load_start, open_together
 from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import read_records, save_transcripts
 from pipeline.config.settings import Config
@@ -23,6 +21,7 @@ from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_afte
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.evaluation.baselines import floors
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
     evaluate,
@@ -264,9 +263,8 @@ class Trainer:
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
         self._save_transcripts(f"evaluation-{after}", trajectories)
         if self.ranks.is_main:
-            words = in_words(found)
-            print(f"evaluation after {after}: success sampled  {words}", flush=True)
-            self._write_results()
+            print(f"evaluation after {after}: success sampled  {in_words(found)}", flush=True)
+            self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
         """Validate every `eval_steps` steps, each once."""
@@ -327,20 +325,26 @@ class Trainer:
         path = save_transcripts(folder, step, self.ranks.rank, trajectories, advantages)
         self.checkpointer.remember(path)
 
-    def _write_results(self) -> None:
-        """On rank 0; a checkpoint holds what they are made from."""
+    @cached_property
+    def _floors(self) -> dict[str, dict[str, float]]:
+        """The blind baselines, which depend on no weights: rank 0 plays them once."""
+        parts, timeout = self.parts, self.config.rollout.call_timeout
+        return floors(parts.domains, parts.held_out, timeout)
+
+    def _write_results(self, is_final: bool = True) -> None:
+        """On rank 0, from what a checkpoint holds; transfer numbers only at the end of the run."""
         updater, faults = self.policy.updater, {}
         if updater is not None:
             faults = {"skipped_steps": updater.num_skipped}
             if updater.max_tokens_per_microbatch != self.config.grpo.max_tokens_per_microbatch:
                 faults["max_tokens_per_microbatch"] = updater.max_tokens_per_microbatch
-        facts = {
-            "num_ranks": self.ranks.num_ranks,
-            "faults": {name: count for name, count in faults.items() if count},
-            "wall_s": self.checkpointer.wall_s,
-        }
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
-            parts, state = self.parts, self.state
-            domains, held_out = parts.domains, parts.held_out
-            write_results(self.folder, self.config, state, self.stages, domains, held_out, facts)
+            facts = {
+                "floors": self._floors,
+                "num_ranks": self.ranks.num_ranks,
+                "faults": {name: count for name, count in faults.items() if count},
+                "wall_s": self.checkpointer.wall_s,
+            }
+            stages, held_out = self.stages, self.parts.held_out
+            write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)

@@ -12,8 +12,6 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
-from pipeline.environments.domains import Domain
-from pipeline.evaluation.baselines import floors
 from pipeline.evaluation.transfer import summary
 from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
@@ -25,11 +23,15 @@ def write_results(
     config: Config,
     state: TrainState,
     stages: Sequence[Stage],
-    domains: Mapping[str, Domain],
     held_out: Mapping[str, Sequence[Task]],
     facts: Mapping[str, Any],
+    is_final: bool,
 ) -> None:
-    """Write `results.json` and `curriculum.json`; `facts` go into the first as they are."""
+    """Write `results.json` and `curriculum.json`; `facts` go into the first as they are.
+
+    The transfer numbers take seconds, so a file that is not final has none: the report of an
+    unfinished run computes them from the evaluations.
+    """
     described = describe(stages, config)
     write_text(folder / "curriculum.json", json.dumps(described, indent=1))
     results = {
@@ -43,14 +45,14 @@ def write_results(
         "task_families": {
             domain: {task.id: task.family for task in tasks} for domain, tasks in held_out.items()
         },
-        "floors": floors(domains, held_out, config.rollout.call_timeout),
         "training": state.training,
         "curriculum": described,
         **facts,
+        "transfer": {},
     }
-    results["transfer"] = {}
-    with may_fail("transfer numbers", f"python -m pipeline.report {folder} tries again"):
-        results["transfer"] = summary([results])
+    if is_final:
+        with may_fail("transfer numbers", f"python -m pipeline.report {folder} tries again"):
+            results["transfer"] = summary([results])
     write_text(folder / "results.json", json.dumps(results))
 
 
