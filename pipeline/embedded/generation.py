@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from pipeline.data.curriculum import quota
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import DIFFICULTIES, SPLITS, Message, Task
 from pipeline.embedded.scripted import Database
@@ -43,21 +44,6 @@ class Family:
     branches: dict[str, float]
     easy: dict[str, float]  # the shares at difficulty easy: mostly one lookup and one action
     draft: Callable[[Random, str], Draft]  # (random, branch)
-
-
-def quota(shares: dict[str, float], count: int) -> list[str]:
-    """`count` names whose numbers follow the shares as closely as whole numbers can.
-
-    That holds at every length.
-    """
-    total = sum(shares.values())
-    given = dict.fromkeys(shares, 0)
-    order = []
-    for number in range(1, count + 1):
-        name = max(shares, key=lambda key: shares[key] / total * number - given[key])
-        given[name] += 1
-        order.append(name)
-    return order
 
 
 def _owner(text: str) -> str:
@@ -122,6 +108,8 @@ def _families_and_branches(
     orders = {}
     for family in families:
         shares = family.easy if difficulty == "easy" else family.branches
+        total = sum(shares.values())
+        shares = {branch: share / total for branch, share in shares.items()}
         orders[family.name] = quota(shares, counts[family.name])
     for number in range(n):
         family = families[number % len(families)]

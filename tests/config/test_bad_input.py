@@ -310,7 +310,7 @@ TASK_FILES = [
         row(prompt=[{"role": "assistant", "content": "", "tool_calls": [{}]}, *ROW["prompt"]]),
         ("prompt", "tool calls [{}]", "give"),
     ),
-    ("a payload that is a list", row(payload=[]), ("payload", "got list", "give")),
+    ("a payload that is a list", row(payload=[]), ("payload", "got []", "give")),
     ("a payload of text", row(payload="3"), ("payload", "got 3", "object")),
     (
         "a payload that its environment cannot use",
