@@ -41,7 +41,7 @@ from pipeline.preflight.check import check_model, refuse_full_disk
 from pipeline.preflight.prepare import train_tasks
 from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in every run
 from pipeline.run import main
-from pipeline.sft import check_demonstrations, try_demonstrations
+from pipeline.sft import check_demonstrations
 from tests.support import ROOT
 from tests.support.helpers import chat, embedded, tokenizer
 from tests.support.messages import refusal, says
@@ -263,7 +263,7 @@ def test_more_than_is_generated(case):
     domains = load_domains(config.data)
 
     def generate() -> None:
-        check_demonstrations(config, domains)
+        check_demonstrations(config, domains, chat())
         train_tasks(config, domains["airline"], [])
 
     says(refusal(generate), *words)
@@ -525,7 +525,7 @@ def test_bad_demonstrations(case, at):
     path = at / "own.jsonl"
     path.write_text(content)
     config = Config.model_validate({"warm_start": {"data": str(path)}})
-    says(refusal(try_demonstrations, config, chat()), "own.jsonl", *words)
+    says(refusal(check_demonstrations, config, {}, chat()), "own.jsonl", *words)
 
 
 def test_missing_demonstrations(at):
