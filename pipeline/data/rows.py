@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_
 Row = dict[str, Any]
 
 MAX_ARRAY_BYTES = 256 << 20  # of a file that is read into memory
+# Kinds of columns whose rows name no files to read, as Image does.
+KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
 
 
 def rows_of_file(path: Path) -> Array | Lines:
@@ -122,8 +125,8 @@ class DatasetRows:
     def __init__(self, dataset: Any, name: str) -> None:
         if not len(dataset):
             raise UserError(f"{name}: holds no tasks; give a dataset that has rows")
-        if kind := _kind_that_opens_files(dataset.features):
-            raise UserError(f"{name}: a column holds {kind}, which no task has; take it out")
+        if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - KINDS:
+            raise UserError(f"{name}: a column holds {min(others)}, which no task has; take it out")
         self.name = name
         self._dataset = dataset.with_format(None)
         self._in_struct = isinstance(dataset.features.get("payload"), dict)
@@ -133,41 +136,30 @@ class DatasetRows:
         batches, columns = self._dataset.iter(batch_size=256), self._dataset.column_names
         rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
         for index, values in enumerate(rows):
-            row = _without_nulls(dict(zip(columns, values, strict=True)))
-            where, payload = f"{self.name}[{index}]", row.get("payload")
-            if self._in_struct and not _is_exact(payload):
+            row, where = dict(zip(columns, values, strict=True)), f"{self.name}[{index}]"
+            if self._in_struct and not _is_exact(row["payload"]):
                 raise UserError(
                     f"{where}: payload: a struct with nulls or dates, which may not be what was "
                     "written; store payloads as JSON text"
                 )
-            yield where, row
+            yield where, _task_row(row)
 
     def __getitem__(self, index: int) -> Row:
         if self._stamped() != self._stamps:
             raise UserError(_changed(self.name))
-        return _without_nulls(self._dataset[index])
+        return _task_row(self._dataset[index])
 
     def _stamped(self) -> list[tuple[int, int]]:
         """Size and time of change of each of its files."""
-        files = [Path(file["filename"]) for file in self._dataset.cache_files]
-        stats = [file.stat() for file in files if file.exists()]
+        files = (Path(file["filename"]) for file in self._dataset.cache_files)
+        stats = (file.stat() for file in files if file.exists())
         return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
-def _kind_that_opens_files(feature: Any) -> str:
-    """The first kind of column whose rows name files to read, such as Image; empty if none."""
-    if isinstance(feature, dict):
-        return next(filter(None, map(_kind_that_opens_files, feature.values())), "")
-    if hasattr(feature, "feature"):  # a list
-        return _kind_that_opens_files(feature.feature)
-    kind = type(feature).__name__
-    return "" if kind in ("Value", "ClassLabel", "Json") else kind
-
-
-def _without_nulls(row: Row) -> Row:
+def _task_row(row: Row) -> Row:
+    """A row of a dataset without nulls; nulls inside its payload stay."""
     payload = row.pop("payload", None)
-    kept: Row = _pruned(row)
-    return kept if payload is None else {**kept, "payload": payload}
+    return {**_without_nulls(row), **({} if payload is None else {"payload": payload})}
 
 
 def _is_exact(value: Any) -> bool:
@@ -181,11 +173,11 @@ def _is_exact(value: Any) -> bool:
     return value is None or isinstance(value, str | bool | int)
 
 
-def _pruned(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """The value without keys whose value is null."""
     if isinstance(value, dict):
-        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
-    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _changed(name: str) -> str:
