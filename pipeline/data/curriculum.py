@@ -29,7 +29,7 @@ class Stage:
     groups: dict[str, int]
     turns: tuple[str, ...] = ()  # the domain of each step
     first_step: int = 0  # steps done before the stage
-    num_steps: int
+    num_steps: int = 0
 
     @property
     def last_step(self) -> int:
@@ -49,16 +49,9 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
         counts = [size] * len(shares) if takes_turns else split(size, list(shares.values()))
         groups = {d: min(n, num_tasks[d]) for d, n in zip(shares, counts, strict=True) if n > 0}
         for difficulty in curriculum.difficulties or [config.data.difficulty]:
-            stages.append(
-                Stage(
-                    index=len(stages),
-                    name=config.stage_names[len(stages)],
-                    own=own,
-                    difficulty=difficulty,
-                    groups=groups,
-                    num_steps=0,
-                )
-            )
+            index, name = len(stages), config.stage_names[len(stages)]
+            stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
+            stages.append(stage)
     for stage, num_steps in zip(stages, _steps(config, stages), strict=True):
         turns = tuple(quota(shares, num_steps)) if takes_turns else ()
         stages[stage.index] = replace(stage, num_steps=num_steps, turns=turns)
@@ -111,17 +104,16 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
 def _steps(config: Config, stages: Sequence[Stage]) -> list[int]:
     """Steps of each stage: its own number, or its share of the rest of max_steps."""
     curriculum, max_steps = config.curriculum, config.grpo.max_steps
-    fixed = dict(curriculum.stage_steps)
+    steps = dict(curriculum.stage_steps)
     for name, count in curriculum.stage_tasks.items():
-        fixed[name] = -(-count // config.rollout.tasks_per_step)
-    known = {stage.index: fixed[stage.name] for stage in stages if stage.name in fixed}
-    total = sum(known.values())
+        steps[name] = -(-count // config.rollout.tasks_per_step)
+    total = sum(steps.values())
     if total > max_steps:
         raise UserError(
             f"stage_steps: the stages have {total} steps, more than max_steps {max_steps}; raise "
             "max_steps or lower theirs"
         )
-    rest = [stage for stage in stages if stage.index not in known]
+    rest = [stage for stage in stages if stage.name not in steps]
     if not rest and total < max_steps:
         raise UserError(
             f"stage_steps: all stages have {total} steps, and max_steps is {max_steps}; give "
@@ -132,9 +124,9 @@ def _steps(config: Config, stages: Sequence[Stage]) -> list[int]:
         domain = stage.own[0] if len(stage.own) == 1 else ""
         weight = curriculum.stage_weights.get(domain, 1.0)
         weights.append(curriculum.stage_weights.get(stage.name, weight))
-    shared = split(max_steps - total, weights) if rest else []
-    known |= {stage.index: count for stage, count in zip(rest, shared, strict=True)}
-    return [known[stage.index] for stage in stages]
+    shared = split(max_steps - total, weights)
+    steps |= {stage.name: count for stage, count in zip(rest, shared, strict=True)}
+    return [steps[stage.name] for stage in stages]
 
 
 def quota(shares: Mapping[str, float], count: int) -> list[str]:

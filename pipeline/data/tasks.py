@@ -43,7 +43,7 @@ class Task:
     prompt: tuple[Message, ...]  # system: the domain's policy; last: the customer's request
     payload: str  # JSON; only the environment reads it
     family: str = ""
-    branch: str = ""  # what the policy decides in this task; for reports only
+    branch: str = ""  # the decision that the task needs; for reports only
 
     @property
     def key(self) -> tuple[str, str]:

@@ -2,12 +2,12 @@
 
 The accuracy matrix R has a row for each evaluation point (0: before GRPO, t: after stage t of T)
 and a column for each domain, or task family, or tool. The metrics follow GEM (Lopez-Paz and Ranzato
-2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3); where
-these leave open what a curriculum may do here, the docstrings say what is done.
+2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3). They do
+not cover all curricula that are possible here; the docstrings say how such cases are counted.
 
 Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over tasks, paired: a
-resample takes a task with all its trials at all points, and, where there are several runs, takes
-runs (seeds) anew as well. The same tasks and number of runs give the same resamples, so that
+resample takes a task with all its trials at all points. If there are several runs, the runs (seeds)
+are resampled as well. The same tasks and number of runs give the same resamples, so that
 differences between two curricula are paired too.
 
 Legend: B samples, the first of them the estimate itself; S seeds, P points, N tasks, C columns.
@@ -79,7 +79,7 @@ def mean(samples: Iterable[Floats]) -> Floats | None:
 def wilson(share: float, count: int) -> tuple[float, float]:
     """The 95 % interval of a share (Wilson 1927) of `count` trials independent of each other.
 
-    Raises ValueError for what is no share, such as a mean of rewards.
+    Raises ValueError for a value outside [0, 1], such as a mean of rewards.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share: got {share:g}, which is not between 0 and 1")
@@ -94,11 +94,11 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
 
     Args:
         totals: [S, P, N], such as a task's mean reward over its trials, or a tool's good calls.
-        counts: [S, P, N], what they are divided by: 1 for tasks, 0 for those of other families,
-            the number of calls for tools. With fewer than two tasks that count there is no
-            interval: all samples but the first are NaN.
+        counts: [S, P, N], the divisors: 1 for a task, 0 for a task of another family, the number of
+            calls for a tool. With fewer than two tasks that count there is no interval: all samples
+            but the first are NaN.
         name: of the tasks: equal names and sizes get the same resamples.
-        over_seeds: whether seeds are taken anew as well, or these seeds are all that is meant.
+        over_seeds: whether seeds are resampled as well; if not, the interval is for these seeds.
     """
     num_seeds, _, num_tasks = totals.shape
     tasks = _weights(num_tasks, "tasks", name)
@@ -107,13 +107,13 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
         ratios = np.einsum("spn,bn->bsp", totals, tasks) / np.einsum("spn,bn->bsp", counts, tasks)
     if (counts > 0).any((0, 1)).sum() < 2:
         ratios[1:] = np.nan
-    drawn = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed that is left out may be undefined
+    drawn = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed of weight 0 may be NaN
     return np.asarray(np.einsum("bsp,bs->bp", drawn, seeds / num_seeds))
 
 
 @lru_cache(maxsize=32)
 def _weights(count: int, *key: int | str) -> Floats:
-    """How often each of `count` things is drawn, [B, count]; once each in the first row."""
+    """How often each of `count` items is drawn, [B, count]; once each in the first row."""
     generator = np.random.default_rng(stream_key("bootstrap", *key))
     drawn = generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     return np.asarray(np.vstack([np.ones(count), drawn]))
