@@ -7,7 +7,6 @@ since it was checked, reading from it is an error.
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
 from array import array
@@ -117,9 +116,9 @@ class Lines:
 class DatasetRows:
     """The rows of a `datasets.Dataset`, which stay memory-mapped.
 
-    Arrow gives each message the keys of all messages; keys whose value is null are left out. A
-    payload that is a struct is refused if Arrow may have altered it: Arrow adds null for missing
-    keys, and makes dates of texts.
+    Arrow gives each message the keys of all messages; keys whose value is null are left out.
+    Payloads that are structs are refused: Arrow adds null for missing keys, and makes dates of
+    texts, so they may not be what was written.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -127,22 +126,16 @@ class DatasetRows:
             raise UserError(f"{name}: holds no tasks; give a dataset that has rows")
         if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - KINDS:
             raise UserError(f"{name}: a column holds {min(others)}, which no task has; take it out")
-        self.name = name
-        self._dataset = dataset.with_format(None)
-        self._in_struct = isinstance(dataset.features.get("payload"), dict)
+        if isinstance(dataset.features.get("payload"), dict):
+            raise UserError(f"{name}: payload: got a struct; store payloads as JSON text")
+        self.name, self._dataset = name, dataset.with_format(None)
         self._stamps = self._stamped()
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         batches, columns = self._dataset.iter(batch_size=256), self._dataset.column_names
         rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
         for index, values in enumerate(rows):
-            row, where = dict(zip(columns, values, strict=True)), f"{self.name}[{index}]"
-            if self._in_struct and not _is_exact(row["payload"]):
-                raise UserError(
-                    f"{where}: payload: a struct with nulls or dates, which may not be what was "
-                    "written; store payloads as JSON text"
-                )
-            yield where, _task_row(row)
+            yield f"{self.name}[{index}]", _task_row(dict(zip(columns, values, strict=True)))
 
     def __getitem__(self, index: int) -> Row:
         if self._stamped() != self._stamps:
@@ -160,17 +153,6 @@ def _task_row(row: Row) -> Row:
     """A row of a dataset without nulls; nulls inside its payload stay."""
     payload = row.pop("payload", None)
     return {**_without_nulls(row), **({} if payload is None else {"payload": payload})}
-
-
-def _is_exact(value: Any) -> bool:
-    """Whether Arrow cannot have altered a value of a struct."""
-    if isinstance(value, dict):
-        return all(inner is not None and _is_exact(inner) for inner in value.values())
-    if isinstance(value, list):
-        return all(map(_is_exact, value))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, str | bool | int)
 
 
 def _without_nulls(value: Any) -> Any:

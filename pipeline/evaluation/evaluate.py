@@ -144,12 +144,10 @@ def _success(
     numbers = sorted({len(rewards) for rewards in tasks.values()})
     if numbers != [num_trials]:
         raise ValueError(f"each task needs {num_trials} trials, got {numbers}")
-    rates, records = (
-        _rates(sampled, greedy, threshold),
-        {"reward": sampled, "greedy_reward": greedy},
-    )
+    rates = _rates(sampled, greedy, threshold)
     if is_graded(record.reward for record in (*sampled, *greedy)):
-        rates |= {name: fmean(r.reward for r in of) for name, of in records.items()}
+        rates["reward"] = fmean(record.reward for record in sampled)
+        rates["greedy_reward"] = fmean(record.reward for record in greedy)
     return {
         **rates,
         "num_trials": num_trials,

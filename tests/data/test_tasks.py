@@ -318,13 +318,8 @@ def test_a_dataset_gives_the_tasks_that_its_rows_would_give_in_a_file(write):
 
 def test_payloads_that_arrow_may_have_altered_are_refused():
     first, second = {**ROW, "payload": {"card": "x", "n": 1}}, {**ROW, "id": "b"}
-    assert dataset_tasks(Dataset.from_list([first]))[0].payload == '{"card": "x", "n": 1}'
-    says(
-        dataset_refusal(Dataset.from_list([first, second])),
-        "bank, train[1]: payload",
-        "struct",
-        "as JSON text",
-    )
+    said = dataset_refusal(Dataset.from_list([first, second]))
+    says(said, "bank, train: payload", "struct", "as JSON text")
     features = Features(
         {"id": Value("string"), "prompt": [{n: Value("string") for n in ROW["prompt"][0]}]}
     )
