@@ -59,7 +59,9 @@ def _floor(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, flo
     schemas = [schema["function"] for schema in tool_schemas(environment_class)]
     lookups = [s for s in schemas if record_tools and s["name"].startswith(LOOKUPS)]
     transfers = [schema for schema in schemas if schema["name"].startswith("transfer")][:1]
-    fixed = [{**s, "fixed": reason} for s in transfers for reason in _first_enum(s)]
+    parameters = [p for s in transfers for p in s["parameters"]["properties"].values()]
+    reasons: list[str] = next((p["enum"] for p in parameters if p.get("enum")), [])
+    fixed = [{**schema, "fixed": reason} for schema in transfers for reason in reasons]
     rewards = {
         "nothing": mean_reward([]),
         "transfer": max((mean_reward([*lookups, transfer]) for transfer in fixed), default=0.0),
@@ -80,11 +82,6 @@ def _result(calls: Calls, task: Task, play: Callable[[Task, Guard], Any]) -> Any
     with suppress(EnvironmentFault):
         calls.here(task.key, lambda guard: results.append(play(task, guard)))
     return results[-1]
-
-
-def _first_enum(schema: dict[str, Any]) -> list[str]:
-    properties = schema["parameters"]["properties"].values()
-    return next((list(p["enum"]) for p in properties if p.get("enum")), [])
 
 
 def _play_blind(

@@ -150,24 +150,29 @@ def matrix_of(runs: Sequence[Results], kind: str = "domains", over_seeds: bool =
                 f"report: runs with other stages cannot be put together ({', '.join(points)}; "
                 f"{', '.join(others)}); give seeds of one curriculum"
             )
-    names, domains, num_tasks, columns = list[str](), list[str](), list[int](), list[Floats]()
-    for domain in evaluations[0][0]["success"] if points else ():
-        for name, total_and_count in _columns(runs, kind, domain).items():
-            pairs = _by_task(evaluations, domain, total_and_count)
-            names.append(name)
-            domains.append(domain)
-            num_tasks.append(int((pairs[..., 1] > 0).any((0, 1)).sum()))
-            columns.append(resampled(pairs[..., 0], pairs[..., 1], domain, over_seeds))
-    own = [_own(runs[0], point) for point in points[1:]]
+    own = {row["name"]: row["own"] for row in runs[0]["curriculum"]["stages"]} if points[1:] else {}
+    if unknown := [point for point in points[1:] if point not in own]:
+        raise UserError(
+            f"report: stage {unknown[0]} was evaluated but is not in the curriculum, whose "
+            "settings were changed on a resume; there are no transfer numbers for such a run"
+        )
+    columns = [
+        (name, domain, _by_task(evaluations, domain, total_and_count))
+        for domain in (evaluations[0][0]["success"] if points else ())
+        for name, total_and_count in _columns(runs, kind, domain).items()
+    ]
+    samples = [
+        resampled(pairs[..., 0], pairs[..., 1], domain, over_seeds) for _, domain, pairs in columns
+    ]
     episodes = fmean(sum(_episodes(run, point) for point in points[1:]) for run in runs)
     empty = np.zeros((metrics.RESAMPLES + 1, len(points), 0))
     return Matrix(
-        names=names,
+        names=[name for name, _, _ in columns],
         points=points,
-        samples=np.stack(columns, axis=-1) if columns else empty,
-        own=[{c for c, d in enumerate(domains) if d in of_stage} for of_stage in own],
+        samples=np.stack(samples, axis=-1) if samples else empty,
+        own=[{c for c, (_, d, _) in enumerate(columns) if d in own[p]} for p in points[1:]],
         num_episodes=round(episodes),
-        num_tasks=num_tasks,
+        num_tasks=[int((pairs[..., 1] > 0).any((0, 1)).sum()) for _, _, pairs in columns],
     )
 
 
@@ -175,16 +180,6 @@ def points_of(results: Results) -> list[dict[str, Any]]:
     """The evaluations that make the matrix: the last before GRPO, and each after a stage."""
     before = [e for e in results["evaluations"] if e["after"] in BEFORE_GRPO]
     return [*before[-1:], *(e for e in results["evaluations"] if e["after"] not in BEFORE_GRPO)]
-
-
-def _own(results: Results, stage: str) -> list[str]:
-    rows = {row["name"]: row["own"] for row in results["curriculum"]["stages"]}
-    if stage not in rows:
-        raise UserError(
-            f"report: stage {stage} was evaluated but is not in the curriculum, whose settings "
-            "were changed on a resume; there are no transfer numbers for such a run"
-        )
-    return list(rows[stage])
 
 
 def _episodes(results: Results, stage: str) -> int:
