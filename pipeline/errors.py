@@ -1,31 +1,31 @@
-"""What a run says when it cannot go on, its exit codes, and the variables of its processes."""
+"""Errors that end a run, exit codes, and environment variables of its processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# An environment variable of ranks that a process of ours has started: the folder of their notes.
+# Environment variable: the folder for exit codes of ranks that `pipeline/run.py` started.
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
-# Of torchrun: seconds from SIGTERM to SIGKILL; 30 where it is not set.
+# torchrun's environment variable: seconds from SIGTERM to SIGKILL (default 30).
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 INTERRUPTED = 75  # exit code: stopped, with a checkpoint to resume from (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(ValueError):
-    """The user's mistake, in one line: what, got, do this."""
+    """A mistake of the user: one line (what, the value, what to do). Exit code 2."""
 
-    is_first = False  # of several ranks that found it, this one tells it
+    is_first = False  # True: this rank prints it at once, the others wait
 
 
 class MachineError(RuntimeError):
-    """What the machine did to a run, in one line: exit code 1."""
+    """A fault of the machine, such as a full disk: one line. Exit code 1."""
 
 
 class CtrlC(KeyboardInterrupt):
-    """Raised where a person at the keyboard interrupts; code can raise KeyboardInterrupt too."""
+    """Ctrl-C at the keyboard; a KeyboardInterrupt may also come from user code."""
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """The one of `names` that was probably meant, or the empty string where none is near."""
+    """The name in `names` that is most similar to `word`; empty if none is similar."""
     return next(iter(get_close_matches(word, list(names), n=1)), "")

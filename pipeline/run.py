@@ -7,7 +7,7 @@ with a checkpoint to resume from.
 import os
 import sys
 
-if __name__ == "__main__":  # Python put this file's own folder there, from where nothing imports
+if __name__ == "__main__":  # sys.path[0] is `pipeline/` here; imports need the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import signal
@@ -24,17 +24,17 @@ from pipeline.errors import STARTED_BY_US, CtrlC, MachineError, UserError
 from pipeline.files.imports import importing
 from pipeline.files.untrusted import printable
 
-# A rank that may not be the first to fail is silent for so long. Its launcher ends it meanwhile, if
-# another rank failed already and said why.
+# Seconds that a rank waits before it prints an error that another rank may have printed already.
+# In that case the launcher ends this rank during the wait.
 SILENT_S = 5.0
 LAUNCHER = os.getppid()
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
 
 
 def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
-    """Run what `argv` (without the program's name) asks for, and return the exit code.
+    """Run the command line `argv` (without the program's name); returns the exit code.
 
-    `entry` is the script that ranks are started with, in place of this one; `hooks` go to
+    `entry` is the script that starts a rank; the default is this file. `hooks` are passed to
     `pipeline.train.main`.
     """
     try:
@@ -42,13 +42,13 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
             return _run(argv, entry, hooks)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not error.is_first:
-            time.sleep(SILENT_S)  # most mistakes are every rank's
+            time.sleep(SILENT_S)  # most mistakes occur on every rank
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         _end_restarts()
         return 2
     except MachineError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(SILENT_S)  # it happens to all ranks of a machine
+            time.sleep(SILENT_S)  # it occurs on every rank of a machine
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except CtrlC:
@@ -61,19 +61,19 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
         if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
-            raise  # --help, not code of the user's in a run, to which the watchdog adds a note
+            raise  # from --help; the watchdog adds a note to a SystemExit that user code raises
         if any(text in str(error) for text in LOST_RANK):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
         heading = "" if rank is None else f"rank {rank} failed:\n"
-        # One write, so that the tracebacks of several ranks do not mix.
+        # One write: tracebacks of several ranks must not mix.
         sys.stderr.write(printable(heading + traceback.format_exc()))
         return 1
 
 
 @contextmanager
 def _keyboard() -> Iterator[None]:
-    """Around all that a person may interrupt by Ctrl-C, which raises CtrlC inside."""
+    """Inside this context, Ctrl-C raises CtrlC."""
 
     def interrupt(*_: object) -> None:
         raise CtrlC
@@ -94,7 +94,7 @@ def _keyboard() -> Iterator[None]:
 
 
 def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
-    # Imported where they are needed: a mistake is told before anything heavy is loaded.
+    # Imported late: a mistake in the settings is reported before anything heavy is loaded.
     from pipeline.checkpoints.run_folder import check_folder, restarted
     from pipeline.config import variables
     from pipeline.config.cli import parse
@@ -127,7 +127,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
 
 
 def _check(config: Config) -> int:
-    """Check on one process, however many were launched and whatever `num_gpus` a recipe names."""
+    """Run `--check` on one process, for any number of launched ranks and any `num_gpus`."""
     if os.environ.get("RANK", "0") != "0":
         return 0
     with importing():
@@ -137,7 +137,7 @@ def _check(config: Config) -> int:
 
 
 def _end_restarts() -> None:
-    """Tell a launcher that would start the ranks anew (`--max_restarts`) that it is no use."""
+    """Stop a launcher that would start the ranks again (`--max_restarts`): it would not help."""
     left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     left -= int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if left > 0 and os.getppid() == LAUNCHER:
@@ -145,14 +145,14 @@ def _end_restarts() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`, which a rank must take some care to do."""
+    """End this process with exit code `code`, also where a process group is still open."""
     if (folder := os.environ.get(STARTED_BY_US)) and "RANK" in os.environ:
         with open(os.path.join(folder, f"rank-{os.environ['RANK']}"), "w") as note:
             note.write(str(code))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # Exiting with a live gloo group aborts about every third time (torch 2.13), which would
-        # hide the code. After a failure, leaving it may wait for ranks that are gone.
+        # Exiting with an open gloo group aborts in about one of three cases (torch 2.13) and hides
+        # the exit code. After a failure, closing the group may wait for ranks that have ended.
         if code == 0:
             distributed.destroy_process_group()
         else:

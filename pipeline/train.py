@@ -35,7 +35,7 @@ class Training(Trainer):
     """A whole run on this rank."""
 
     def run(self) -> int:
-        """All of a run, or up to where it is told to stop; returns the exit code."""
+        """Run to the end, or until a signal interrupts the run; returns the exit code."""
         try:
             self.before_training()
             if self.config.grpo.use_grpo:
@@ -46,7 +46,7 @@ class Training(Trainer):
         return 0
 
     def before_training(self) -> None:
-        """Evaluate the model as it came, give it the warm start, evaluate again."""
+        """Evaluate the given model, do the warm start, evaluate again."""
         if not self.state.evaluated("start"):
             self.evaluate("start")
         if not self.config.grpo.use_grpo or self.config.warm_start.steps == 0:
@@ -60,7 +60,7 @@ class Training(Trainer):
         """The loop: for each stage, for each optimizer step."""
         meter = self.begin_grpo()
         for index in range(len(self.parts.stages)):
-            stage = self.stages[index]  # which begins where the one before it ended
+            stage = self.stages[index]  # its first step depends on where the stage before ended
             if self.state.evaluated(stage.name):
                 continue
             first = self.begin_stage(stage)
@@ -79,7 +79,7 @@ class Training(Trainer):
             self.end_stage(stage)
 
     def give_warm_start(self) -> None:
-        """Train on demonstrations, save the first checkpoint, and go on with a fresh model."""
+        """Train on demonstrations, save the first checkpoint, and load the model from it."""
         begun, parts, is_main = time.perf_counter(), self.parts, self.ranks.is_main
         num_steps = self.config.warm_start.steps
         progress = StageProgress("warm start", num_steps, is_main=is_main)
@@ -87,7 +87,7 @@ class Training(Trainer):
         def on_step() -> None:
             progress.step({})
             self.ranks.alive()
-            if self.ranks.stop_wanted:  # there is nothing to save before its end
+            if self.ranks.stop_wanted:  # a warm start has no checkpoint before its end
                 raise Interrupted
 
         with progress, self.ranks.phase("warm start"):
@@ -108,7 +108,7 @@ class Training(Trainer):
         self.save("warm-start")
         folder = self.checkpointer.folder / "warm-start"
         self.policy.replace(load_folder(folder, self.config.model))
-        gc.collect()  # the trainer's optimizer hangs in reference cycles
+        gc.collect()  # SFTTrainer's optimizer is part of reference cycles
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -126,7 +126,7 @@ class Training(Trainer):
         self.ranks.barrier("end")
 
     def stop(self) -> int:
-        """Save where the run stands, unless a checkpoint holds that; returns the exit code."""
+        """Save a checkpoint unless the latest one is current; returns the exit code."""
         if self.state.stage != "start" and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")
         if not self.watchdog.can_resume:
@@ -143,9 +143,9 @@ class Training(Trainer):
 
 
 def main(config: Config, make_training: Callable[..., Training] = Training) -> int:
-    """Run on this rank, which was launched together with the others; returns the exit code.
+    """Train on this rank; all ranks call it. Returns the exit code.
 
-    `make_training` is called as `Training` is; see `Trainer` for the hooks that it takes.
+    `make_training` is called with the arguments of `Training`; `Trainer` describes its hooks.
     """
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
@@ -163,19 +163,19 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
 
 
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
-    """Meet the other ranks; raises UserError where they were launched for something else."""
+    """Join the process group. Raises UserError for a launch configuration that does not fit."""
     transformers_logging.disable_progress_bar()
-    # Accelerate knows the old name of this setting only, torch 2.13 warns of it.
+    # Accelerate passes the old name of this setting; torch 2.13 warns about it.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     meet_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
     mixed_precision = "bf16" if uses_bf16(config.model) else "no"
     variables.pin(mixed_precision)
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
-        # Without it, ACCELERATE_GRADIENT_ACCUMULATION_STEPS would divide every gradient.
+        # Otherwise ACCELERATE_GRADIENT_ACCUMULATION_STEPS would divide every gradient.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
-            # The watchdog speaks first: it knows more.
+            # The watchdog must report before NCCL or gloo times out: its message has more.
             InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],

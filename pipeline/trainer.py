@@ -1,4 +1,4 @@
-"""The Trainer: what a run holds on one rank, and what the lines of the loop in `train.py` do."""
+"""The Trainer: the state of a run on one rank, and the methods called by the loop of `train.py`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.checkpoint import SavedState, TrainState
 from pipeline.checkpoints.checkpointer import Checkpointer
-from pipeline.checkpoints.resume import (
-    load_start,
-    open_together,
-)
+from pipeline.checkpoints.resume import load_start, open_together
 from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import read_records, save_transcripts
 from pipeline.config.settings import Config
@@ -23,6 +21,7 @@ from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_afte
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.evaluation.baselines import floors
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
     evaluate,
@@ -55,11 +54,11 @@ def _no_hook(*_: object) -> None: ...
 
 
 class Trainer:
-    """A run on one rank. Every rank makes one, after it has met the others.
+    """A run on one rank. Every rank makes one after it has joined the process group.
 
-    `make_sampler` is called as `pipeline.rollout.sampler.make_sampler` is. `on_batch` is called
-    with the trainer, the name of the stage or evaluation and this rank's episodes, after each step
-    and each evaluation. Raises UserError for whatever is the user's to mend.
+    `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
+    called after each step and each evaluation with the trainer, the name of the stage or
+    evaluation, and this rank's episodes. Raises UserError for mistakes of the user.
     """
 
     def __init__(
@@ -110,28 +109,28 @@ class Trainer:
         self._on_batch, self._warned_of_gap = on_batch, False
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
-        """The state and the model to begin with."""
+        """The saved state and the model that the run starts from."""
         return load_start(self.config, self.parts.tokenizer, resumed)
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages, after those that ended early."""
+        """The stages; a stage that ended early moves the later ones forward."""
         return one_after_another(self.parts.stages, self.state.ended_early)
 
     # Stages
 
     def begin_grpo(self) -> Meter:
-        """Make the Updater, from the model as it is now or from the checkpoint to resume from."""
+        """Make the Updater, from the current model or from the checkpoint to resume from."""
         policy = self.policy
         updater = policy.make_updater(self.checkpointer, self.state, self._saved_state, self.stages)
         self.checkpointer.owners.append(updater)
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
         meter = Meter(self.ranks, policy.rollout, updater, policy.model, self.config.model)
-        gc.freeze()  # what is there now stays: no collection need go through it again
+        gc.freeze()  # exempt long-lived objects from garbage collection
         return meter
 
     def begin_stage(self, stage: Stage) -> int:
-        """Get ready for a stage, which a resumed run may be inside; returns its first step."""
+        """Prepare a stage; returns its next step. A resumed run may be inside the stage."""
         is_inside = self.state.step > stage.first_step
         assert self.policy.updater is not None
         reference = self.policy.updater.reference
@@ -147,11 +146,11 @@ class Trainer:
         else:
             self.errors.load_state_dict({})
         self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
-        self.validate_when_due(stage)  # it may be what was interrupted
+        self.validate_when_due(stage)  # the interrupted run may not have finished this validation
         return max(stage.first_step, self.state.step)
 
     def end_stage(self, stage: Stage) -> None:
-        """Summarise the stage's episodes, keep some of them for the KL probe, evaluate, save."""
+        """Summarise the stage's episodes, add to the KL probe set, evaluate, save a checkpoint."""
         name = f"records of stage {stage.name}"
         gathered = self.ranks.all_gather_objects(self.records, name)
         self.records = []
@@ -169,18 +168,18 @@ class Trainer:
     # One step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Around a step: its trace, where the settings ask for it."""
+        """Inside this context, a step that `profile` names writes its trace."""
         device, folder = self.accelerator.device, self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
-        """Play this rank's groups of a step."""
+        """Collect the rollouts of this rank's groups of a step."""
         return collect_rollouts(
             self.policy.rollout, self.ranks, self.config, stage, step, self._sources
         )
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """The advantage of each of this rank's episodes, and whether it is trained on."""
+        """Of each episode of this rank: its advantage, and whether it takes part in the update."""
         rewards = rewards_of(batch, self.ranks, self.config, step)
         size = self.config.rollout.num_generations
         return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
@@ -206,7 +205,7 @@ class Trainer:
     def record(
         self, stage: Stage, batch: RolloutBatch, statistics: dict[str, float], meter: Meter
     ) -> dict[str, float]:
-        """Count the step as done and write its lines; returns its metrics."""
+        """Count the step and write its metrics and timings; returns its metrics."""
         self.state.step, self.state.stage = self.state.step + 1, stage.name
         self.records += [trajectory.record() for trajectory in batch.trajectories]
         metrics, counts = rollout_metrics(batch, self.ranks, self.config)
@@ -218,7 +217,7 @@ class Trainer:
         return {**statistics, **metrics}
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
-        """Write the transcripts; stop where environments fail; validate and save when due."""
+        """Write transcripts, stop if environments fail too often, validate and save when due."""
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
@@ -226,7 +225,7 @@ class Trainer:
             self.save(f"step-{self.state.step:06d}")
 
     def _warn_of_gap(self, gap: float) -> None:
-        """Once a run, say that training computes other log-probabilities than the sampler did."""
+        """Warn once per run if training and sampler compute different log-probabilities."""
         limit = self.config.grpo.logprob_gap_limit
         limit = limit or (0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3)
         if not gap > limit or self._warned_of_gap:
@@ -264,12 +263,11 @@ class Trainer:
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
         self._save_transcripts(f"evaluation-{after}", trajectories)
         if self.ranks.is_main:
-            words = in_words(found)
-            print(f"evaluation after {after}: success sampled  {words}", flush=True)
-            self._write_results()
+            print(f"evaluation after {after}: success sampled  {in_words(found)}", flush=True)
+            self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
-        """Validate every `eval_steps` steps, each once."""
+        """Validate every `eval_steps` steps, and at most once per step."""
         every, step = self.config.evaluation.eval_steps, self.state.step
         if not every or step % every or self.state.validated(step):
             return
@@ -290,7 +288,7 @@ class Trainer:
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 
     def ends_early(self, stage: Stage) -> bool:
-        """Whether the stage is on a plateau, which the state then remembers."""
+        """Whether the stage is on a plateau; if so, the state records where it ended."""
         best = plateau(self.state.validations, stage, self.config)
         if best is None:
             return False
@@ -327,20 +325,26 @@ class Trainer:
         path = save_transcripts(folder, step, self.ranks.rank, trajectories, advantages)
         self.checkpointer.remember(path)
 
-    def _write_results(self) -> None:
-        """On rank 0; a checkpoint holds what they are made from."""
+    @cached_property
+    def _floors(self) -> dict[str, dict[str, float]]:
+        """The blind baselines, which depend on no weights: rank 0 plays them once."""
+        parts, timeout = self.parts, self.config.rollout.call_timeout
+        return floors(parts.domains, parts.held_out, timeout)
+
+    def _write_results(self, is_final: bool = True) -> None:
+        """Write `results.json` on rank 0, with the transfer numbers only at the end of the run."""
         updater, faults = self.policy.updater, {}
         if updater is not None:
             faults = {"skipped_steps": updater.num_skipped}
             if updater.max_tokens_per_microbatch != self.config.grpo.max_tokens_per_microbatch:
                 faults["max_tokens_per_microbatch"] = updater.max_tokens_per_microbatch
-        facts = {
-            "num_ranks": self.ranks.num_ranks,
-            "faults": {name: count for name, count in faults.items() if count},
-            "wall_s": self.checkpointer.wall_s,
-        }
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
-            parts, state = self.parts, self.state
-            domains, held_out = parts.domains, parts.held_out
-            write_results(self.folder, self.config, state, self.stages, domains, held_out, facts)
+            facts = {
+                "floors": self._floors,
+                "num_ranks": self.ranks.num_ranks,
+                "faults": {name: count for name, count in faults.items() if count},
+                "wall_s": self.checkpointer.wall_s,
+            }
+            stages, held_out = self.stages, self.parts.held_out
+            write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)
