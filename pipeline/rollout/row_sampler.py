@@ -65,7 +65,7 @@ class RowSampler(ModelSampler):
             self._cache = RowCache(layers, 2 * max(map(len, prompts)), self.device)
         rows: dict[Ids, Row] = {}
         episodes = []
-        for prompt, key in zip(prompts, keys, strict=True):
+        for prompt, key in list(zip(prompts, keys, strict=True)):  # raises before a row is made
             held = tuple(prompt[:-1])  # the last token is left for `sample`
             if held not in rows:
                 rows[held] = self._new_row(len(held))
@@ -168,16 +168,16 @@ class RowSampler(ModelSampler):
     def _decode(self, episodes: Sequence[RowEpisode], wanted: int, greedy: bool) -> None:
         """Sample tokens until `wanted` messages are complete, or the batch must change.
 
-        It must where too few rows are unfinished, or where the conversations of a row differ. Every
+        It must if too few rows are unfinished, or if the conversations of a row differ. Every
         conversation has one pending token.
         """
         rows = self._bring_to_front(self._parted(episodes))
         count = len(rows)
         members, which = members_of(rows)
         # The batch is filled up with the next rows, which are written only beyond their length.
-        held = [row.length for row in rows]
-        filling = [self._rows.get(place) for place in range(count, -(-count // ROWS) * ROWS)]
-        held += [row.length if row else 0 for row in filling]
+        held = [0] * (-(-count // ROWS) * ROWS)
+        for place in self._rows.keys() & range(len(held)):
+            held[place] = self._rows[place].length
         first = np.flatnonzero(np.diff(which, prepend=-1))  # a member of each row
         tokens = torch.zeros((len(held), 1), dtype=torch.int64)
         tokens[:count, 0] = torch.tensor([row.members[0].pending[0] for row in rows])
