@@ -35,7 +35,8 @@ class RolloutBatch:
 
     trajectories: list[Trajectory]  # siblings next to each other
     places: list[int]  # index of each episode in the step, the same for any number of ranks
-    # False if the episode or all of its siblings are left out, or dynamic sampling found it dead.
+    # False if the episode or all of its siblings are left out, or if its group is dead and dynamic
+    # sampling is on.
     kept: list[bool]
     num_first: int  # number of episodes of the stage's own groups
     rounds: list[int]  # groups over all ranks: the stage's own, then each round of replacements

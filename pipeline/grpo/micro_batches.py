@@ -176,10 +176,10 @@ def costs_of(groups: Sequence[Sequence[list[int]]], share_prefixes: bool) -> lis
 
 
 def make_plan(costs: Sequence[Sequence[float]]) -> Plan:
-    """The owners of all groups, from every rank's `costs_of`; other owners than now: it moves.
+    """The owners of all groups' halves, from the `costs_of` of every rank.
 
-    Repeatedly, the rank with the largest load gives the rank with the smallest one the group or
-    half that evens the two out best, until all are within TOLERANCE, or no move helps.
+    The rank with the largest load repeatedly gives the rank with the smallest load a group or a
+    half, the one that makes the two most equal, until all are within TOLERANCE or no move helps.
     """
 
     def cost(rank: int, place: tuple[int, int], owners: Owners) -> float:

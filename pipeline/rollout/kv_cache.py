@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# Numbers of rows and positions are multiples of these: so a row's rounding does not depend on the
-# size of its batch.
+# Shapes are multiples of these, so that a row's rounding seldom depends on the size of its batch.
 ROWS, LENGTHS = 4, 16
 
 

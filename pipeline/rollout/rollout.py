@@ -33,7 +33,7 @@ from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
 NO_OUTCOME = Outcome(0.0, {}, {})
 UNKNOWN_TOOL = "unknown"  # the name under which calls of tools that do not exist are counted
-TURN_SHARE = 0.25  # of the running messages; so many are completed before replies are computed
+TURN_SHARE = 0.25  # fraction of running messages to finish before replies are computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(kw_only=True, eq=False)
 class _Episode:
-    """An episode under way; what ends up in its Trajectory has the same name there."""
+    """An episode under way; fields of its Trajectory have the same names here."""
 
     start: Start
     in_background: bool  # whether its environment works in a thread
@@ -56,7 +56,7 @@ class _Episode:
     handle: Handle = None  # of its open conversation in the sampler
     replies: list[Message] = field(default_factory=list)  # to the last message; after `wait`
     wait: Callable[[], None] | None = None  # waits for the environment's work, if that is under way
-    excused: str = ""  # "reset" or "reply" during that call: if it fails, the policy is not blamed
+    excused: str = ""  # "reset" or "reply" during these calls, whose failure is left out
     outcome: Outcome = NO_OUTCOME
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)

@@ -268,7 +268,7 @@ class RowSampler(ModelSampler):
             begin = torch.tensor([[starts[i]] for i in batch])
             counts = torch.tensor([len(tokens[i]) for i in batch])
             index = torch.tensor([rows[i] for i in batch])
-            # Padding has no position beyond `end`: the model may have learned no more positions.
+            # Positions of padding stay below `end`, because a model may not have more positions.
             end = max(starts[i] + len(tokens[i]) for i in batch) + 1
             in_front = index.tolist() == list(range(len(batch)))
             index, padded, begin = (x.to(self.device) for x in (index, padded, begin))
