@@ -38,7 +38,6 @@ from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.grpo.policy import Policy
-from pipeline.models.weights import trained_weights
 from pipeline.preflight.check import validate
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
@@ -197,7 +196,7 @@ class Trainer:
                 updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
                 for _ in range(self.config.grpo.num_iterations)
             ]
-            self.policy.rollout.sampler.load_weights(trained_weights(self.policy.model))
+            self.policy.load_weights()
         statistics = over_iterations(found)
         self._warn_of_gap(statistics.get("train/logprob_gap", 0.0))
         return statistics

@@ -20,7 +20,7 @@ from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
-from pipeline.grpo.micro_batches import bare_trajectory, make_micro_batches
+from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.models import lora
 from pipeline.models.capabilities import refuse_changed_logits, unserved
@@ -165,7 +165,11 @@ def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
             logprobs += message.logprobs
     for episode in episodes:
         sampler.close(episode)
-    return [bare_trajectory(prompt, *parts) for prompt, parts in zip(prompts, found, strict=True)]
+    rows: list[dict[str, Any]] = [
+        {"prompt_ids": prompt, "completion_ids": ids, "loss_mask": mask, "logprobs": values}
+        for prompt, (ids, mask, values) in zip(prompts, found, strict=True)
+    ]
+    return [Trajectory(domain="", task_id="", **row) for row in rows]
 
 
 def _ids(number: int, count: int, vocabulary: int) -> list[int]:
