@@ -1,10 +1,10 @@
-"""The warm start: a short supervised stage on demonstrations.
+"""The warm start: a short supervised stage on demonstrations, through TRL's SFTTrainer.
 
-It runs through TRL's SFTTrainer, on the same ranks. Its rows are `input_ids` and `labels` made by
-the same code as rollouts (`chat/template.py`), so the policy learns to continue exactly what it
-will be given. It shall leave a policy that is able but far from good: the domains' experts follow
-the policy's rules only in part (`warm_start.rule_share`), so that every branch of every decision
-stays likely and GRPO has something to sharpen.
+It runs on the same ranks. Its rows are `input_ids` and `labels` made by the same code as rollouts
+(`chat/template.py`), so the policy learns to continue exactly the tokens that it will be given. The
+policy after it is able but far from good: the domains' experts follow the policy's rules only in
+part (`warm_start.rule_share`), so that every branch of every decision stays likely and GRPO can
+sharpen the policy.
 """
 
 from __future__ import annotations
@@ -50,22 +50,19 @@ def warm_start(
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer
 
-    rows, size = demonstration_rows(config, chat, domains, alive), config.warm_start.batch_size
-    if config.run.deterministic:  # sums of shares would depend on the ranks: each does all the work
-        rows, share = repeat_steps(rows, size, num_ranks), size
-    else:
-        rows, share = pad_steps(rows, size, num_ranks), -(-size // num_ranks)
+    size, deterministic = config.warm_start.batch_size, config.run.deterministic
+    rows = demonstration_rows(config, chat, domains, alive)
     trainer = SFTTrainer(
         model=model,
-        args=_arguments(config, share),
-        train_dataset=Dataset.from_list(rows),
+        args=_arguments(config, size if deterministic else -(-size // num_ranks)),
+        train_dataset=Dataset.from_list(share_steps(rows, size, num_ranks, deterministic)),
         processing_class=tokenizer,
     )
-    trainer.remove_callback(PrinterCallback)  # the run's own log tells what it did
+    trainer.remove_callback(PrinterCallback)  # the run has its own log
 
     class Hooks(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            if config.run.deterministic:
+            if deterministic:
                 kept_apart(trainer.model_wrapped)
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -75,17 +72,16 @@ def warm_start(
     hook = model.register_forward_pre_hook(_without_dropout)
     trainer.train()
     hook.remove()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return float(losses[-1])
+    return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
 
 
 def _without_dropout(model: Any, _: Any) -> None:
-    """Each rank would draw masks for its own rows, so the answer would depend on their number."""
+    """Each rank draws masks for its own rows, so the result would depend on the number of ranks."""
     model.eval()
 
 
 def _arguments(config: Config, share: int) -> Any:
-    """The trainer's settings, for so many of a step's rows on each rank."""
+    """The trainer's settings; `share` rows of a step are on each rank."""
     from trl import SFTConfig
 
     settings = config.warm_start
@@ -121,56 +117,56 @@ def _arguments(config: Config, share: int) -> Any:
     return arguments
 
 
-def repeat_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:
-    """Each step's rows once for every rank, where ranks take blocks of `batch_size` in turn."""
-    steps = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    return [row for step in steps for _ in range(num_ranks) for row in step]
+def share_steps(
+    rows: Sequence[Row], batch_size: int, num_ranks: int, deterministic: bool
+) -> list[Row]:
+    """The rows of all steps, as ranks take equal blocks of them in turn.
 
-
-def pad_steps(rows: Sequence[Row], batch_size: int, num_ranks: int) -> list[Row]:
-    """Add rows without labels behind each step's own.
-
-    With them any number of ranks gets equal shares of a step.
+    Rows without labels fill up a step that the ranks cannot share equally. If `deterministic`, each
+    rank gets all rows of a step, because sums of shares depend on the number of ranks.
     """
-    missing = -batch_size % num_ranks
-    padding = [{"input_ids": [0], "labels": [IGNORED]}] * missing
-    return [
-        row
-        for i in range(0, len(rows), batch_size)
-        for row in [*rows[i : i + batch_size], *padding]
-    ]
+    steps = [list(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
+    padding = [{"input_ids": [0], "labels": [IGNORED]}] * (-batch_size % num_ranks)
+    return [row for s in steps for row in (s * num_ranks if deterministic else s + padding)]
 
 
-def check_demonstrations(config: Config, domains: Mapping[str, Domain]) -> None:
-    """Raises UserError where the warm start would find faulty demonstrations, or none."""
+def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> None:
+    """UserError if the warm start will have too few demonstrations, or faulty ones.
+
+    NUM_TRIED demonstrations of a file, evenly spread, are turned into tokens.
+    """
+    path = config.warm_start.data
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
         return
-    if config.warm_start.data is not None:
-        read_demonstrations(config.warm_start.data)
+    if path is not None:
+        demonstrations = read_demonstrations(path)
+        for messages, tools in demonstrations[:: -(-len(demonstrations) // NUM_TRIED)]:
+            try:
+                encode(chat, messages, tools)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
         return
-    experts = _experts(domains)
+    experts, count = _experts(config, domains)
     if not experts:
         raise UserError(
             "warm_start.data: missing, and the module of no domain has an expert(agent, goal); "
             "give demonstrations, add an expert, or set warm_start.steps 0"
         )
     for domain in experts:
-        _check_expert(config, domain, _count_of_each(config, experts))
+        _check_expert(config, domain, count)
 
 
-def _experts(domains: Mapping[str, Domain]) -> list[Domain]:
-    return [domain for domain in domains.values() if domain.expert is not None]
-
-
-def _count_of_each(config: Config, experts: Sequence[Domain]) -> int:
-    """How many demonstrations of each expert the warm start takes."""
-    return -(-config.warm_start.steps * config.warm_start.batch_size // len(experts))
+def _experts(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
+    """The domains that have an expert, and the number of demonstrations that each gives."""
+    experts = [domain for domain in domains.values() if domain.expert is not None]
+    count = config.warm_start.steps * config.warm_start.batch_size
+    return experts, -(-count // max(1, len(experts)))
 
 
 def _check_expert(config: Config, domain: Domain, count: int) -> None:
-    """UserError where a domain makes too few tasks, or its expert does not solve some of them.
+    """UserError if a domain makes too few tasks, or its expert does not solve some of them.
 
-    They are all made here only where the domain does not say how many it makes.
+    All are made only if the domain does not state how many it makes.
     """
     limit, settings = domain.max_tasks, config.warm_start
     if limit is not None and count > limit:
@@ -180,21 +176,9 @@ def _check_expert(config: Config, domain: Domain, count: int) -> None:
         )
     num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
     tasks = generated(config.data, domain, num_made, "train")
+    timeout, threshold = config.rollout.call_timeout, config.evaluation.success_threshold
     for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
-        try_expert(domain, task, config.rollout.call_timeout, config.evaluation.success_threshold)
-
-
-def try_demonstrations(config: Config, chat: Chat) -> None:
-    """UserError where one of NUM_TRIED demonstrations, evenly spread, cannot become tokens."""
-    path = config.warm_start.data
-    if not config.grpo.use_grpo or config.warm_start.steps == 0 or path is None:
-        return
-    found = read_demonstrations(path)
-    for messages, tools in found[:: -(-len(found) // NUM_TRIED)]:
-        try:
-            encode(chat, messages, tools)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+        try_expert(domain, task, timeout, threshold)
 
 
 def demonstration_rows(
@@ -203,53 +187,42 @@ def demonstration_rows(
     domains: Mapping[str, Domain],
     alive: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """As many rows as the warm start will see, in its order.
+    """As many rows as the warm start trains on, in its order; `alive` is called after each.
 
     No row is used twice if enough can be made.
     """
+    path, rows = config.warm_start.data, list[Row]()
     count = config.warm_start.steps * config.warm_start.batch_size
-    if config.warm_start.data is not None:
-        rows = [
-            encode(chat, messages, tools)
-            for messages, tools in read_demonstrations(config.warm_start.data)
-        ]
-        order = [
-            index
-            for epoch in range(count // len(rows) + 1)
-            for index in _order(config, len(rows), epoch)
-        ]
-        return [rows[index] for index in order[:count]]
-    experts = _experts(domains)
-    assert experts, "check_demonstrations comes first"
-    of_each = _count_of_each(config, experts)
-    rows = []
+    made = _expert_demonstrations(config, domains) if path is None else read_demonstrations(path)
+    for messages, tools in made:
+        rows.append(encode(chat, messages, tools))
+        alive()
+    epochs = range(count // len(rows) + 1)
+    order = [i for e in epochs for i in permutation(len(rows), config.run.seed, "warm start", e)]
+    return [rows[i] for i in order[:count]]
+
+
+def _expert_demonstrations(
+    config: Config, domains: Mapping[str, Domain]
+) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
+    """Conversations of the experts, and the tools of each."""
+    timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
+    experts, count = _experts(config, domains)
     for domain in experts:
-        for row in _expert_rows(config, chat, domain, of_each):
-            rows.append(row)
-            alive()
-    return [rows[index] for index in _order(config, len(rows), 0)][:count]
-
-
-def _order(config: Config, count: int, epoch: int) -> list[int]:
-    return permutation(count, config.run.seed, "warm start", epoch)
-
-
-def _expert_rows(config: Config, chat: Chat, domain: Domain, count: int) -> Iterator[Row]:
-    tools, limit = tool_schemas(domain.environment), config.rollout.call_timeout
-    share, seed = config.warm_start.rule_share, config.run.seed
-    for task in generated(config.data, domain, count, "train"):
-        try:
-            messages, _ = domain.demonstrate(task, limit, share, seed)
-        except EnvironmentFault as fault:
-            raise UserError(
-                f"tasks of {domain.name}: the expert fails on task {shown(task.id)} "
-                f"({one_line(str(fault))}); mend the expert or the task"
-            ) from None
-        yield encode(chat, messages, tools)
+        tools = tool_schemas(domain.environment)
+        for task in generated(config.data, domain, count, "train"):
+            try:
+                messages, _ = domain.demonstrate(task, timeout, share, config.run.seed)
+            except EnvironmentFault as fault:
+                raise UserError(
+                    f"tasks of {domain.name}: the expert fails on task {shown(task.id)} "
+                    f"({one_line(str(fault))}); mend the expert or the task"
+                ) from None
+            yield messages, tools
 
 
 def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Row:
-    """Tokens of a conversation, and labels on what the assistant says."""
+    """Tokens of a conversation; tokens of the assistant's messages are their own labels."""
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     ids = chat.prompt_ids(messages[:first], tools)
     labels = [IGNORED] * len(ids)
@@ -261,6 +234,6 @@ def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]])
         if replies:
             delta = chat.reply_ids(replies)
             ids, labels, replies = ids + delta, labels + [IGNORED] * len(delta), []
-        said = chat.message_ids(message)
-        ids, labels = ids + said, labels + said
+        message_ids = chat.message_ids(message)
+        ids, labels = ids + message_ids, labels + message_ids
     return {"input_ids": ids, "labels": labels}

@@ -7,15 +7,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.checkpoint import SavedState, TrainState
 from pipeline.checkpoints.checkpointer import Checkpointer
-from pipeline.checkpoints.resume import (
-    load_start,
-    open_together,
-)
+from pipeline.checkpoints.resume import load_start, open_together
 from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import read_records, save_transcripts
 from pipeline.config.settings import Config
@@ -23,6 +21,7 @@ from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_afte
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.evaluation.baselines import floors
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
     evaluate,
@@ -39,7 +38,6 @@ from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.grpo.policy import Policy
-from pipeline.models.weights import trained_weights
 from pipeline.preflight.check import validate
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
@@ -198,7 +196,7 @@ class Trainer:
                 updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
                 for _ in range(self.config.grpo.num_iterations)
             ]
-            self.policy.rollout.sampler.load_weights(trained_weights(self.policy.model))
+            self.policy.load_weights()
         statistics = over_iterations(found)
         self._warn_of_gap(statistics.get("train/logprob_gap", 0.0))
         return statistics
@@ -264,9 +262,8 @@ class Trainer:
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
         self._save_transcripts(f"evaluation-{after}", trajectories)
         if self.ranks.is_main:
-            words = in_words(found)
-            print(f"evaluation after {after}: success sampled  {words}", flush=True)
-            self._write_results()
+            print(f"evaluation after {after}: success sampled  {in_words(found)}", flush=True)
+            self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
         """Validate every `eval_steps` steps, and at most once per step."""
@@ -327,20 +324,26 @@ class Trainer:
         path = save_transcripts(folder, step, self.ranks.rank, trajectories, advantages)
         self.checkpointer.remember(path)
 
-    def _write_results(self) -> None:
-        """Write `results.json` on rank 0. A checkpoint holds the data for it."""
+    @cached_property
+    def _floors(self) -> dict[str, dict[str, float]]:
+        """The blind baselines, which depend on no weights: rank 0 plays them once."""
+        parts, timeout = self.parts, self.config.rollout.call_timeout
+        return floors(parts.domains, parts.held_out, timeout)
+
+    def _write_results(self, is_final: bool = True) -> None:
+        """Write `results.json` on rank 0, with the transfer numbers only at the end of the run."""
         updater, faults = self.policy.updater, {}
         if updater is not None:
             faults = {"skipped_steps": updater.num_skipped}
             if updater.max_tokens_per_microbatch != self.config.grpo.max_tokens_per_microbatch:
                 faults["max_tokens_per_microbatch"] = updater.max_tokens_per_microbatch
-        facts = {
-            "num_ranks": self.ranks.num_ranks,
-            "faults": {name: count for name, count in faults.items() if count},
-            "wall_s": self.checkpointer.wall_s,
-        }
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
-            parts, state = self.parts, self.state
-            domains, held_out = parts.domains, parts.held_out
-            write_results(self.folder, self.config, state, self.stages, domains, held_out, facts)
+            facts = {
+                "floors": self._floors,
+                "num_ranks": self.ranks.num_ranks,
+                "faults": {name: count for name, count in faults.items() if count},
+                "wall_s": self.checkpointer.wall_s,
+            }
+            stages, held_out = self.stages, self.parts.held_out
+            write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)

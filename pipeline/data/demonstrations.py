@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.rows import json_lines
 from pipeline.data.tasks import MAX_CHARACTERS, ROLES, Message, call_problem
 from pipeline.errors import UserError
-from pipeline.files.untrusted import lines_of, one_line, open_file, parse_json, shown
+from pipeline.files.untrusted import one_line, shown
 
 
 def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
@@ -15,53 +16,41 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
 
     UserError names the faulty line.
     """
-    found = []
+    demonstrations = []
     try:
-        with open_file(path) as file:
-            for number, line in lines_of(file, str(path)):
-                if text := line.decode().strip():
-                    found.append(_demonstration(text, f"{path}, line {number}"))
+        for where, _, _, row in json_lines(path):
+            if problem := _problem(row):
+                raise UserError(f"{where}: {problem}")
+            demonstrations.append((row["messages"], row.get("tools") or []))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"warm_start.data: {path} cannot be read ({one_line(str(error))}); check the path"
         ) from None
-    if not found:
+    if not demonstrations:
         raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
-    return found
+    return demonstrations
 
 
-def _demonstration(text: str, where: str) -> tuple[list[Message], list[dict[str, Any]]]:
-    try:
-        row = parse_json(text)
-    except ValueError as error:
-        raise UserError(
-            f"{where}: not JSON ({getattr(error, 'msg', error)}); mend the line"
-        ) from None
+def _problem(row: Any) -> str:
+    """What is wrong with a row; empty if nothing is."""
     messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-        raise UserError(f"{where}: messages: give a list of objects with role and content")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        return "messages: give a list of objects with role and content"
     roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
-        raise UserError(
-            f"{where}: a demonstration starts with a request and holds an assistant message"
-        )
+        return "a demonstration starts with a request and holds an assistant message"
     if unknown := [role for role in roles if role not in ROLES]:
-        raise UserError(
-            f"{where}: got the role {shown(unknown[0])}; give one of {', '.join(ROLES)}"
-        )
+        return f"got the role {shown(unknown[0])}; give one of {', '.join(ROLES)}"
     if problem := next(filter(None, map(call_problem, messages)), ""):
-        raise UserError(f"{where}: {problem}")
+        return problem
     if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
-        raise UserError(f"{where}: more than {MAX_CHARACTERS} characters; shorten it")
+        return f"more than {MAX_CHARACTERS} characters; shorten it"
     tools = row.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
-    return messages, tools
+        return f"tools: got {shown(tools)}; give a list of JSON schemas"
+    return ""
 
 
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-    )
+def _is_message(value: Any) -> bool:
+    keys = ("role", "content")
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in keys)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from pipeline.data.curriculum import quota
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
 from pipeline.embedded.scripted import CaseEnvironment, Database
@@ -47,18 +48,6 @@ class Family:
 
 
 DraftTask = Callable[[Random, str, str], Draft]  # (random, family, branch)
-
-
-def quota(shares: dict[str, float], count: int) -> list[str]:
-    """`count` names; each prefix of the list follows the shares as closely as possible."""
-    total = sum(shares.values())
-    given = dict.fromkeys(shares, 0)
-    names = []
-    for number in range(1, count + 1):
-        name = max(shares, key=lambda key: shares[key] / total * number - given[key])
-        given[name] += 1
-        names.append(name)
-    return names
 
 
 def _split_of(text: str) -> str:
@@ -122,10 +111,12 @@ def generate(
 def _families_and_branches(
     families: Sequence[Family], n: int, difficulty: str
 ) -> Iterator[tuple[Family, str]]:
-    branches = [
-        quota(family.easy if difficulty == "easy" else family.branches, -(-n // len(families)))
-        for family in families
-    ]
+    branches = []
+    for family in families:
+        shares = family.easy if difficulty == "easy" else family.branches
+        total = sum(shares.values())
+        shares = {branch: share / total for branch, share in shares.items()}
+        branches.append(quota(shares, -(-n // len(families))))
     for number in range(n):
         row, column = divmod(number, len(families))
         yield families[column], branches[column][row]

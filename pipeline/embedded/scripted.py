@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import wraps
 from random import Random
 from typing import Any, ClassVar
 
@@ -39,6 +39,8 @@ class Answer(BaseModel):
 
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 LOOKUPS = ("find_", "get_")  # tools that change nothing
+MAX_STEPS = 1024  # tasks whose expert steps are kept: all episodes of a group have the same task
+_STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}
 # (agent, goal, id of the record, the record) -> the final message, or the reason of a transfer
 Serve = Callable[[Agent, dict[str, str], str, dict[str, str]], str]
 
@@ -105,8 +107,8 @@ class CaseEnvironment:
                 setattr(cls, name, _noted(member))
 
     def reset(self, **row: Any) -> str | None:
-        self._payload, self._steps = row["payload"], list[str]()
-        payload = json.loads(self._payload)
+        self._row, self._steps = row, list[str]()
+        payload = json.loads(row["payload"])
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
         self._facts = _FACTS.validate_python(payload["facts"])
@@ -121,9 +123,7 @@ class CaseEnvironment:
 
     def get_reward(self) -> float:
         words = re.findall(r"[a-z0-9_]+", self.final_message.lower())
-        steps = tuple(self._steps)
-        if self._goal:
-            steps = _expert_steps(type(self), self._payload)  # type: ignore[arg-type]  # hashable
+        steps = self._expert_steps() if self._goal else tuple(self._steps)
         parts = {
             "ended": self.done or bool(self.final_message),
             "facts": all(fact in words for fact in self._facts),
@@ -141,6 +141,17 @@ class CaseEnvironment:
         self._db.case.transferred = reason
         self.done = True
         return {"ok": "yes"}
+
+    def _expert_steps(self) -> tuple[str, ...]:
+        """The steps of the expert on this task, in an environment of its own."""
+        key = type(self), self._row["payload"]
+        if key not in _STEPS:
+            if len(_STEPS) >= MAX_STEPS:
+                _STEPS.clear()
+            environment = started(type(self), self._row).environment
+            self._expert(ScriptedAgent(environment, Random(0)), self._goal)
+            _STEPS[key] = tuple(environment._steps)
+        return _STEPS[key]
 
     def _found(self, table: str, kind: str, customer: str) -> dict[str, str]:
         """The id of a customer's record; ToolError if there is none."""
@@ -166,14 +177,6 @@ class CaseEnvironment:
         if key not in records:
             raise ToolError(f"no {key}")
         return records[key]
-
-
-@lru_cache(1024)  # all episodes of a group have the same task
-def _expert_steps(environment_class: type[CaseEnvironment], payload: str) -> tuple[str, ...]:
-    """The steps of the expert on a task, in an environment of its own."""
-    environment = started(environment_class, {"payload": payload}).environment
-    environment_class._expert(ScriptedAgent(environment, Random(0)), environment._goal)
-    return tuple(environment._steps)
 
 
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:

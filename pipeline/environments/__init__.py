@@ -1,4 +1,4 @@
-"""What a module of a domain imports; `domains.py` says what it may offer. Imports no torch."""
+"""The names that a module of a domain imports; `domains.py` describes such a module."""
 
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.experts import Agent, Expert, play_expert

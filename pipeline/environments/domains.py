@@ -1,9 +1,9 @@
-"""Domains: an environment class and what its module offers besides, resolved once for a run.
+"""Domains: environment classes with the further contents of their modules, loaded once for a run.
 
-A domain is named by the import string of its environment class, `my_pkg.bank:BankEnvironment`. The
-class's module may hold `generate_tasks(seed, n, split, difficulty)`, an `expert` for the warm start
+A domain has the import string of its environment class, `my_pkg.bank:BankEnvironment`. Its module
+may have `generate_tasks(seed, n, split, difficulty)`, an `expert` for the warm start
 (`experts.py`), `WORDS` for the tiny tokenizer (texts, or a function that returns them), and
-`MAX_TASKS`, how many tasks it generates at most.
+`MAX_TASKS`, the largest number of tasks of one call.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
@@ -28,39 +27,37 @@ GenerateTasks = Callable[[int, int, str, str], list[Task]]  # (seed, n, split, d
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """One domain of a run; what its module does not offer is None, or empty."""
+    """One domain of a run; missing parts of its module are None or empty."""
 
     name: str
     environment: type[Any]
     generate_tasks: GenerateTasks | None = None
     expert: Expert | None = None
     words: Callable[[], Iterable[str]] = tuple  # one token each in the tiny tokenizer
-    max_tasks: int | None = None  # of one call of generate_tasks; None: not stated
+    max_tasks: int | None = None  # of one call of generate_tasks
 
     def demonstrate(
         self, task: Task, seconds: float, rule_share: float = 1.0, seed: int = 0
     ) -> tuple[list[Message], float]:
-        """The expert's conversation on a task and its reward, with a deadline for all of it.
+        """The expert's conversation on a task and its reward, all within one deadline.
 
         Raises EnvironmentFault.
         """
-        assert self.expert is not None, f"{self.name} has no expert"
-        play = partial(play_expert, expert=self.expert, task=task, rule_share=rule_share, seed=seed)
-        found: tuple[list[Message], float] = guarded(
-            "expert", seconds, lambda: play(self.environment())
-        )
-        return found
+        expert = self.expert
+        assert expert is not None, f"{self.name} has no expert"
+
+        def play() -> tuple[list[Message], float]:
+            return play_expert(self.environment(), expert, task, rule_share, seed)
+
+        return cast(tuple[list[Message], float], guarded("expert", seconds, play))
 
     def can_demonstrate(self, task: Task) -> bool:
-        """Whether there is an expert, and a goal in the task that it can serve."""
+        """Whether there is an expert, and a goal in the task."""
         return self.expert is not None and goal_of(task) is not None
 
 
 def load_domains(data: DataSettings) -> dict[str, Domain]:
-    """The domains of a run, by name and in their order.
-
-    Raises UserError where one cannot be imported, or is none.
-    """
+    """The domains of a run, by name and in order; UserError if one cannot be used."""
     return {name: _load(name, data.import_strings[name]) for name in data.domains}
 
 
@@ -74,20 +71,23 @@ def _load(name: str, target: str) -> Domain:
         raise UserError(
             f"{where} ({one_line(str(error))}); give an importable module:Class"
         ) from None
-    except BaseException as error:  # whatever a module does when it is imported
+    except BaseException as error:
         why = describe(only_faults(error))
         raise UserError(f"{where}, which fails on import ({why}); mend it") from None
     _check_environment(where, environment)
+    functions = {name: getattr(module, name, None) for name in ("generate_tasks", "expert")}
+    for key, value in functions.items():
+        if value is not None and not callable(value):
+            raise UserError(f"{where}, whose module has {key} {shown(value)}; make it a function")
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
         raise UserError(f"{where}, whose MAX_TASKS is {shown(max_tasks)}; give a whole number")
     return Domain(
         name=name,
         environment=environment,
-        generate_tasks=_function(where, module, "generate_tasks"),
-        expert=_function(where, module, "expert"),
         words=partial(_words, where, getattr(module, "WORDS", ())),
         max_tasks=max_tasks,
+        **functions,
     )
 
 
@@ -107,21 +107,14 @@ def _check_environment(where: str, environment: Any) -> None:
         ) from None
 
 
-def _function(where: str, module: ModuleType, name: str) -> Any:
-    found = getattr(module, name, None)
-    if found is not None and not callable(found):
-        raise UserError(f"{where}, whose module has {name} {shown(found)}; make it a function")
-    return found
-
-
-def _words(where: str, given: Any) -> list[str]:
+def _words(where: str, words: Any) -> list[str]:
     try:
-        texts = list(given() if callable(given) else given)
+        texts = list(words() if callable(words) else words)
     except BaseException as error:
         why = describe(only_faults(error))
         raise UserError(f"{where}, whose WORDS fail ({why}); give a list of texts") from None
-    if isinstance(given, str) or not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"{where}, whose WORDS are {shown(given)}; give a list of texts")
+    if isinstance(words, str) or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f"{where}, whose WORDS are {shown(words)}; give a list of texts")
     return texts
 
 
@@ -154,13 +147,13 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
 
 
 def try_task(domain: Domain, task: Task, source: str, seconds: float, success: float) -> None:
-    """UserError where a task cannot be started, or its domain's expert cannot solve it."""
+    """Raise UserError if a task cannot be started, or the expert does not solve it."""
     where = f"{source}: task {shown(task.id)}"
     try:
         guarded("reset", seconds, partial(started, domain.environment, task.row()))
     except EnvironmentFault as fault:
-        reason = one_line(str(fault))
-        raise UserError(f"{where}: its payload cannot be used ({reason}); mend it") from None
+        why = one_line(str(fault))
+        raise UserError(f"{where}: its payload cannot be used ({why}); mend it") from None
     if domain.can_demonstrate(task) and (why := _unsolved(domain, task, seconds, success)):
         raise UserError(
             f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
@@ -169,7 +162,7 @@ def try_task(domain: Domain, task: Task, source: str, seconds: float, success: f
 
 
 def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> None:
-    """UserError where a domain's expert cannot solve a task that the domain generates."""
+    """Raise UserError if the expert does not solve a task that the domain generates."""
     if why := _unsolved(domain, task, seconds, success):
         raise UserError(
             f"tasks of {domain.name}: the expert does not solve task {shown(task.id)} ({why}); "
@@ -178,7 +171,7 @@ def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> No
 
 
 def _unsolved(domain: Domain, task: Task, seconds: float, success: float) -> str:
-    """Why the expert's episode of a task is no success; empty if it is one."""
+    """The reason why the expert's episode is no success; empty if it is one."""
     try:
         _, reward = domain.demonstrate(task, seconds)
     except EnvironmentFault as fault:

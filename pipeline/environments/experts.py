@@ -1,7 +1,7 @@
-"""Experts: functions that serve the goal of a task as the policy should, with the same tools.
+"""Experts: functions that reach the goal of a task with the tools of the policy.
 
-An expert is called as `expert(agent, goal)` with the `goal` of the task's payload, and returns the
-final message. Its episodes are the demonstrations of the warm start.
+`expert(agent, goal)` gets the `goal` of the task's payload and returns the final message. Its
+episodes are the demonstrations of the warm start.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pipeline.environments.tools import call_tool, reply_of, reward_of, settled
 
 
 class Agent(Protocol):
-    """What an expert acts through: the same tools and the same user as the policy."""
+    """The expert's access to the tools and the user of the policy."""
 
     def call(self, tool: str, **arguments: Any) -> Any:
-        """What a tool returns; a text that is no JSON stays a text."""
+        """Call a tool; returns its result, parsed if it is JSON."""
 
     def ask(self, question: str) -> str:
-        """What the user answers to a message."""
+        """Send the user a message; returns the answer."""
 
     def decide(self, right: str, options: Sequence[str], chained: bool = False) -> str:
-        """The option to take at a decision of the policy text.
+        """Choose an option at a decision of the policy text, where `right` follows the rule.
 
-        `chained`: it follows an earlier decision.
+        `chained`: the decision follows an earlier one.
         """
 
 
-# (agent, the payload's goal) -> final message, which is not used where a tool has ended the episode
+# (agent, the payload's goal) -> the final message, unused if a tool has ended the episode
 Expert = Callable[[Agent, Any], str]
 
 
@@ -41,10 +41,10 @@ Expert = Callable[[Agent, Any], str]
 class ScriptedAgent:
     """Plays an expert in an environment and keeps the conversation.
 
-    With `rule_share` 1 every decision follows the rule. Below it, a first decision does so with
-    that probability, else a habit draws it (the first option .35, the others share .65); a chained
-    one is right with .6, else any option: demonstrations that know tools and formats and leave
-    every branch likely, for GRPO to sharpen.
+    With `rule_share` 1 every decision is right. Below 1, a first decision is right with that
+    probability, else drawn (the first option with .35, the others share .65); a chained one is
+    right with .6, else any option. Such demonstrations teach tools and formats and leave every
+    branch likely, which GRPO needs.
     """
 
     environment: Any
@@ -53,14 +53,8 @@ class ScriptedAgent:
     messages: list[Message] = field(default_factory=list)
 
     def call(self, tool: str, **arguments: Any) -> Any:
-        function = {"name": tool, "arguments": arguments}
-        self.messages.append(
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "function": function}],
-            }
-        )
+        call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = call_tool(self.environment, tool, arguments)
         self.messages.append({"role": "tool", "name": tool, "content": result})
         try:
@@ -85,7 +79,7 @@ class ScriptedAgent:
 
 
 def goal_of(task: Task) -> Any:
-    """The goal in a task's payload, which an expert serves; None if there is none."""
+    """The goal in a task's payload, or None."""
     payload = json.loads(task.payload)
     return (payload.get("goal") or None) if isinstance(payload, dict) else None
 

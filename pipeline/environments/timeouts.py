@@ -30,7 +30,6 @@ MAX_BESIDE = 64  # calls in the background at the same time
 MAX_HANGS = 3  # in a row; then a domain is not called again in this rollout
 MAX_CHARACTERS = 10_000_000  # of a text from an environment; longer ones take long to tokenize
 FAULT_CHARACTERS = 500  # of the text of a fault
-
 # Files that cannot be the place of a fault.
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ", __file__)
 
@@ -345,6 +344,7 @@ async def _in_thread(name: str, seconds: float, call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="environment", daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+        async with asyncio.timeout(seconds):  # unlike `wait_for`, it never ignores a cancellation
+            return await asyncio.wrap_future(future)
     except TimeoutError:
         raise too_long(name, seconds) from None

@@ -1,11 +1,10 @@
-"""What an environment is, and how its tools are called.
+"""The interface of environments, and calls of their tools.
 
 The class convention is TRL's `environment_factory`: `reset(**row) -> str | None`, public methods
-with type hints and Google docstrings are the tools, `get_reward() -> float`. Two data attributes
-go beyond it: `user` answers messages that hold no tool call, and `done` ends the episode after a
-tool call. `final_message` is set before `get_reward`, which may leave two more for people to read:
-`reward_breakdown` (named parts) and `difference` (what: found, expected). This module imports
-neither torch nor the model.
+with type hints and Google docstrings are the tools, `get_reward() -> float`. Two attributes are
+added: `user` answers messages without a tool call, and `done` ends the episode after a tool call.
+`final_message` is set before `get_reward`, which may set two attributes for the report:
+`reward_breakdown` (named parts) and `difference` (name: found, expected).
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ MAX_REWARD = 1e30  # on either side of zero: float32 holds it, and float64 its s
 
 
 class User(Protocol):
-    """Who the policy talks to."""
+    """The partner of the policy in conversation."""
 
     def reply(self, message: str) -> str | None:
         """Answer a message; None ends the conversation."""
 
 
 class ToolError(Exception):
-    """What a tool answers when it cannot do what was asked; the model sees the text."""
+    """A tool raises it if it cannot do the request; the model sees the text."""
 
 
 def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]], Value]:
-    return cache(function)  # type: ignore[return-value]  # mypy holds classes for unhashable
+    return cache(function)  # type: ignore[return-value]  # mypy takes classes for unhashable
 
 
 @_once_a_class
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
-    """The tools of an environment: its class's public functions but `reset` and `get_reward`.
+    """The tools of an environment: public functions of its class but `reset` and `get_reward`.
 
-    The rule is TRL's. What an instance holds in its attributes is no tool, callable or not.
+    The rule is TRL's. Attributes of an instance are no tools.
     """
     return {
         name: member
@@ -60,48 +59,40 @@ def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
 
 @_once_a_class
 def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
-    """JSON schemas of the tools, in the form that chat templates take.
-
-    They are made from signatures and docstrings.
-    """
+    """JSON schemas of the tools for chat templates, from signatures and docstrings."""
     from transformers.utils import get_json_schema
 
     return [get_json_schema(method) for method in tool_methods(environment_class).values()]
 
 
 @cache
-def _validators(
-    function: Callable[..., Any],
-) -> tuple[inspect.Signature, dict[str, TypeAdapter[Any]]]:
-    hints = get_type_hints(function)
-    signature = inspect.signature(function)
-    return signature, {
-        name: TypeAdapter(hints[name]) for name in signature.parameters if name in hints
-    }
+def _validators(tool: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, TypeAdapter[Any]]]:
+    signature, hints = inspect.signature(tool), get_type_hints(tool)
+    return signature, {k: TypeAdapter(hints[k]) for k in signature.parameters if k in hints}
 
 
 class ToolAnswer(NamedTuple):
     content: str  # what the model sees, JSON or text
     is_error: bool
-    raised: bool  # by the tool's own code
+    raised: bool  # an exception of the tool's code, other than ToolError
     is_last: bool  # the tool has ended the episode
 
 
 def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
-    """Call a tool with arguments that a model wrote; returns what the model sees, JSON or text.
+    """Call a tool with arguments that a model wrote; returns the model's view of the result.
 
-    An unknown tool, a wrong argument or a tool that raises is answered with {"error": ...}; an
-    Outage goes on, for the model has no part in it.
+    An unknown tool, a wrong argument or a tool that raises gives {"error": ...}; an Outage is
+    raised again.
     """
     return answer_call(environment, name, arguments).content
 
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolAnswer:
-    """The same, with what else it came to; a ToolError is no fault of the tool."""
+    """`call_tool` with details of the result."""
     is_error = raised = False
     try:
         content = _call(environment, name, arguments)
-    except BaseException as error:  # code that is not ours: the model sees what went wrong
+    except BaseException as error:
         if is_outage(only_faults(error)):
             raise
         is_error, raised = True, not isinstance(error, ToolError)
@@ -117,20 +108,14 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> str:
     try:
         signature.bind(environment, **arguments)
     except TypeError:
-        wanted = ", ".join(parameter for parameter in signature.parameters if parameter != "self")
-        raise ToolError(f"wrong arguments: {name} takes {wanted}") from None
-    try:
-        checked = {
-            key: validators[key].validate_python(value) if key in validators else value
-            for key, value in arguments.items()
-        }
-    except ValidationError as error:
-        wrong = next(
-            key
-            for key in arguments
-            if key in validators and not _valid(validators[key], arguments[key])
-        )
-        raise ToolError(f"wrong arguments: {wrong}: {error.errors()[0]['msg']}") from None
+        names = ", ".join(parameter for parameter in signature.parameters if parameter != "self")
+        raise ToolError(f"wrong arguments: {name} takes {names}") from None
+    checked = dict(arguments)
+    for key in (key for key in arguments if key in validators):
+        try:
+            checked[key] = validators[key].validate_python(arguments[key])
+        except ValidationError as error:
+            raise ToolError(f"wrong arguments: {key}: {error.errors()[0]['msg']}") from None
     result = settled(tools[name](environment, **checked))
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
@@ -140,7 +125,7 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> str:
 class Started(NamedTuple):
     environment: Any
     addition: str  # to the request
-    beside: bool  # it works in the background
+    beside: bool  # whether its calls are made in the background
 
 
 def started(environment_class: type[Any], row: Mapping[str, Any]) -> Started:
@@ -149,12 +134,11 @@ def started(environment_class: type[Any], row: Mapping[str, Any]) -> Started:
     addition = settled(environment.reset(**row))
     if addition is not None and not isinstance(addition, str):
         raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
-    beside = may_wait(environment_class, environment)
-    return Started(environment, writable(addition or ""), beside)
+    return Started(environment, writable(addition or ""), may_wait(environment_class, environment))
 
 
 def reply_of(environment: Any, message: str) -> str | None:
-    """What the user answers; None ends the conversation, and the message is the final one."""
+    """The user's answer; None ends the conversation with this message as the final one."""
     user = getattr(environment, "user", None)
     answer = settled(user.reply(message)) if user is not None else None
     if answer is None:
@@ -165,11 +149,11 @@ def reply_of(environment: Any, message: str) -> str | None:
 
 
 def reward_of(environment: Any) -> float:
-    """The reward as a number; ValueError where it is not finite, or beyond MAX_REWARD."""
-    found = settled(environment.get_reward())
-    if isinstance(found, (str, bytes)):
-        raise TypeError(f"get_reward returned {type(found).__name__}, not a number")
-    reward = float(found)
+    """The reward as a number; ValueError if it is not finite, or beyond MAX_REWARD."""
+    value = settled(environment.get_reward())
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
+    reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"get_reward returned {reward}, not a finite number")
     if abs(reward) > MAX_REWARD:
@@ -184,37 +168,33 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(environment: Any) -> Outcome:
-    """The reward, and what the environment says of how it came about."""
+    """The reward and its explanation."""
     reward = reward_of(environment)
-    parts = getattr(environment, "reward_breakdown", None)
-    difference = getattr(environment, "difference", None)
-    return Outcome(
-        reward, *(_told(of) if isinstance(of, dict) else {} for of in (parts, difference))
-    )
+    names = ("reward_breakdown", "difference")
+    return Outcome(reward, *(_explanation(getattr(environment, name, None)) for name in names))
 
 
-def _told(told: dict[Any, Any]) -> dict[str, Any]:
-    """What can be written of it: numbers, and pairs as texts. An environment need not say it."""
-    found: dict[str, Any] = {}
-    for what, value in list(told.items())[:MAX_DIFFERENCES]:
-        name = writable(str(what)[:MAX_SHOWN])
+def _explanation(attribute: Any) -> dict[str, Any]:
+    """The finite numbers, and the pairs as texts, of an attribute that should be a dict."""
+    shown: dict[str, Any] = {}
+    items = list(attribute.items()) if isinstance(attribute, dict) else []
+    for key, value in items[:MAX_DIFFERENCES]:
+        name = writable(str(key)[:MAX_SHOWN])
         if isinstance(value, list | tuple):
-            found[name] = [writable(str(item)[:MAX_SHOWN]) for item in value[:2]]
+            shown[name] = [writable(str(item)[:MAX_SHOWN]) for item in value[:2]]
         elif isinstance(value, int | float) and math.isfinite(value):
-            found[name] = float(value)
-    return found
+            shown[name] = float(value)
+    return shown
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
-    """Whether calls of an environment may wait for something outside, such as a network.
+    """Whether calls of an environment run in the background, because they may wait for a network.
 
-    They then run in threads beside other episodes. So it is where a tool, `reset`, `get_reward` or
-    the user's `reply` is async, or where the class says `concurrent = True`.
+    They do if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the class says
+    `concurrent = True`.
     """
-    user = getattr(environment, "user", None)
-    return _has_async_calls(environment_class) or inspect.iscoroutinefunction(
-        getattr(user, "reply", None)
-    )
+    reply = getattr(getattr(environment, "user", None), "reply", None)
+    return _has_async_calls(environment_class) or inspect.iscoroutinefunction(reply)
 
 
 @_once_a_class
@@ -224,14 +204,6 @@ def _has_async_calls(environment_class: type[Any]) -> bool:
     return getattr(environment_class, "concurrent", False) is True or any(
         inspect.iscoroutinefunction(method) for method in methods
     )
-
-
-def _valid(validator: TypeAdapter[Any], value: Any) -> bool:
-    try:
-        validator.validate_python(value)
-    except ValidationError:
-        return False
-    return True
 
 
 def error_result(text: str) -> str:

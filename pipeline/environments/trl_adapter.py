@@ -1,6 +1,4 @@
-"""Environments in `trl.GRPOTrainer`, with the tools of our own rollouts.
-
-Here are the factories, the rows and a reward function:
+"""Our environments in `trl.GRPOTrainer`: factories, rows and a reward function.
 
     GRPOTrainer(
         model,
@@ -10,10 +8,9 @@ Here are the factories, the rows and a reward function:
         ...
     )
 
-Differences that are TRL's: it knows no user, so tasks with one are left out; a malformed call ends
-the episode, and a transfer does not, but after it no tool works; an Outage of a tool is shown to
-the model. This module imports neither torch
-nor trl.
+TRL differs from our rollouts: it has no user, so tasks with one are left out; a malformed call ends
+the episode; a transfer does not, but afterwards no tool works; an Outage of a tool is shown to the
+model.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from pipeline.environments.tools import call_tool, error_result, settled, tool_m
 
 
 class _Adapter:
-    """Hides an environment behind `reset` and its tools, which is all that TRL may see of it.
+    """An environment with `reset` and its tools only.
 
-    Without a `get_reward`, which TRL would call before it hands the final message over.
+    TRL would call `get_reward` before the final message is set.
     """
 
     _environment_class: ClassVar[type[Any]]
@@ -46,17 +43,16 @@ class _Adapter:
 
 
 def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
-    """What `environment_factory` takes: for each domain, a class with the tools of its environment.
+    """The value of `environment_factory`: for each domain, a class with its tools.
 
-    Arguments are checked and results written as JSON by `call_tool`, as in our rollouts.
+    `call_tool` checks arguments and writes results as JSON, as in our rollouts.
     """
-    return {domain: _adapter(environment) for domain, environment in classes.items()}
-
-
-def _adapter(environment_class: type[Any]) -> type[_Adapter]:
-    tools = {name: _tool(method) for name, method in tool_methods(environment_class).items()}
-    members = {**tools, "_environment_class": environment_class}
-    return type(environment_class.__name__, (_Adapter,), members)
+    adapters: dict[str, Callable[[], Any]] = {}
+    for domain, environment_class in classes.items():
+        tools = {name: _tool(method) for name, method in tool_methods(environment_class).items()}
+        members = {**tools, "_environment_class": environment_class}
+        adapters[domain] = type(environment_class.__name__, (_Adapter,), members)
+    return adapters
 
 
 def _tool(method: Callable[..., Any]) -> Callable[..., str]:
@@ -72,7 +68,7 @@ def _tool(method: Callable[..., Any]) -> Callable[..., str]:
 def rows_without_user(
     tasks: Iterable[Task], classes: Mapping[str, type[Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of the tasks whose whole request is in the prompt; the others are left out."""
+    """The rows of the tasks without a user."""
     rows = []
     for task in tasks:
         environment = classes[task.domain]()
@@ -83,7 +79,7 @@ def rows_without_user(
 
 
 def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
-    """The reward function: hands each environment its final message, then asks for the reward."""
+    """The reward function: it sets the final message of each environment, then gets the reward."""
 
     def outcome(
         *,
@@ -103,7 +99,7 @@ def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
 
 
 def _final_message(messages: Sequence[Message], finished: bool) -> str | None:
-    """The closing words of an episode; None where it was cut off or stopped amid calls."""
+    """The final message of an episode; None if it was cut off or ends with calls."""
     last = messages[-1]
     if not finished or last["role"] != "assistant" or last.get("tool_calls"):
         return None

@@ -1,11 +1,12 @@
-"""Baselines: what policies earn that never read the record of a request."""
+"""Blind baselines: the rewards of policies that never read the record of a request."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice, pairwise, product
 from statistics import fmean
@@ -24,10 +25,9 @@ from pipeline.environments.tools import (
     tool_schemas,
 )
 
-LOOKUPS = ("find", "get")  # beginnings of tools that change nothing
-ID = r"\w*\d\w*"  # a word with a digit
-# Of each domain, the tasks of the last call and what their floors are.
-_FLOORS: dict[Domain, tuple[list[Task], dict[str, float]]] = {}
+LOOKUPS = ("find", "get")  # the names of tools that change nothing begin so
+ID = re.compile(r"\w*\d\w*")  # a word with a digit
+Trace = tuple[tuple[str, str], ...]  # each step, and the outcome that the policy sees
 
 
 def floors(
@@ -35,109 +35,90 @@ def floors(
     tasks: Mapping[str, Sequence[Task]],
     call_timeout: float = RolloutSettings().call_timeout,
 ) -> dict[str, dict[str, float]]:
-    """What policies earn that never read the record of a request.
+    """The mean reward of each blind policy on the tasks of each domain.
 
-    They do nothing, always transfer (best single reason), or call every tool in turn. Where the
-    environment class says which tools show the record of a request (`record_tools`, the beginnings
-    of their names), transfers come after the lookups; where there is an expert as well, the best of
-    all such policies is added. Where an environment fails, or a call of it takes more than so
-    many seconds, they earn nothing. Where nothing failed, the same tasks are not played again.
+    The policies do nothing, always transfer (the best single reason), or call every tool in turn.
+    If the environment class names the tools that show the record of a request (`record_tools`, the
+    beginnings of their names), transfers come after the lookups; if there is an expert as well, the
+    best of all such policies is added. An episode whose environment fails, or takes more than
+    `call_timeout` seconds for a call, earns nothing.
     """
     calls = Calls(call_timeout, lambda _: None)
     return {name: _floor(calls, domains[name], tasks[name]) for name in tasks}
 
 
 def _floor(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
-    environment_class, known = domain.environment, _FLOORS.get(domain)
-    if known and known[0] == list(tasks):
-        return dict(known[1])
-    failed: list[Task] = []
+    environment_class = domain.environment
 
-    def played(play: Callable[[Task, list[Any], Guard], Coroutine[Any, Any, None]]) -> list[Any]:
-        """What came of every task; None where it failed."""
-        found: list[Any] = []
-        for task in tasks:
-            outcome: list[Any] = []
-            try:
-                calls.here(task.key, partial(play, task, outcome))
-            except EnvironmentFault:  # as in a rollout
-                failed.append(task)
-            found.append(outcome[0] if outcome else None)
-        return found
-
-    def earned(schemas: Sequence[dict[str, Any]]) -> float:
-        return fmean(
-            reward or 0.0 for reward in played(partial(_play_blind, environment_class, schemas))
-        )
+    def mean_reward(schemas: Sequence[dict[str, Any]]) -> float:
+        play = partial(_play_blind, environment_class, schemas)
+        return fmean(_result(calls, task, play) or 0.0 for task in tasks)
 
     record_tools = getattr(environment_class, "record_tools", ())
     schemas = [schema["function"] for schema in tool_schemas(environment_class)]
     lookups = [s for s in schemas if record_tools and s["name"].startswith(LOOKUPS)]
     transfers = [schema for schema in schemas if schema["name"].startswith("transfer")][:1]
-    fixed = [{**s, "fixed": reason} for s in transfers for reason in _first_enum(s)]
-    found = {
-        "nothing": earned([]),
-        "transfer": max((earned([*lookups, transfer]) for transfer in fixed), default=0.0),
-        "every_tool": earned(schemas),
+    parameters = [p for s in transfers for p in s["parameters"]["properties"].values()]
+    reasons: list[str] = next((p["enum"] for p in parameters if p.get("enum")), [])
+    fixed = [{**schema, "fixed": reason} for schema in transfers for reason in reasons]
+    rewards = {
+        "nothing": mean_reward([]),
+        "transfer": max((mean_reward([*lookups, transfer]) for transfer in fixed), default=0.0),
+        "every_tool": mean_reward(schemas),
     }
     if record_tools and domain.expert is not None:
-        found |= blind_baselines(played(partial(_trace, domain)), tasks)
-    if not failed:
-        _FLOORS[domain] = (list(tasks), dict(found))
-    return found
+
+        async def trace(task: Task, guard: Guard) -> Any:
+            return await guard("expert", partial(_trace, domain, task))
+
+        rewards |= _best_blind([_result(calls, task, trace) for task in tasks], tasks)
+    return rewards
 
 
-async def _trace(domain: Domain, task: Task, outcome: list[Trace | None], guard: Guard) -> None:
-    outcome.append(await guard("expert", partial(blind_trace, domain, task)))
+def _result(calls: Calls, task: Task, play: Callable[[Task, Guard], Awaitable[Any]]) -> Any:
+    """The result of `play`; None if the environment fails."""
+    results: list[Any] = [None]
 
+    async def work(guard: Guard) -> None:
+        results.append(await play(task, guard))
 
-def _first_enum(schema: dict[str, Any]) -> list[str]:
-    for parameter in schema["parameters"]["properties"].values():
-        if parameter.get("enum"):
-            return list(parameter["enum"])
-    return []
+    with suppress(EnvironmentFault):
+        calls.here(task.key, work)
+    return results[-1]
 
 
 async def _play_blind(
-    environment_class: type[Any],
-    schemas: Sequence[dict[str, Any]],
-    task: Task,
-    rewards: list[float],
-    guard: Guard,
-) -> None:
-    """Call tools in turn, lookups first, then say a closing word.
+    environment_class: type[Any], schemas: Sequence[dict[str, Any]], task: Task, guard: Guard
+) -> float:
+    """The reward after calling the tools in turn, lookups first, and a closing word.
 
-    Text arguments are ids seen in the request or in results, the newest that the tool accepts; a
+    A text argument is an id from the request or from results: the newest that the tool accepts. A
     choice is its first option.
     """
     environment, *_ = await guard("reset", partial(started, environment_class, task.row()))
-    ids = re.findall(ID, task.prompt[-1]["content"]) or ["x"]
+    ids = ID.findall(task.prompt[-1]["content"]) or ["x"]
     for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
-        properties = schema["parameters"]["properties"]
-        for known in islice(product(reversed(ids), repeat=len(properties)), 100):
-            choices = zip(properties.items(), known, strict=True)
-            arguments = {name: p.get("enum", [an_id])[0] for (name, p), an_id in choices}
-            fixed = dict.fromkeys(arguments, schema.get("fixed"))
-            given, name = fixed if "fixed" in schema else arguments, schema["name"]
-            answer = await guard(name, partial(answer_call, environment, name, given))
+        name, properties = schema["name"], schema["parameters"]["properties"]
+        for values in islice(product(reversed(ids), repeat=len(properties)), 100):
+            choices = zip(properties.items(), values, strict=True)
+            arguments = {key: p.get("enum", [an_id])[0] for (key, p), an_id in choices}
+            if "fixed" in schema:
+                arguments = dict.fromkeys(arguments, schema["fixed"])
+            answer = await guard(name, partial(answer_call, environment, name, arguments))
             if "error" not in answer.content:
-                ids += [found for found in re.findall(ID, answer.content) if found not in ids]
+                ids += [an_id for an_id in ID.findall(answer.content) if an_id not in ids]
                 break
         if answer.is_last:
             break
     await guard("final message", partial(setattr, environment, "final_message", "Done."))
-    rewards.append(await guard("get_reward", partial(reward_of, environment)))
+    return float(await guard("get_reward", partial(reward_of, environment)))
 
 
-Trace = tuple[tuple[str, str], ...]  # each step, and what the policy saw of its outcome
-AN_ID = re.compile(r"\w*\d\w*")
+def _trace(domain: Domain, task: Task) -> Trace | None:
+    """The expert's steps on a task and their outcomes, without that of the lookup of the record.
 
-
-def blind_trace(domain: Domain, task: Task) -> Trace | None:
-    """The expert's steps on a task, and what came of each but the lookup of the record.
-
-    What the goal or an earlier outcome names is written as its role: `<record>`, `<free>`. None
-    where no expert can earn the reward.
+    An id that the goal or an earlier outcome names is written as its role: `<record>`, `<free>`.
+    None if the task has no goal or the expert does not earn the reward.
     """
     goal = goal_of(task)
     if goal is None or domain.expert is None:
@@ -147,8 +128,8 @@ def blind_trace(domain: Domain, task: Task) -> Trace | None:
         return None
     roles = {value: f"<{key}>" for key, value in goal.items() if key != "family"}
     trace = []
-    said: Sequence[Message] = [*messages[len(task.prompt) :], {"role": "user", "content": ""}]
-    for message, answer in pairwise(said):
+    episode: Sequence[Message] = [*messages[len(task.prompt) :], {"role": "user", "content": ""}]
+    for message, answer in pairwise(episode):
         if message["role"] == "assistant":
             is_record = answer.get("name", "").startswith(domain.environment.record_tools)
             step = _step(message, roles)
@@ -159,18 +140,18 @@ def blind_trace(domain: Domain, task: Task) -> Trace | None:
 def _step(message: Message, roles: dict[str, str]) -> str:
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        given = {name: roles.get(value, value) for name, value in function["arguments"].items()}
-        return f"{function['name']} {json.dumps(given, sort_keys=True)}"
+        arguments = {name: roles.get(value, value) for name, value in function["arguments"].items()}
+        return f"{function['name']} {json.dumps(arguments, sort_keys=True)}"
     return _by_role(message["content"], roles)
 
 
 def _outcome(content: str, roles: dict[str, str]) -> str:
-    """What came of a step, after the ids in it have got a role of their own."""
-    found = json.loads(content) if content.startswith("{") else {"answer": content}
-    for key, value in sorted(found.items()):
-        for word in AN_ID.findall(value):
-            roles.setdefault(word, f"<{key}>")
-    return json.dumps({key: _by_role(value, roles) for key, value in sorted(found.items())})
+    """The outcome of a step, after each new id in it has got its key as its role."""
+    values = json.loads(content) if content.startswith("{") else {"answer": content}
+    for key, value in sorted(values.items()):
+        for an_id in ID.findall(value):
+            roles.setdefault(an_id, f"<{key}>")
+    return json.dumps({key: _by_role(value, roles) for key, value in sorted(values.items())})
 
 
 def _by_role(text: str, roles: dict[str, str]) -> str:
@@ -178,7 +159,7 @@ def _by_role(text: str, roles: dict[str, str]) -> str:
 
 
 def most_solved(traces: Sequence[Trace], at: int = 0) -> int:
-    """How many of these tasks one policy solves that has taken so many of their steps already."""
+    """How many of these tasks one policy solves that has taken their first `at` steps."""
     nexts: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         if at < len(trace):
@@ -191,17 +172,12 @@ def most_solved(traces: Sequence[Trace], at: int = 0) -> int:
     return max([sum(len(trace) == at for trace in traces), *solved])
 
 
-def blind_baselines(traces: Sequence[Trace | None], tasks: Sequence[Task]) -> dict[str, float]:
-    """The share of tasks solved by the best policy that does the same whatever the request is.
-
-    And by the best for each family of requests.
-    """
+def _best_blind(traces: Sequence[Trace | None], tasks: Sequence[Task]) -> dict[str, float]:
+    """The share of tasks solved by the best policy for all requests, and by one for each family."""
     families: dict[str, list[Trace]] = defaultdict(list)
     for trace, task in zip(traces, tasks, strict=True):
         if trace is not None:
             families[task.family].append(trace)
-    every = [trace for of_family in families.values() for trace in of_family]
-    return {
-        "unread": most_solved(every) / len(tasks),
-        "unread_by_family": sum(map(most_solved, families.values())) / len(tasks),
-    }
+    unread = most_solved([trace for group in families.values() for trace in group])
+    by_family = sum(map(most_solved, families.values()))
+    return {"unread": unread / len(tasks), "unread_by_family": by_family / len(tasks)}

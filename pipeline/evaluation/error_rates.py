@@ -1,8 +1,7 @@
-"""How many episodes of each domain end in errors of their environment, and how many are too many.
+"""The rate of episodes of each domain that end in an error of their environment, and its limit.
 
-One such episode is data, and is counted, whether it earned nothing or was left out of training.
-Where most of a domain's are, the run would learn from rewards that say nothing of the policy, or
-from few, so it stops.
+A single such episode is data: it is counted, and earns nothing or is left out of training. If most
+episodes of a domain end so, rewards are no longer about the policy, and the run stops.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
+STAGE = "since the stage began"
+
 
 @dataclass
 class ErrorRates:
     """Episodes and errors of each domain over all ranks; every rank holds the same.
 
-    `last` holds this rank's last errors as text; a checkpoint leaves it out.
+    `last` holds the text of this rank's last error of each domain; checkpoints leave it out.
     """
 
     counts: dict[str, list[int]] = field(default_factory=dict)  # by domain: episodes, errors
@@ -28,7 +29,7 @@ class ErrorRates:
 
     @classmethod
     def of(cls, records: Iterable[RunRecord]) -> ErrorRates:
-        """Of the records of all ranks."""
+        """The rates of the records of all ranks."""
         rates = cls()
         for record in records:
             rates.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
@@ -47,18 +48,16 @@ class ErrorRates:
         self.counts[domain] = [before[0] + episodes, before[1] + errors]
 
     def remember(self, trajectories: Iterable[Trajectory]) -> None:
-        """Keep the texts of the last errors among this rank's episodes."""
+        """Keep the text of the last error of each domain among this rank's episodes."""
         for t in trajectories:
             if t.stop_reason is StopReason.ENVIRONMENT_ERROR:
                 kind = f" (left out: {t.left_out})" if t.left_out else ""
                 self.last[t.domain] = f"{t.domain}/{t.task_id}: {t.error}{kind}"
 
-    def problem(
-        self, limit: float, at_least: int, when: str = "since the stage began"
-    ) -> str | None:
-        """What is wrong with the first domain whose share is above the limit; None if none is.
+    def problem(self, limit: float, at_least: int, when: str = STAGE) -> str | None:
+        """A message about the first domain whose rate is above the limit; None if none is.
 
-        Domains with fewer than `at_least` episodes are not judged. A limit of 1 is never passed.
+        Domains with fewer than `at_least` episodes are not checked.
         """
         for domain, (episodes, errors) in self.counts.items():
             if episodes >= at_least and errors > limit * episodes:
@@ -76,12 +75,12 @@ def stop_on_errors(
     rates: ErrorRates,
     limits: RolloutSettings,
     trajectories: Sequence[Trajectory] = (),
-    when: str = "since the stage began",
+    when: str = STAGE,
 ) -> None:
-    """Raise RuntimeError, on every rank the same, where a domain has too many errors.
+    """Raise RuntimeError, on every rank the same, if a domain has too many errors.
 
-    `trajectories` are this rank's, among which the last errors are found. Ranks talk only where it
-    raises: what is decided on is the same on all of them.
+    `trajectories` are this rank's; the message names the last error among them. All ranks hold the
+    same counts, so they communicate only before they raise.
     """
     rates.remember(trajectories)
     limit, at_least = limits.max_error_share, 2 * limits.num_generations

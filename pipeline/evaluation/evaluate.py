@@ -1,12 +1,8 @@
-"""Evaluation: the same held-out tasks, before the first stage and after each.
-
-Runs in training and stand-alone.
-"""
+"""Evaluation: the same held-out tasks, before the first stage and after each, or stand-alone."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +15,6 @@ from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 Success = dict[str, Any]
 ATTEMPTS = 3  # to play a trial whose environment fails
-FAILED = (StopReason.ENVIRONMENT_ERROR,)
 
 
 def evaluate(
@@ -34,8 +29,8 @@ def evaluate(
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
     The draws depend on task and trial alone, so two evaluations differ by the policy only. A trial
-    whose environment fails is played again; see `failed_trials` for what is left of these. Raises
-    RuntimeError when a trial is missing or double, and Interrupted where the run is to stop.
+    whose environment fails is played again, at most ATTEMPTS times (see `failed_trials`). Raises
+    RuntimeError if a trial is missing or double, and Interrupted if the run is told to stop.
     """
     mine = [tasks[index] for index in ranks.shard(len(tasks))]
     starts = [
@@ -49,49 +44,54 @@ def evaluate(
         gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
         if attempt == ATTEMPTS or not failed_trials(record for part in gathered for record in part):
             break
-        failed = [i for i, t in enumerate(trajectories) if t.stop_reason in FAILED]
+        failed = [i for i, t in enumerate(trajectories) if _has_failed(t)]
         again = rollout([starts[i] for i in failed], greedy=greedy)
         ranks.agree("end of evaluation")
         for i, trajectory in zip(failed, again, strict=True):
             trajectories[i] = trajectory
-    found = {(r.domain, r.task_id, r.trial): r for records in gathered for r in records}
+    by_trial = {(r.domain, r.task_id, r.trial): r for records in gathered for r in records}
     total = sum(map(len, gathered))
     wanted = [(*task.key, trial) for task in tasks for trial in range(num_trials)]
-    if total != len(wanted) or set(found) != set(wanted):
+    if total != len(wanted) or set(by_trial) != set(wanted):
         raise RuntimeError(
-            f"evaluation: {len(wanted)} trials expected, {total} came, {len(found)} different; "
+            f"evaluation: {len(wanted)} trials expected, {total} came, {len(by_trial)} different; "
             "nothing is scored"
         )
-    return [found[key] for key in wanted], trajectories
+    return [by_trial[key] for key in wanted], trajectories
+
+
+def _has_failed(episode: RunRecord | Trajectory) -> bool:
+    return episode.stop_reason == StopReason.ENVIRONMENT_ERROR
 
 
 def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """Trials that could not be played to their end, so that their reward says nothing."""
-    return [record for record in records if record.stop_reason in FAILED]
+    """Trials that ended in an environment error, so that their reward is unknown."""
+    return list(filter(_has_failed, records))
 
 
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
-    """Raise RuntimeError, on every rank, where a trial could not be played.
+    """Raise RuntimeError, on every rank, if the environment of a trial failed each time.
 
-    Its reward is unknown: scored as a failure, it would pass for something that was forgotten.
+    Scored as a failure of the policy, the trial would count as forgetting.
     """
-    failed = failed_trials(records)
-    if not failed:
-        return
-    raise RuntimeError(
-        f"{len(failed)} of {len(records)} trials {when} ended in environment errors {ATTEMPTS} "
-        f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored; mend "
-        "the environment and resume"
-    )
+    if failed := failed_trials(records):
+        raise RuntimeError(
+            f"{len(failed)} of {len(records)} trials {when} ended in environment errors {ATTEMPTS} "
+            f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored; "
+            "mend the environment and resume"
+        )
 
 
 def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
-    """What is logged of an evaluation."""
-    metrics = {f"eval/{d}/success": rate["mean"] for d, rate in rates.items()}
-    metrics |= {f"eval/{d}/greedy": rate["greedy"] for d, rate in rates.items()}
-    for name in ("reward", "greedy_reward"):
-        metrics |= {f"eval/{d}/{name}": rate[name] for d, rate in rates.items() if name in rate}
-    return metrics
+    """The metrics of an evaluation."""
+    names = {"mean": "success", "greedy": "greedy", "reward": "reward"}
+    names["greedy_reward"] = "greedy_reward"
+    return {
+        f"eval/{domain}/{name}": rate[key]
+        for key, name in names.items()
+        for domain, rate in rates.items()
+        if key in rate
+    }
 
 
 def in_words(rates: Mapping[str, Success]) -> str:
@@ -110,52 +110,57 @@ def success(
 ) -> dict[str, Success]:
     """Success of each domain, as `results.json` holds it.
 
-    Sampled and greedy stand side by side, never mixed; per family and per branch of each decision
-    as well. An episode is a success with a reward of `threshold` or more; where a domain's rewards
-    are not all 0 or 1, their means stand there too. Raises ValueError where a trial failed to run,
-    or a task has not `num_trials` of them.
+    Sampled and greedy success are separate, also by family and by branch of each decision. An
+    episode is a success with a reward of `threshold` or more; if a domain has a reward other than 0
+    and 1, the mean rewards are added. Raises ValueError if a trial failed to run, or a task has not
+    `num_trials` of them.
     """
     if failed_trials([*sampled, *greedy]):
         raise ValueError("trials that failed to run cannot be scored")
-    counts = Counter((record.domain, record.task_id) for record in sampled)
-    if set(counts.values()) - {num_trials}:
-        raise ValueError(f"each task needs {num_trials} trials, got {sorted(set(counts.values()))}")
-    domains = list(dict.fromkeys(record.domain for record in sampled))
     return {
-        domain: {
-            **_rates(_of(sampled, domain=domain), _of(greedy, domain=domain), threshold),
-            **_mean_rewards(_of(sampled, domain=domain), _of(greedy, domain=domain)),
-            "num_trials": num_trials,
-            "tasks": _rewards(sampled, domain),
-            "tools": _tools(sampled, domain),
-            "families": _by(sampled, greedy, domain, lambda r: r.family, threshold),
-            "branches": _by(sampled, greedy, domain, lambda r: f"{r.family}/{r.branch}", threshold),
-        }
-        for domain in domains
+        domain: _success(sampled_of, greedy_of, num_trials, threshold)
+        for domain, sampled_of, greedy_of in _groups(lambda r: r.domain, sampled, greedy)
     }
 
 
-def _rewards(sampled: Sequence[RunRecord], domain: str) -> dict[str, list[float]]:
-    """The rewards of each task's trials: what paired comparisons and pass^k need."""
-    rewards: dict[str, list[float]] = {}
+def _groups(
+    name: Callable[[RunRecord], str], sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]
+) -> Iterator[tuple[str, list[RunRecord], list[RunRecord]]]:
+    """Each name of the sampled records, with its sampled and its greedy records."""
+    for key in dict.fromkeys(map(name, sampled)):
+        yield key, [r for r in sampled if name(r) == key], [r for r in greedy if name(r) == key]
+
+
+def _success(
+    sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], num_trials: int, threshold: float
+) -> Success:
+    """The success of one domain, from its records."""
+    tasks: dict[str, list[float]] = {}
+    tools: dict[str, dict[str, list[int]]] = {}  # by tool and task: calls, and errors among them
     for record in sampled:
-        if record.domain == domain:
-            rewards.setdefault(record.task_id, []).append(record.reward)
-    return rewards
+        tasks.setdefault(record.task_id, []).append(record.reward)
+        for name, counts in record.tools.items():
+            add_counts(tools.setdefault(name, {}).setdefault(record.task_id, [0, 0]), counts)
+    numbers = sorted({len(rewards) for rewards in tasks.values()})
+    if numbers != [num_trials]:
+        raise ValueError(f"each task needs {num_trials} trials, got {numbers}")
+    rates = _rates(sampled, greedy, threshold)
+    if is_graded(record.reward for record in (*sampled, *greedy)):
+        rates["reward"] = fmean(record.reward for record in sampled)
+        rates["greedy_reward"] = fmean(record.reward for record in greedy)
+    return {
+        **rates,
+        "num_trials": num_trials,
+        "tasks": tasks,
+        "tools": dict(sorted(tools.items())),
+        "families": _by(lambda r: r.family, sampled, greedy, threshold),
+        "branches": _by(lambda r: f"{r.family}/{r.branch}", sampled, greedy, threshold),
+    }
 
 
-def _tools(sampled: Sequence[RunRecord], domain: str) -> dict[str, dict[str, list[int]]]:
-    """Of each tool, by task: its calls in all trials, and those answered with an error."""
-    tools: dict[str, dict[str, list[int]]] = {}
-    for record in sampled:
-        for name, counts in record.tools.items() if record.domain == domain else ():
-            sums = tools.setdefault(name, {}).setdefault(record.task_id, [0, 0])
-            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
-    return dict(sorted(tools.items()))
-
-
-def _of(records: Iterable[RunRecord], domain: str) -> list[RunRecord]:
-    return [record for record in records if record.domain == domain]
+def add_counts(sums: list[int], counts: Sequence[int]) -> None:
+    """Add the calls of a tool, and the errors among them, to `sums`."""
+    sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
 
 
 def _rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], threshold: float) -> Success:
@@ -166,26 +171,11 @@ def _rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], threshold:
     }
 
 
-def _mean_rewards(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
-    if not is_graded(record.reward for record in (*sampled, *greedy)):
-        return {}
-    names = {"reward": sampled, "greedy_reward": greedy}
-    return {name: fmean(record.reward for record in of) for name, of in names.items()}
-
-
 def _by(
+    name: Callable[[RunRecord], str],
     sampled: Sequence[RunRecord],
     greedy: Sequence[RunRecord],
-    domain: str,
-    name: Any,
     threshold: float,
 ) -> dict[str, Success]:
-    names = sorted({name(record) for record in sampled if record.domain == domain} - {"", "/"})
-    return {
-        key: _rates(
-            [r for r in sampled if r.domain == domain and name(r) == key],
-            [r for r in greedy if r.domain == domain and name(r) == key],
-            threshold,
-        )
-        for key in names
-    }
+    groups = sorted(_groups(name, sampled, greedy))
+    return {key: _rates(s, g, threshold) for key, s, g in groups if key not in ("", "/")}

@@ -1,8 +1,8 @@
-"""What has been left behind: the policy's divergence from what it was at the end of earlier stages.
+"""The KL probe: the divergence of the policy from what it was at the end of earlier stages.
 
-At the end of each stage the policy plays a few validation tasks of the stage's domains. On these
-tokens, which stay as they are, later validations estimate KL(policy at that stage's end || policy
-now), per token. Nothing is sampled for it.
+At the end of each stage the policy plays a few validation tasks of the stage's domains. Later
+validations estimate KL(policy at that stage's end || policy now), per token, on the tokens of these
+episodes, which are kept. Nothing is sampled for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
-from pipeline.data.tasks import Task, shard_tasks
+from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.files.durable import write_text
@@ -29,38 +29,43 @@ KEPT = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask
 
 
 class KLProbe:
-    """The episodes of stages that are over, in `anchors/` of the run folder, and the KL on them."""
+    """Kept episodes of stages that are over (`anchors/` of the run folder), and the KL on them."""
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
         self._folder, self._config, self._ranks = folder / "anchors", config, ranks
-        self.episodes: dict[str, list[Trajectory]] = {}  # by learned domain
+        self.episodes: dict[str, list[Trajectory]] = {}  # by domain
         settings = config.evaluation
         self.is_wanted = settings.anchor_tasks > 0 and settings.eval_steps > 0
 
     def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
-        """Play the tasks at the stage's end; all ranks keep all of it."""
+        """Play the tasks at the stage's end; every rank keeps all episodes."""
         _, mine = evaluate(rollout, tasks, 1, self._config.run.seed, self._ranks)
         rows = [{name: getattr(t, name) for name in KEPT} for t in mine if t.num_sampled_tokens]
         gathered = self._ranks.all_gather_objects(rows, "anchors")
-        found = {(row["domain"], row["task_id"]): row for rows in gathered for row in rows}
-        ordered = [found[task.key] for task in tasks if task.key in found]
+        by_task = {(row["domain"], row["task_id"]): row for rows in gathered for row in rows}
+        ordered = [by_task[task.key] for task in tasks if task.key in by_task]
         if self._ranks.is_main:
             self._folder.mkdir(exist_ok=True)
-            write_text(self._file(stage), json.dumps(ordered))
+            write_text(self._folder / f"{stage.name}.json", json.dumps(ordered))
         self._ranks.barrier("anchors")
-        self.episodes |= _by_domain(ordered)
+        self._add(ordered)
 
     def load(self, stages: Sequence[Stage]) -> None:
-        """After a resume, read those of these stages, which are over."""
+        """After a resume, read the episodes of these stages, which are over."""
         for stage in stages if self.is_wanted else ():
-            path = self._file(stage)
+            path = self._folder / f"{stage.name}.json"
             if path.is_file():
-                self.episodes |= _by_domain(json.loads(path.read_text(encoding="utf-8")))
+                self._add(json.loads(path.read_text(encoding="utf-8")))
             elif self._ranks.is_main:
                 print(f"warning: {path} is gone, so there is no KL of {stage.name}")
 
-    def _file(self, stage: Stage) -> Path:
-        return self._folder / f"{stage.name}.json"
+    def _add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep these episodes, in place of earlier ones of their domains."""
+        unknown: dict[str, Any] = {"family": "", "branch": "", "reward": 0.0, "num_turns": 0}
+        self.episodes |= {row["domain"]: [] for row in rows}
+        for row in rows:
+            trajectory = Trajectory(**row, **unknown, stop_reason=StopReason.COMPLETED)
+            self.episodes[trajectory.domain].append(trajectory)
 
     def divergences(self, updater: Updater) -> dict[str, float]:
         """KL per token of each domain that has episodes; k3 of Schulman 2020, as in the loss.
@@ -74,41 +79,30 @@ class KLProbe:
         shards = self._ranks.all_gather_numbers(self._sums(mine, updater))
         sums = [0.0] * len(episodes)
         for rank, shard in enumerate(shards):
-            for i, value in zip(shard_tasks(len(episodes), rank, len(shards)), shard, strict=True):
-                sums[i] = value
-        found = {}
-        for domain in self.episodes:
-            of = [i for i, t in enumerate(episodes) if t.domain == domain]
-            num_tokens = sum(episodes[i].num_sampled_tokens for i in of)
-            found[domain] = sum(sums[i] for i in of) / num_tokens
-        return found
+            sums[rank :: len(shards)] = shard
+        kl = {}
+        for domain, trajectories in self.episodes.items():
+            total = sum(s for s, t in zip(sums, episodes, strict=True) if t.domain == domain)
+            kl[domain] = total / sum(t.num_sampled_tokens for t in trajectories)
+        return kl
 
     @torch.no_grad()
     def _sums(self, trajectories: Sequence[Trajectory], updater: Updater) -> list[float]:
-        """The divergence of each episode, added up over its sampled tokens."""
+        """The divergence of each episode, summed over its sampled tokens."""
         order = sorted(range(len(trajectories)), key=lambda i: -trajectories[i].num_tokens)
         lengths = [trajectories[i].num_tokens for i in order]
-        # Alone, the shapes of a forward pass do not depend on the number of ranks.
+        # One episode a forward pass: its shapes do not depend on the number of ranks.
         budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch
-        ends, found = cuts(lengths, budget, padding_free=False), [0.0] * len(order)
+        ends, divergences = cuts(lengths, budget, padding_free=False), [0.0] * len(order)
         for first, last in zip([0, *ends], ends, strict=False):
-            places = order[first:last]
-            batch = micro_batch([(trajectories[i], 0.0, 0.0) for i in places], updater.pad_id)
+            indices = order[first:last]
+            batch = micro_batch([(trajectories[i], 0.0, 0.0) for i in indices], updater.pad_id)
             batch = batch.to(updater.accelerator.device)
             with updater.accelerator.autocast():
                 logprobs, _ = updater.module(batch)
             ratio = (logprobs - batch.old_logprobs).double()
-            terms = (torch.expm1(ratio) - ratio).cpu()  # where adding them has one order
-            sums = terms.new_zeros(len(places)).index_add(0, batch.sequences.cpu(), terms)
-            for place, value in zip(places, sums.tolist(), strict=True):
-                found[place] = value
-        return found
-
-
-def _by_domain(rows: Sequence[dict[str, Any]]) -> dict[str, list[Trajectory]]:
-    unknown: dict[str, Any] = {"family": "", "branch": "", "reward": 0.0, "num_turns": 0}
-    found: dict[str, list[Trajectory]] = {}
-    for row in rows:
-        trajectory = Trajectory(**row, **unknown, stop_reason=StopReason.COMPLETED)
-        found.setdefault(trajectory.domain, []).append(trajectory)
-    return found
+            terms = (torch.expm1(ratio) - ratio).cpu()  # index_add on a GPU has no fixed order
+            sums = terms.new_zeros(len(indices)).index_add(0, batch.sequences.cpu(), terms)
+            for i, value in zip(indices, sums.tolist(), strict=True):
+                divergences[i] = value
+        return divergences

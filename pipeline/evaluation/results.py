@@ -1,4 +1,4 @@
-"""`results.json`: what a run found, made from facts that its checkpoints hold."""
+"""`results.json`: the results of a run, made from facts that its checkpoints hold."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
-from pipeline.environments.domains import Domain
-from pipeline.evaluation.baselines import floors
+from pipeline.evaluation.evaluate import add_counts
 from pipeline.evaluation.transfer import summary
 from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
@@ -25,11 +24,15 @@ def write_results(
     config: Config,
     state: TrainState,
     stages: Sequence[Stage],
-    domains: Mapping[str, Domain],
     held_out: Mapping[str, Sequence[Task]],
     facts: Mapping[str, Any],
+    is_final: bool,
 ) -> None:
-    """Write `results.json` and `curriculum.json`; `facts` go into the first as they are."""
+    """Write `results.json` and `curriculum.json`; `facts` go into the first as they are.
+
+    The transfer numbers take seconds, so a file that is not final has none: the report of an
+    unfinished run computes them from the evaluations.
+    """
     described = describe(stages, config)
     write_text(folder / "curriculum.json", json.dumps(described, indent=1))
     results = {
@@ -43,45 +46,37 @@ def write_results(
         "task_families": {
             domain: {task.id: task.family for task in tasks} for domain, tasks in held_out.items()
         },
-        "floors": floors(domains, held_out, config.rollout.call_timeout),
         "training": state.training,
         "curriculum": described,
         **facts,
+        "transfer": {},
     }
-    results["transfer"] = {}
-    with may_fail("transfer numbers", f"python -m pipeline.report {folder} tries again"):
-        results["transfer"] = summary([results])
+    if is_final:
+        with may_fail("transfer numbers", f"python -m pipeline.report {folder} tries again"):
+            results["transfer"] = summary([results])
     write_text(folder / "results.json", json.dumps(results))
 
 
 def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
-    """The training episodes of a stage, from the records of each rank."""
+    """The training episodes of a stage, from the records of each rank.
+
+    Mean rewards are of episodes that are not left out; the counts of a tool are its calls, and the
+    errors among them.
+    """
     records = [record for shard in gathered for record in shard]
     stops = {str(r): sum(record.stop_reason == r for record in records) for r in StopReason}
+    rewards: dict[str, list[float]] = {}
+    tools: dict[str, dict[str, list[int]]] = {}
+    for record in records:
+        if not record.left_out:
+            rewards.setdefault(record.domain, []).append(record.reward)
+        of_domain = tools.setdefault(record.domain, {})
+        for name, counts in record.tools.items():
+            add_counts(of_domain.setdefault(name, [0, 0]), counts)
     return {
         "episodes": len(records),
         "episodes_per_rank": [len(shard) for shard in gathered],
-        "reward": {d: fmean(of) for d, of in _rewards(records).items()},
+        "reward": {domain: fmean(of) for domain, of in rewards.items()},
         "stop_reasons": {reason: count for reason, count in stops.items() if count},
-        "tools": _tool_counts(records),
+        "tools": tools,
     }
-
-
-def _rewards(records: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """By domain, of episodes that are not left out."""
-    found: dict[str, list[float]] = {}
-    for record in records:
-        if not record.left_out:
-            found.setdefault(record.domain, []).append(record.reward)
-    return found
-
-
-def _tool_counts(records: Sequence[RunRecord]) -> dict[str, dict[str, list[int]]]:
-    """By domain and tool: calls, and those answered with an error."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for record in records:
-        of_domain = found.setdefault(record.domain, {})
-        for name, counts in record.tools.items():
-            sums = of_domain.setdefault(name, [0, 0])
-            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
-    return found

@@ -1,4 +1,4 @@
-"""A quick look inside a stage, every `eval_steps` steps: one sampled trial of validation tasks."""
+"""Validation inside a stage, every `eval_steps` steps: one sampled trial of validation tasks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from pipeline.rollout.trajectory import RunRecord
 
 
 def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
-    """Rewards by domain and task, of the domains all of whose trials could be played."""
+    """Rewards by domain and task, without domains in which the environment of a trial failed."""
     failed = {record.domain for record in failed_trials(records)}
-    found: dict[str, dict[str, float]] = {}
+    rewards: dict[str, dict[str, float]] = {}
     for record in records:
         if record.domain not in failed:
-            found.setdefault(record.domain, {})[record.task_id] = record.reward
-    return found
+            rewards.setdefault(record.domain, {})[record.task_id] = record.reward
+    return rewards
 
 
-def share(rewards: Mapping[str, float], threshold: float) -> float:
-    """Of tasks whose reward is a success."""
+def _success(rewards: Mapping[str, float], threshold: float) -> float:
     return fmean(succeeded(reward, threshold) for reward in rewards.values())
 
 
 def validation_metrics(
     rewards: Mapping[str, Mapping[str, float]], kl: Mapping[str, float], threshold: float
 ) -> dict[str, float]:
-    """What is logged of a validation."""
-    metrics = {f"validation/{d}/success": share(of, threshold) for d, of in rewards.items()}
+    """The metrics of a validation."""
+    metrics = {f"validation/{d}/success": _success(of, threshold) for d, of in rewards.items()}
     for domain, of in rewards.items():
         if is_graded(of.values()):
             metrics[f"validation/{domain}/reward"] = fmean(of.values())
@@ -40,13 +39,13 @@ def validation_metrics(
 
 
 def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
-    """The best success of a stage that is on a plateau; None where it is on none.
+    """The best success of the stage if it is on a plateau, else None.
 
-    Decided on records of all ranks, so that all decide alike, and after a resume again.
+    It depends on records of all ranks only, so all ranks get the same, also after a resume.
     """
     settings, threshold = config.curriculum, config.evaluation.success_threshold
     history = [
-        fmean(share(v["success"][d], threshold) for d in stage.own)
+        fmean(_success(v["success"][d], threshold) for d in stage.own)
         for v in validations
         if v["step"] >= stage.first_step and set(stage.own) <= set(v["success"])
     ]

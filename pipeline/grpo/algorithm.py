@@ -1,6 +1,6 @@
 """GRPO: advantages of groups, and the losses of its family.
 
-Both are pure functions: of the rewards of G episodes, and of the N sampled tokens of a micro-batch.
+Both are pure functions, of the rewards of episodes and of the N sampled tokens of a micro-batch.
 
 With `ratio = exp(logprobs - old_logprobs)` per token, old log-probabilities kept from sampling,
 
@@ -9,9 +9,9 @@ With `ratio = exp(logprobs - old_logprobs)` per token, old log-probabilities kep
               + beta * k3(logprobs, ref_logprobs)
 
 is GRPO's objective (Shao et al. 2024, arXiv 2402.03300, equation 3). `epsilon_high` apart from
-`epsilon` is DAPO's (Yu et al. 2025, arXiv 2503.14476, equation 10), the bound `delta` of the other
-side INTELLECT-2's (2025, arXiv 2505.07291), off unless set. A token's term is
-multiplied by its weight (`token_weights`, where each `loss_type` has its formula) and summed.
+`epsilon` is DAPO's (Yu et al. 2025, arXiv 2503.14476, equation 10); the bound `delta` of the other
+side is INTELLECT-2's (2025, arXiv 2505.07291), off unless set. Tokens are summed with the weights
+of their `loss_type` (`token_weights`).
 
 - `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
   every token and bounds its weight: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages
@@ -25,10 +25,9 @@ multiplied by its weight (`token_weights`, where each `loss_type` has its formul
 - The entropy bonus is `-entropy_coef * mean(entropy)` over the step's sampled tokens, whatever
   `loss_type` (as in TRL).
 
-One normaliser: weights are normalised by counts over *all* ranks, and the ranks' gradients are
-added up; the sum is that of one process with the whole batch, whatever each rank holds. For bnpo
-and grpo TRL normalises each micro-batch by itself and averages; on one rank without accumulation
-the two are the same number.
+One normaliser: weights are normalised by counts over *all* ranks, and gradients are summed over the
+ranks, so that the sum is that of one process with the whole batch. For bnpo and grpo, TRL
+normalises each micro-batch by itself and averages; on one rank without accumulation the two agree.
 """
 
 from __future__ import annotations
@@ -41,10 +40,12 @@ import torch
 from pipeline.config.settings import GRPOSettings
 from pipeline.grpo.micro_batches import MicroBatch
 
+EPSILON = 1e-4  # as in TRL
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Sums over a micro-batch of what is logged; each is a float tensor without gradient."""
+    """Logged sums over a micro-batch; each is a float tensor without gradient."""
 
     loss: torch.Tensor  # weighted, all terms
     policy_loss: torch.Tensor  # weighted, without divergence and entropy
@@ -58,7 +59,7 @@ class TokenStats:
 def token_weights(
     lengths: Sequence[int], loss_type: str, num_sequences: float, num_tokens: float, max_tokens: int
 ) -> list[float]:
-    """The weight of every sampled token of each sequence, for a sequence of `length` of them.
+    """The weight of the sampled tokens of each sequence, from their numbers (`lengths`).
 
     - `grpo`: 1 / (length * num_sequences), the mean over a sequence's tokens, then over sequences
       (arXiv 2402.03300, equation 3);
@@ -66,8 +67,8 @@ def token_weights(
       2503.14476, equation 8; 2506.13585, equation 4);
     - `dr_grpo`: 1 / (max_tokens * num_sequences), a constant (arXiv 2503.20783).
 
-    `num_sequences` and `num_tokens` count what is trained on in the step, over all ranks: without
-    dead groups where these are dropped.
+    `num_sequences` and `num_tokens` count the episodes and tokens of the step, over all ranks,
+    without those that are dropped.
     """
     if loss_type == "grpo":
         return [1 / (max(length, 1) * num_sequences) for length in lengths]
@@ -105,7 +106,7 @@ def grpo_loss(
     num_tokens: float,
     ref_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
-    """The module's loss of [N] tokens, summed by weight, and what is logged of it.
+    """The module's loss of [N] tokens, summed by weight, and its statistics.
 
     `num_tokens` are the sampled tokens of the step over all ranks, for the mean entropy. Without
     `ref_logprobs` there is no divergence. Tokens of weight 0 count nowhere.
@@ -145,9 +146,6 @@ def grpo_loss(
     return loss, stats
 
 
-EPSILON = 1e-4  # as in TRL
-
-
 def group_advantages(
     rewards: torch.Tensor,
     num_generations: int,
@@ -157,26 +155,23 @@ def group_advantages(
 ) -> torch.Tensor:
     """Rewards minus their group's mean, divided by a standard deviation (unbiased) plus 1e-4.
 
-    Zero for what is not counted, and where a group has fewer than two that are.
-
-    Args:
-        rewards: [groups x num_generations], siblings next to each other.
-        num_generations: size of a group.
-        scale_rewards: `group` divides by the group's own deviation, `batch` by that of all rewards
-            of the step, `none` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783) does not divide.
-        batch_std: deviation of all rewards of the step, over all ranks; only for `batch`.
-        counted: bool, as long as `rewards`: what a group's mean and deviation are made of; all, if
-            missing.
+    `rewards` is [groups x num_generations], siblings next to each other. `scale_rewards` `group`
+    divides by the group's own deviation, `batch` by `batch_std`, the deviation of all rewards of
+    the step over all ranks; `none` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783) does not divide.
+    Means and deviations are those of the `counted` episodes (bool, as long as `rewards`; all, if
+    missing). Other episodes, and groups with fewer than two counted ones, get zero.
     """
-    if len(rewards) == 0:  # a rank that has no group of this step
+    if len(rewards) == 0:  # a rank without a group in this step
         return rewards
     if counted is not None and not counted.all():
-        found = torch.zeros_like(rewards)
-        for first in range(0, len(rewards), num_generations):
-            mine = torch.arange(first, first + num_generations)[counted[first:][:num_generations]]
-            if len(mine) > 1:
-                found[mine] = group_advantages(rewards[mine], len(mine), scale_rewards, batch_std)
-        return found
+        advantages = torch.zeros_like(rewards)
+        for group in torch.arange(len(rewards)).split(num_generations):
+            part = group[counted[group]]
+            if len(part) > 1:
+                advantages[part] = group_advantages(
+                    rewards[part], len(part), scale_rewards, batch_std
+                )
+        return advantages
     grouped = rewards.view(-1, num_generations)
     advantages = grouped - grouped.mean(dim=1, keepdim=True)
     if scale_rewards == "group":
@@ -190,9 +185,9 @@ def group_advantages(
 def dead_groups(
     rewards: torch.Tensor, num_generations: int, counted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """True, per episode, where all siblings earned the same: such a group teaches nothing.
+    """True, per episode, if all counted siblings earned the same: nothing is learned from these.
 
-    Among those `counted` (all, if missing); so a group with fewer than two of these is dead.
+    All count if `counted` is missing. A group with fewer than two counted episodes is dead.
     """
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     shape = len(rewards) // num_generations, num_generations
@@ -202,9 +197,9 @@ def dead_groups(
 
 
 def in_baseline(left_out: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """True, per episode, where it counts in its group: it is not left out, and not alone in that.
+    """True, per episode, if neither it nor all of its siblings are left out.
 
-    From bool `left_out`, [groups x num_generations].
+    `left_out` is bool, [groups x num_generations].
     """
     counted = ~left_out
     enough = counted.view(len(counted) // num_generations, num_generations).sum(dim=1) > 1

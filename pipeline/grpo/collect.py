@@ -1,10 +1,11 @@
-"""The rollouts of a step: the groups that the stage draws, and others in place of dead ones.
+"""The rollouts of a step: groups of the stage's tasks, replacements of dead groups, advantages.
 
-A group whose verified outcomes are all equal is dead: its advantages are zero, it teaches nothing.
-With `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step plays another
-task for each of them, at most `max_resample_times` times, and trains on the groups that live. DAPO
-draws whole batches until one is full; here a group's place goes to a task of its own domain, so
-that the curriculum's shares hold, and a step never trains on more than `tasks_per_step` groups.
+A group whose rewards are all equal is dead: its advantages are zero, and nothing is learned from
+it. With `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step plays
+another task for each dead group, in at most `max_resample_times` rounds, and trains on the other
+groups. DAPO draws whole batches until one is full; here a dead group is replaced by a task of its
+own domain, so that the curriculum's shares hold, and a step never trains on more than
+`tasks_per_step` groups.
 """
 
 from __future__ import annotations
@@ -26,24 +27,23 @@ from pipeline.rollout.trajectory import StopReason, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """What this rank played of a step.
+    """The episodes of a step that this rank played.
 
-    Groups have places in the step: first the stage's own, then round after round of replacements.
-    A rank plays every num_ranks-th place, so its groups stand in the order of places, and turns of
-    all ranks one after the other are the order of the step.
+    The groups of a step are in order: the stage's own, then the rounds of replacements. A rank
+    plays every num_ranks-th group.
     """
 
     trajectories: list[Trajectory]  # siblings next to each other
-    places: list[int]  # of each among all episodes of the step, on any number of ranks the same
-    # Of each; False where it is left out, alone in not being so, or of a dead group that had to be
-    # replaced.
+    places: list[int]  # index of each episode in the step, the same for any number of ranks
+    # False if the episode or all of its siblings are left out, or if its group is dead and dynamic
+    # sampling is on.
     kept: list[bool]
-    num_first: int  # how many of them belong to the stage's own groups
+    num_first: int  # number of episodes of the stage's own groups
     rounds: list[int]  # groups over all ranks: the stage's own, then each round of replacements
 
     @property
     def first(self) -> list[Trajectory]:
-        """The episodes of the stage's own groups: all that a step without replacements has."""
+        """The episodes of the stage's own groups, without replacements."""
         return self.trajectories[: self.num_first]
 
 
@@ -55,14 +55,14 @@ def collect_rollouts(
     step: int,
     sources: Mapping[str, Source],
 ) -> RolloutBatch:
-    """Play this rank's groups of a step; `step` is the number of optimizer steps done before it.
+    """Play this rank's groups of a step; `step` is the number of optimizer steps before it.
 
-    What is dead is decided on exact outcomes of whole groups, and replacements are drawn by
-    counts: both are the same on every rank, for any number of ranks, and after a resume.
+    Dead groups depend on exact rewards of whole groups, and replacements are drawn by counts: both
+    are the same on every rank, for any number of ranks, and after a resume.
     """
     settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
-    dead: list[bool] = []  # by place; known of replaceable groups only
+    dead: list[bool] = []  # by group, with dynamic sampling only
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
     fresh = tasks_of_step(stage, step, sources, seed)
@@ -74,12 +74,12 @@ def collect_rollouts(
         of_step = (seed, "rollout", stage.name, step)
         starts = [Start(task=t, trial=k, key=stream_key(*of_step, *t.key, k)) for t, k in trials]
         with ranks.phase("sample", stage.name, step + 1):
-            found = no_gain_by_failing(rollout(starts), size)
+            played = no_gain_by_failing(rollout(starts), size)
             ranks.agree("end of rollouts")
-        trajectories += found
+        trajectories += played
         if not settings.dynamic_sampling:
             break
-        dead += _find_dead(ranks, found, size, [place - len(dead) for place in mine], len(fresh))
+        dead += _find_dead(ranks, played, size, [place - len(dead) for place in mine], len(fresh))
         if len(rounds) > settings.max_resample_times:
             break
         last = dead[-len(fresh) :]
@@ -101,7 +101,7 @@ def collect_rollouts(
 def _find_dead(
     ranks: Ranks, trajectories: Sequence[Trajectory], size: int, mine: Sequence[int], count: int
 ) -> list[bool]:
-    """Which of the `count` groups of a round are dead, of which this rank played `mine`."""
+    """Which of the `count` groups of a round are dead; this rank played those at `mine`."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
     dead = dead_groups(rewards, size, ~left_out(trajectories))[::size].tolist()
     flags = [0.0] * count
@@ -111,30 +111,34 @@ def _find_dead(
 
 
 def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """Bool of each: its environment failed, and not through a call of the policy's."""
+    """True, per episode, if its environment failed without a call of the policy."""
     return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
 
 
 def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Trajectory]:
     """Groups of `size` in which an environment's failure after the policy's call earns least.
 
-    Its reward is 0, or the lowest of its siblings' where that is less: where rewards are negative,
-    0 would be a prize for a call that makes the environment fail.
+    Its reward is 0, or its siblings' lowest if that is less: among negative rewards, 0 would reward
+    a call that makes the environment fail.
     """
-    found = list(trajectories)
+    changed = list(trajectories)
     for i, t in enumerate(trajectories):
         if t.stop_reason is StopReason.ENVIRONMENT_ERROR and not t.left_out:
             siblings = trajectories[i - i % size :][:size]
             least = min(s.reward for s in siblings if not s.left_out)
-            found[i] = replace(t, reward=min(0.0, least))
-    return found
+            changed[i] = replace(t, reward=min(0.0, least))
+    return changed
 
 
 def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> torch.Tensor:
-    """The rewards that train: the episodes' own; in the control, those of others of the step."""
+    """The rewards for training: the episodes' own; with `permute_rewards`, shuffled kept ones."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     if config.grpo.permute_rewards:
-        rewards = _permuted(batch, ranks, rewards, config.run.seed, step)
+        kept = _kept_rewards(batch, rewards, ranks, "control")
+        places = sorted(kept)
+        order = permutation(len(places), config.run.seed, "permuted rewards", step)
+        given = {place: kept[places[i]] for place, i in zip(places, order, strict=True)}
+        rewards = [given.get(p, own) for p, own in zip(batch.places, rewards, strict=True)]
     return torch.tensor(rewards, dtype=torch.float64)
 
 
@@ -142,37 +146,25 @@ def advantages_of(
     batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
 ) -> tuple[list[float], list[bool]]:
     """The advantage of each of this rank's episodes, and whether it is trained on."""
-    scale, batch_std = settings.scale_rewards, None
-    if scale == "batch":
-        batch_std = _std_of_step(batch, rewards, ranks)
+    batch_std = None
+    if settings.scale_rewards == "batch":
+        # Sorted, so that rounding does not depend on the ranks.
+        everyone = sorted(_kept_rewards(batch, rewards.tolist(), ranks, "rewards").values())
+        batch_std = float(torch.tensor(everyone, dtype=torch.float64).std()) if everyone else 0.0
     counted = in_baseline(left_out(batch.trajectories), size)
-    advantages = group_advantages(rewards, size, scale, batch_std, counted).tolist()
+    advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std, counted)
     scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in batch.trajectories]
     dead = dead_groups(rewards, size, counted)
     kept = (counted & ~dead if settings.drop_dead_groups else counted).tolist()
-    return [a * scale for a, scale in zip(advantages, scales, strict=True)], kept
+    return [a * scale for a, scale in zip(advantages.tolist(), scales, strict=True)], kept
 
 
-def _permuted(
-    batch: RolloutBatch, ranks: Ranks, rewards: Sequence[float], seed: int, step: int
-) -> list[float]:
-    """The rewards of all ranks' kept episodes, shuffled among these; other episodes keep theirs."""
-    known = zip(batch.places, rewards, batch.kept, strict=True)
-    mine = [number for place, reward, kept in known if kept for number in (place, reward)]
-    ranks.barrier("control")
+def _kept_rewards(
+    batch: RolloutBatch, rewards: Sequence[float], ranks: Ranks, name: str
+) -> dict[float, float]:
+    """The rewards of all ranks' kept episodes, by place."""
+    rows = zip(batch.places, rewards, batch.kept, strict=True)
+    mine = [number for place, reward, kept in rows if kept for number in (place, reward)]
+    ranks.barrier(name)
     shards = ranks.all_gather_numbers(mine)
-    found = {p: r for shard in shards for p, r in zip(shard[::2], shard[1::2], strict=True)}
-    places = sorted(found)
-    order = permutation(len(places), seed, "permuted rewards", step)
-    given = {place: found[places[i]] for place, i in zip(places, order, strict=True)}
-    return [given.get(p, reward) for p, reward in zip(batch.places, rewards, strict=True)]
-
-
-def _std_of_step(batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks) -> float:
-    """The deviation (unbiased) of the rewards of all ranks' kept episodes; 0 where none is."""
-    mine = [reward for reward, kept in zip(rewards.tolist(), batch.kept, strict=True) if kept]
-    ranks.barrier("rewards")
-    shards = ranks.all_gather_numbers(mine)
-    # Sorted, so that rounding does not depend on the ranks.
-    everything = sorted(reward for shard in shards for reward in shard)
-    return float(torch.tensor(everything, dtype=torch.float64).std()) if everything else 0.0
+    return {p: r for shard in shards for p, r in zip(shard[::2], shard[1::2], strict=True)}

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from pipeline.distributed.ranks import Ranks
+from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
-from pipeline.rollout.trajectory import Trajectory
 
-NO_MEMORY = (  # in the text of an error that has no type of its own
+NO_MEMORY = (  # texts of errors whose type does not say it
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-TASKS_NAMED = 5  # in one line
+TASKS_NAMED = 5  # of a rank, in a message
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that there is none of, on GPU or CPU."""
+    """Whether an allocation failed, on GPU or CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
@@ -36,8 +35,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
     """The token budget, halved until the largest of a rank's micro-batches exceeds it.
 
-    The one at `failed` did not fit into memory. Raises RuntimeError where it is a single episode,
-    and none that could be cut is larger.
+    The micro-batch at `failed` did not fit into memory. Raises RuntimeError if it is a single
+    episode and no micro-batch of several episodes is larger.
     """
     num_tokens = batches[failed].input_ids.numel()
     largest = max((b.input_ids.numel() for b in batches if len(b.lengths) > 1), default=0)
@@ -58,106 +57,52 @@ def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Free what only reference cycles and the allocator's cache still hold."""
+    """Free memory in reference cycles and in the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suspects:
-    """What is at fault for an update that is not finite: tasks by rank, and where batches lie."""
-
-    tasks: dict[int, list[str]]
-    folder: Path | None
-
-    def __str__(self) -> str:
-        """`rank 1, tasks retail/t3, retail/t7; rank 2, tasks ... and 9 more`."""
-        parts = []
-        for rank, names in self.tasks.items():
-            more = len(names) - TASKS_NAMED
-            listed = ", ".join(names[:TASKS_NAMED]) + (f" and {more} more" if more > 0 else "")
-            parts.append(f"rank {rank}, tasks {listed}")
-        return "; ".join(parts)
-
-    @property
-    def where(self) -> str:
-        return "" if self.folder is None else f"; the batches are in {self.folder}"
-
-
 def find_suspects(
-    ranks: Ranks,
-    trajectories: Iterable[Trajectory],
-    batches: Sequence[MicroBatch],
-    losses: Sequence[float],
-    folder: Path | None,
-) -> Suspects:
+    ranks: Ranks, batches: Sequence[MicroBatch], losses: Sequence[float], folder: Path | None
+) -> str:
     """Find and save the micro-batches whose loss is not finite; every rank must call it.
 
-    Where there is none, on any rank, the gradient alone is at fault, and all are suspects. Each
-    rank writes `step-000012.rank-1.pt`, which `torch.load(weights_only=True)` reads.
-    `trajectories` are those that this rank has played; it may have computed others.
+    If all losses of all ranks are finite, the gradient is at fault, and all micro-batches are
+    suspects. Each rank writes `step-000012.rank-1.pt`, which `torch.load(weights_only=True)` reads.
+    Returns a text: `(rank 1, tasks retail/t3, retail/t7; rank 2, ...); the batches are in FOLDER`.
     """
-    mine = [number for number, loss in enumerate(losses) if not np.isfinite(loss)]
-    names = {_digest_of(t): f"{t.domain}/{t.task_id}" for t in trajectories}
-    digests = [_digests(batch) for batch in batches]
-    shared = ranks.all_gather_objects((names, mine, digests), "batches that are not finite")
-    names = {digest: name for known, _, _ in shared for digest, name in known.items()}
-    everyone = not any(numbers for _, numbers, _ in shared)
-    tasks = {
-        rank: sorted({names[d] for n in (range(len(rows)) if everyone else bad) for d in rows[n]})
-        for rank, (_, bad, rows) in enumerate(shared)
-    }
-    chosen = range(len(batches)) if everyone else mine
-    if folder is not None and chosen:
-        saved = [
-            {
-                **_plain(batches[number]),
-                "tasks": [names[digest] for digest in digests[number]],
-                "loss": losses[number],
-            }
-            for number in chosen
-        ]
-        _save(folder, ranks, saved)
-    return Suspects(tasks={rank: found for rank, found in tasks.items() if found}, folder=folder)
+    computed = list(zip(batches, losses, strict=True))
+    bad = [(batch, loss) for batch, loss in computed if not math.isfinite(loss)]
+    names = [sorted({task for b, _ in some for task in b.tasks}) for some in (computed, bad)]
+    shared = ranks.all_gather_objects(names, "batches that are not finite")
+    all_finite = not any(tasks for _, tasks in shared)
+    suspects = computed if all_finite else bad
+    if folder is not None and suspects:
+        _save(folder, ranks, [_plain(batch, loss) for batch, loss in suspects])
+    parts = []
+    for rank, (every_task, bad_tasks) in enumerate(shared):
+        tasks = every_task if all_finite else bad_tasks
+        more = f" and {len(tasks) - TASKS_NAMED} more" if len(tasks) > TASKS_NAMED else ""
+        if tasks:
+            parts.append(f"rank {rank}, tasks {', '.join(tasks[:TASKS_NAMED])}{more}")
+    where = "" if folder is None else f"; the batches are in {folder}"
+    return f"({printable('; '.join(parts))}){where}"
+
+
+def _plain(batch: MicroBatch, loss: float) -> dict[str, Any]:
+    """A micro-batch's fields in types that `weights_only` lets through."""
+    tree = None if batch.tree is None else asdict(batch.tree)
+    return {**vars(batch), "tree": tree, "loss": loss}
 
 
 def _save(folder: Path, ranks: Ranks, batches: list[dict[str, Any]]) -> None:
-    """Write a rank's suspects; a disk that is full must not stop the run as well."""
+    """Write a rank's suspects; a full disk must not stop the run as well."""
     step = ranks.current.step or 0
     content, path = io.BytesIO(), folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
     torch.save({"step": step, "rank": ranks.rank, "micro_batches": batches}, content)
     try:
-        folder.mkdir(exist_ok=True)  # without the run's folder, which may be gone
+        folder.mkdir(exist_ok=True)  # fails if the run's folder is gone
         path.write_bytes(content.getvalue())
     except OSError as error:
         print(f"warning: {path} could not be written ({error})", flush=True)
-
-
-def _plain(batch: MicroBatch) -> dict[str, Any]:
-    """A micro-batch's fields in types that `weights_only` lets through."""
-    tree = None if batch.tree is None else asdict(batch.tree)
-    return {**vars(batch), "tree": tree}
-
-
-def _digests(batch: MicroBatch) -> list[bytes]:
-    """For each sequence of a micro-batch what names its episode."""
-    found = []
-    for number, length in enumerate(batch.lengths.tolist()):
-        where = batch.sequences == number
-        found.append(_digest(length, batch.targets[where], batch.old_logprobs[where]))
-    return found
-
-
-def _digest_of(trajectory: Trajectory) -> bytes:
-    sampled = [i for i, mask in enumerate(trajectory.loss_mask) if mask]
-    targets = torch.tensor([trajectory.completion_ids[i] for i in sampled], dtype=torch.int64)
-    logprobs = torch.tensor([trajectory.logprobs[i] for i in sampled], dtype=torch.float32)
-    return _digest(trajectory.num_tokens, targets, logprobs)
-
-
-def _digest(length: int, targets: torch.Tensor, logprobs: torch.Tensor) -> bytes:
-    digest = hashlib.sha256(str(length).encode())
-    for tensor in (targets, logprobs):
-        digest.update(tensor.numpy().tobytes())
-    return digest.digest()

@@ -1,4 +1,4 @@
-"""The policy: the model that is trained, its rollouts, its updater, and how weights reach them."""
+"""The policy: the model, its rollouts, its updater, and the way of weights between them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from pipeline.rollout.sampler import Sampler
 class Policy:
     """One model in two places: where it samples (`rollout`) and where it is trained (`updater`).
 
-    `updater` is None until GRPO begins. `make_sampler` is called as `make_sampler` of
-    `pipeline.rollout.sampler` is.
+    `updater` is None until GRPO begins. `make_sampler` has the signature of `make_sampler` in
+    `pipeline.rollout.sampler`.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Policy:
         return self._make_sampler(self.model, chat, limits, dtype, is_main)
 
     def replace(self, model: Any) -> None:
-        """Go on with another model of the same shape."""
+        """Continue with another model of the same shape."""
         self.model = self._placed(model)
         self.load_weights()
 
     def load_weights(self) -> None:
-        """Give the sampler the weights as they are now."""
+        """Give the sampler the current weights."""
         self.rollout.sampler.load_weights(trained_weights(self.model))
 
     def make_updater(
@@ -80,13 +80,17 @@ class Policy:
         saved: Mapping[str, Any],
         stages: Sequence[Stage],
     ) -> Updater:
-        """Begin GRPO, with the model as it is or where the checkpoint to resume from stands."""
-        config, resumed = self._config, checkpointer.resumed
+        """Begin GRPO, with the current model or from the checkpoint to resume from."""
+        config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
         if config.model.use_peft:
-            self._attach_adapters(checkpointer)
-        if config.grpo.gradient_checkpointing:  # after that: what samples recomputes nothing
+            base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
+            model = lora.attach(self.model, config.model, base, config.run.seed)
+            self.model = model.to(self.accelerator.device)
+            del self.rollout.sampler  # frees memory for the one that takes adapters
+            self.rollout.sampler = self._sampler(chat, is_main=False)  # no second warning
+        if config.grpo.gradient_checkpointing:  # not in the sampler's copy of the model
             recompute_layers(self.model)
-        # What is sampled has no dropout, so what is trained, the reference and probes have none.
+        # Without dropout, as in sampling; so are the reference and probes.
         module = TokenLogprobs(self.model, config.rollout.temperature).eval()
         if config.grpo.padding_free:
             refuse_mixed_up_sequences(module)
@@ -98,7 +102,7 @@ class Policy:
             reference = Reference(module)
         if resumed is not None and (reference is not None or config.model.use_peft):
             self._set_weights(resumed)
-        pad_id = self.rollout.chat.tokenizer.pad_token_id or 0
+        pad_id = chat.tokenizer.pad_token_id or 0
         updater = Updater(self.accelerator, module, self._ranks, config, pad_id, reference)
         updater.faults_folder = checkpointer.run_folder / "faults"
         if resumed is not None:
@@ -107,13 +111,6 @@ class Policy:
         self.load_weights()
         self.updater = updater
         return updater
-
-    def _attach_adapters(self, checkpointer: Checkpointer) -> None:
-        settings, seed, chat = self._config.model, self._config.run.seed, self.rollout.chat
-        base = base_of_adapters(self.model, settings, self._ranks, checkpointer)
-        self.model = lora.attach(self.model, settings, base, seed).to(self.accelerator.device)
-        del self.rollout.sampler  # its memory is for the one that takes adapters
-        self.rollout.sampler = self._sampler(chat, is_main=False)  # which says nothing twice
 
     def _set_weights(self, folder: Path | None) -> None:
         set_weights(self.model, folder, self._config, self.rollout.chat.tokenizer)

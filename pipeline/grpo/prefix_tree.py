@@ -1,20 +1,20 @@
-"""Sequences that begin alike: what they have in common is computed once, and exactly.
+"""Prefix sharing: common prefixes of sequences are computed once, and exactly.
 
 The episodes of a group begin with one prompt, and often with the same first calls. What a model
-computes at a token depends on the tokens before it alone, so the common beginning of two sequences
-is one computation, whose gradients add up. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433)
-shares prompts so, AReaL's tree training every common beginning, as is done here: the tokens of all
-sequences, each beginning once and without padding, stand in one row. Only attention looks beyond
-its own token. There each sequence gathers the keys and values on its path through the row, and
-asks for the outputs that no sequence before it has.
+computes at a token depends only on the tokens before it, so a common prefix of two sequences is one
+computation, whose gradients add up. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares
+prompts in this way, AReaL's tree training all common prefixes, as is done here: one row holds the
+tokens of all sequences, each prefix once and without padding. Only attention uses other tokens than
+its own. There each sequence gathers the keys and values on its path through the row, and computes
+the outputs that no sequence before it has.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,46 +29,45 @@ from pipeline.models.capabilities import unserved
 from pipeline.rollout.sequences import num_common
 
 NAME = "sdpa_prefixes"  # among transformers' attention implementations
-NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # transformers shall make none
-# Paths whose lengths differ by less than this factor share an attention call.
-SIMILAR = 1.5
+NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # keeps transformers from making one
+SIMILAR = 1.5  # paths whose lengths differ by less than this factor share an attention call
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Sequences in one row, in which their common beginnings stand once."""
+class Row(NamedTuple):
+    """Sequences in one row, which holds their common prefixes once."""
 
     ids: list[int]
     positions: list[int]  # of each token in its sequences
-    paths: list[list[int]]  # of each sequence, the places of its tokens
+    paths: list[list[int]]  # the places of each sequence's tokens in the row
     tree: PrefixTree
 
 
 def shared_row(sequences: Sequence[list[int]]) -> Row:
-    """The row of sequences that come in lexicographic order.
+    """The row of sequences in lexicographic order.
 
-    In that order a sequence has with the one before it all in common that it has with any.
+    In that order, no earlier sequence has a longer common prefix with a sequence than the one
+    directly before it.
     """
     row: list[int] = []
     positions: list[int] = []
     paths: list[list[int]] = []
-    leaves: list[tuple[int, list[int]]] = []  # paths, and from where on their outputs are new
+    leaves: list[tuple[int, list[int]]] = []  # (index of the first new output, path)
     for number, ids in enumerate(sequences):
         before, path = (sequences[number - 1], paths[-1]) if number else ([], [])
         assert before <= ids, "sequences are not in lexicographic order"
         common = num_common(before, ids)
         first = common
-        if leaves and common == len(before):  # the one before is all of it a beginning
+        if leaves and common == len(before):  # the sequence before is a prefix of this one
             first = leaves.pop()[0]
         paths.append([*path[:common], *range(len(row), len(row) + len(ids) - common)])
         leaves.append((first, paths[-1]))
         row += ids[common:]
         positions += range(common, len(ids))
-    return Row(ids=row, positions=positions, paths=paths, tree=_tree(leaves, len(row)))
+    return Row(row, positions, paths, _tree(leaves, len(row)))
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
-    """Blocks of paths that are alike in length, and in how much of them is new."""
+    """Blocks of paths with similar lengths and similar numbers of new tokens."""
     alike: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
     for first, path in leaves:
         lengths = int(math.log(len(path), SIMILAR)), int(math.log(len(path) - first, SIMILAR))
@@ -82,7 +81,7 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
         longest = max(len(path) for _, path in block)
         for first, path in block:
             begin = len(queries) + first - start
-            # New tokens of a path stand one after the other in the row.
+            # The new tokens of a path are neighbours in the row.
             outputs[path[first] : path[-1] + 1] = range(begin, begin + len(path) - first)
             padded = path + [0] * (longest - len(path))
             keys += padded
@@ -97,14 +96,12 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
 
 
 def follow_prefixes(model: Any) -> bool:
-    """Let the model's attention follow prefix trees; False where it cannot.
+    """Let the model's attention follow prefix trees; False if it cannot.
 
-    It can where transformers' scaled_dot_product_attention computes full attention in all layers.
+    It can if all layers have full attention through transformers' scaled_dot_product_attention.
     """
-    config = model.config
-    if unserved(config.get_text_config()) is not None or not getattr(
-        model, "_supports_attention_backend", False
-    ):
+    config, can_switch = model.config, getattr(model, "_supports_attention_backend", False)
+    if unserved(config.get_text_config()) is not None or not can_switch:
         return False
     if config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)
@@ -129,37 +126,33 @@ def attend(
     if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     special = ("softcap", "position_bias", "s_aux", "sliding_window")
-    found = [name for name in special if settings.get(name) is not None]
-    if found:
-        raise UserError(f"share_prefixes: this model's attention has {found[0]}; set it false")
-    # Under autocast rotary positions leave queries and keys in fp32.
-    places = ((tree.queries, query), (tree.keys, key), (tree.keys, value))
-    gathered = [
-        embedding(at, states[0].transpose(0, 1).flatten(1).to(value.dtype)).unflatten(
-            1, (-1, states.shape[-1])
-        )
-        for at, states in places
-    ]
+    used = [name for name in special if settings.get(name) is not None]
+    if used:
+        raise UserError(f"share_prefixes: this model's attention has {used[0]}; set it false")
     query_sizes = [count * queries for count, queries, _ in tree.blocks]
     key_sizes = [count * keys for count, _, keys in tree.blocks]
-    pieces = (
-        states.split(sizes)
-        for states, sizes in zip(gathered, (query_sizes, key_sizes, key_sizes), strict=True)
-    )
+    pieces = []
+    for states, places, sizes in (
+        (query, tree.queries, query_sizes),
+        (key, tree.keys, key_sizes),
+        (value, tree.keys, key_sizes),
+    ):
+        # Under autocast, rotary positions leave queries and keys in fp32.
+        rows = embedding(places, states[0].transpose(0, 1).flatten(1).to(value.dtype))
+        pieces.append(rows.unflatten(1, (-1, states.shape[-1])).split(sizes))
     outputs = []
     for (count, num_queries, num_keys), *block in zip(tree.blocks, *pieces, strict=True):
         q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in block)
-        found_by_block = scaled_dot_product_attention(
+        output = scaled_dot_product_attention(
             q,
             k,
             v,
-            # Queries are the last of the keys, so causal from the lower right.
-            attn_mask=causal_lower_right(num_queries, num_keys),
+            attn_mask=causal_lower_right(num_queries, num_keys),  # queries are the last tokens
             dropout_p=settings.get("dropout", 0.0),
             scale=settings.get("scaling"),
             enable_gqa=True,
         )
-        outputs.append(found_by_block.transpose(1, 2).flatten(0, 1).flatten(1))
+        outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
     row = embedding(tree.outputs, torch.cat(outputs))
     return row.view(1, len(row), query.shape[1], -1), None
 
@@ -170,21 +163,17 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixTree:
-    """The paths of sequences through a row in which their common beginnings stand once.
+    """The paths of sequences through a row that holds their common prefixes once.
 
-    Attention computes block after block of paths, padded on the right to one length. A sequence
-    that is the beginning of another needs no path.
+    Attention computes blocks of paths, padded on the right to one length. A sequence that is a
+    prefix of another one needs no path.
     """
 
-    keys: torch.Tensor  # [K] int64, for each token of each path in all blocks its place in the row
-    queries: torch.Tensor  # [Q] int64, the same without what all paths of the block begin with
+    keys: torch.Tensor  # [K] int64, place in the row of each token of each path in all blocks
+    queries: torch.Tensor  # [Q] int64, the same without the common prefix of the block's paths
     blocks: tuple[tuple[int, int, int], ...]  # paths, queries of a path, keys of a path
-    outputs: torch.Tensor  # [T] int64, for each token of the row its place among the Q outputs
+    outputs: torch.Tensor  # [T] int64, place among the Q outputs of each token of the row
 
     def to(self, device: torch.device) -> PrefixTree:
-        return PrefixTree(
-            keys=self.keys.to(device),
-            queries=self.queries.to(device),
-            blocks=self.blocks,
-            outputs=self.outputs.to(device),
-        )
+        names = ("keys", "queries", "outputs")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})

@@ -17,7 +17,7 @@ LOGITS_PER_CHUNK = 1 << 24  # logits held at once when log-probabilities are com
 
 @torch.no_grad()
 def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
-    """UserError where the model's attention sees across sequences that are joined in one row."""
+    """UserError if the model's attention mixes sequences that are joined in one row."""
     device = next(module.parameters()).device
     sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
     positions = torch.arange(4, device=device).repeat(2)[None]
@@ -30,11 +30,11 @@ def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
 
 
 class TokenLogprobs(nn.Module):
-    """The policy as the update sees it: log-probabilities and entropies of selected tokens.
+    """The policy in the update: log-probabilities and entropies of the sampled tokens.
 
-    Only the selected positions meet the vocabulary, each once, in chunks that are recomputed in
-    the backward pass, so that logits never cost B x T x V floats. Sequences are padded on the
-    right, where causal attention cannot see, or share their beginnings (`prefix_tree.py`).
+    Logits are computed only where a token was sampled, once for each position, in chunks that the
+    backward pass recomputes, so that they never take B x T x V floats. Padding on the right does
+    not change causal attention.
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
@@ -44,10 +44,7 @@ class TokenLogprobs(nn.Module):
         self.shares_prefixes = follow_prefixes(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities of `batch.targets` and entropies in nats.
-
-        Each is [N], at least float32.
-        """
+        """Log-probabilities of `batch.targets` and entropies in nats: [N] each, float32 or more."""
         along: dict[str, Any] = {}
         if batch.tree is not None:
             assert self.shares_prefixes, "this model's attention does not follow prefix trees"
@@ -64,14 +61,12 @@ class TokenLogprobs(nn.Module):
             return self._head(head, hidden_U, which_N, batch.targets)
         firsts = torch.arange(0, len(hidden_U), size)
         ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()
-        chunks = (
-            hidden_U.split(size),
-            which_N.tensor_split(ends),
-            batch.targets.tensor_split(ends),
-        )
+        by_token = [values.tensor_split(ends) for values in (which_N, batch.targets)]
         pieces = [
             checkpoint(self._head, head, hidden, which - first, targets, use_reentrant=False)
-            for first, hidden, which, targets in zip(firsts.tolist(), *chunks, strict=True)
+            for first, hidden, which, targets in zip(
+                firsts.tolist(), hidden_U.split(size), *by_token, strict=True
+            )
         ]
         return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
 
@@ -82,7 +77,7 @@ class TokenLogprobs(nn.Module):
         which_N: torch.Tensor,
         targets_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of N tokens, of which several may have one prediction among the U distinct ones."""
+        """The same for N tokens at U distinct positions; `which_N` is each token's position."""
         logits_UV = head(hidden_U)
         at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)
         logprobs_UV = (logits_UV.to(at_least_fp32) / self.temperature).log_softmax(-1)

@@ -1,7 +1,7 @@
 """The update: even shares, micro-batches, one exchange of gradients, clip, optimizer step.
 
-Too little memory for a micro-batch, and a loss or gradient that is not finite, are data here: the
-one makes micro-batches smaller, the other skips the optimizer step.
+Faults are data: if memory does not suffice, micro-batches become smaller; if the loss or gradient
+is not finite, the optimizer step is skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.func import functional_call
 from pipeline.config.settings import Config
 from pipeline.distributed.gradients import Exchange, sharded_adamw, summed_over_ranks
 from pipeline.distributed.ranks import Ranks
-from pipeline.files.untrusted import printable
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
 from pipeline.grpo.faults import (
     find_suspects,
@@ -40,10 +39,10 @@ Computed = tuple[MicroBatch, TokenStats]
 
 
 class Reference:
-    """The reference policy: a copy of the trained parameters, put in their place for a forward.
+    """The reference policy: a copy of the trained parameters, which a forward pass can use.
 
-    With LoRA these are the adapters alone; a copy of fresh ones, whose product is zero, is the
-    base model.
+    With LoRA it copies the adapters only; with new adapters, whose product is zero, the reference
+    is the base model.
     """
 
     def __init__(self, module: TokenLogprobs) -> None:
@@ -53,26 +52,23 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the policy as it is now the reference."""
+        """Copy the current policy."""
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and name not in self.parameters:
-                self.parameters[name] = torch.empty_like(parameter, requires_grad=False)
             if parameter.requires_grad:
-                self.parameters[name].copy_(parameter)
+                self.parameters[name] = parameter.detach().clone()
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities of `batch.targets` under the reference, [N]."""
-        found: torch.Tensor = functional_call(self.module, self.parameters, (batch,))[0]
-        return found
+        logprobs: torch.Tensor = functional_call(self.module, self.parameters, (batch,))[0]
+        return logprobs
 
 
 class Updater:
     """Optimizer updates on trajectories.
 
-    `module` is the policy's TokenLogprobs, which `accelerator` has not seen yet; `reference`,
-    made of the same module, is needed where `grpo.beta` is above 0. `loss` is `grpo_loss`, or a
-    function like it.
+    `module` is the policy's TokenLogprobs, not yet prepared by `accelerator`. `reference`, made of
+    the same module, is required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
     """
 
     def __init__(
@@ -90,48 +86,45 @@ class Updater:
         self.loss = loss
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.exchange = summed_over_ranks(accelerator.prepare(Exchange(module)))
-        self.settings, self.limits, self.pad_id = config.grpo, config.rollout, pad_id
+        self.settings = settings = config.grpo
+        self.limits, self.pad_id = config.rollout, pad_id
         self.deterministic = config.run.deterministic
-        self.balances = (
-            self.settings.balance_ranks and ranks.num_ranks > 1 and not self.deterministic
-        )
-        shared = self.settings.share_prefixes and not self.settings.padding_free
+        self.balances = settings.balance_ranks and ranks.num_ranks > 1 and not self.deterministic
+        shared = settings.share_prefixes and not settings.padding_free
         self.shares_prefixes = shared and module.shares_prefixes
         if shared and not module.shares_prefixes and ranks.is_main:
             print("warning: share_prefixes is ignored; it needs sdpa and layers of full attention")
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        make = sharded_adamw if self.settings.shard_optimizer else torch.optim.AdamW
+        make = sharded_adamw if settings.shard_optimizer else torch.optim.AdamW
         self.optimizer = make(
             self.parameters,
-            lr=self.settings.learning_rate,
-            betas=(self.settings.adam_beta1, self.settings.adam_beta2),
-            weight_decay=self.settings.weight_decay,
+            lr=settings.learning_rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            weight_decay=settings.weight_decay,
             fused=True,
         )
         self.num_tokens = self.num_padded_tokens = 0  # computed so far; the latter with padding
         self.num_sampled_tokens = 0  # of this rank's episodes, trained on so far
-        # The setting, until memory does not suffice for it.
-        self.max_tokens_per_microbatch = self.settings.max_tokens_per_microbatch
+        self.max_tokens_per_microbatch = settings.max_tokens_per_microbatch  # halved without memory
         self.num_skipped = self.num_skipped_in_a_row = 0  # steps
         self.faults_folder: Path | None = None  # where micro-batches of skipped steps are kept
         self._skipped_step: int | None = None
-        # DDP arranges its buckets anew after the first exchange, and with them the order in which
-        # it adds the terms of three ranks or more: a resumed run must not begin with the other one.
+        # After its first exchange, DDP changes its buckets, and with them the order in which it
+        # adds the terms of three or more ranks; this first exchange makes resumed runs exact.
         self._exchange()
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the optimizer's state; equal on all ranks."""
-        budget = self.max_tokens_per_microbatch
-        is_smaller = budget != self.settings.max_tokens_per_microbatch
+        budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
-            "max_tokens_per_microbatch": budget if is_smaller else None,
+            "max_tokens_per_microbatch": None if budget == setting else budget,
             "num_skipped_steps": self.num_skipped,
             "num_skipped_in_a_row": self.num_skipped_in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; a setting that was made smaller since then stays so."""
+        """Continue from a checkpoint; a smaller budget of the settings is kept."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
@@ -146,10 +139,10 @@ class Updater:
     ) -> dict[str, float]:
         """One optimizer step on this rank's groups; returns statistics over all ranks.
 
-        Episodes that are not `kept` (all are, if missing) take no part. Where the loss or the
-        gradient is not finite, the optimizer step is skipped on all ranks. Raises RuntimeError on
-        all of them when this happens in more than `max_skipped_steps` steps in a row, and on one
-        whose memory does not suffice for a single episode.
+        Only episodes that are `kept` (all, if missing) take part. If the loss or gradient is not
+        finite, all ranks skip the optimizer step; if that happens in more than `max_skipped_steps`
+        steps in a row, all raise RuntimeError. A rank raises it, too, if its memory does not
+        suffice for a single episode.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
@@ -172,45 +165,114 @@ class Updater:
         if self.deterministic:
             done = self._backward_in_order(parts, num_tokens)
         else:
-            done = self._backward([item for part in parts for item in part], num_tokens)
-        found, is_finite = self._finish(done, learning_rate)
+            done = self._accumulate([item for part in parts for item in part], num_tokens)
+            self._exchange()
+            if self.ranks.num_ranks > 1:
+                self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
+        sums, is_finite = self._step(done, learning_rate)
         if not is_finite:
-            self._count_skipped(trajectories, done)
-        return statistics | {"train/skipped": int(not is_finite), **self._means(found, num_tokens)}
+            self._count_skipped(done)
+        return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
 
     def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The episodes of each group that have a term in the loss; siblings stand together."""
+        """The episodes of each group that have a term in the loss; siblings are neighbours."""
         size = self.limits.num_generations
-        starts = range(0, len(lengths), size)
-        return [
-            [i for i in range(first, min(first + size, len(lengths))) if lengths[i]]
-            for first in starts
-        ]
+        groups = [range(len(lengths))[i : i + size] for i in range(0, len(lengths), size)]
+        return [[i for i in group if lengths[i]] for group in groups]
 
     def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """Sequences and sampled tokens of all ranks: per-rank counts would make means of means."""
+        """Sequences and sampled tokens of all ranks; a mean of means is not the mean of all."""
         return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
         budget, padding_free = self.max_tokens_per_microbatch, self.settings.padding_free
         return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
 
-    def _finish(
+    def _exchange(self) -> None:
+        """Add this rank's gradients to those of the others."""
+        if self.ranks.num_ranks > 1:
+            with self.ranks.waiting("gradients"):
+                self.accelerator.backward(self.exchange())
+
+    def _backward_in_order(
+        self, groups: Sequence[Sequence[Item]], num_tokens: float
+    ) -> list[Computed]:
+        """Add the gradients of single groups in the order of the step.
+
+        Each sum then has the same terms in the same order, and each forward pass the same shapes,
+        for any number of ranks. One group's gradient per rank is exchanged at a time.
+        """
+        sizes = [parameter.numel() for parameter in self.parameters]
+        total, done = self.parameters[0].new_zeros(sum(sizes)), []
+        for turn in range(int(self.ranks.max(len(groups)))):
+            done += self._accumulate(groups[turn] if turn < len(groups) else [], num_tokens)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            mine = torch.cat([gradient.flatten() for gradient in gradients])
+            self.optimizer.zero_grad()
+            for share in self.ranks.all_gather_tensors(mine):
+                total += share
+        for parameter, share in zip(self.parameters, total.split(sizes), strict=True):
+            parameter.grad = share.view_as(parameter)
+        return done
+
+    def _accumulate(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
+        """Add up the gradients of these items in micro-batches; there must be no gradients before.
+
+        If one does not fit into memory, all are computed again with smaller ones, because its
+        unfinished backward pass may have added to the gradients.
+        """
+        while True:
+            batches, stats = self._cut(items), list[TokenStats]()
+            try:
+                for batch in batches:
+                    stats.append(self._backward_one(batch, num_tokens))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.max_tokens_per_microbatch = smaller_budget(
+                    self.max_tokens_per_microbatch, batches, len(stats), self.ranks.rank
+                )
+            else:
+                self.num_tokens += sum(batch.num_tokens for batch in batches)
+                self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
+                return list(zip(batches, stats, strict=True))
+            # Outside `except`: the frames of the exception kept the activations alive.
+            self.optimizer.zero_grad()
+            give_memory_back(self.accelerator.device)
+
+    def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
+        self.ranks.alive()
+        batch = batch.to(self.accelerator.device)
+        logprobs, entropy = self.module(batch)
+        ref_logprobs = None
+        if self.reference is not None:
+            with self.accelerator.autocast():
+                ref_logprobs = self.reference.logprobs(batch)
+        loss, stats = self.loss(logprobs, entropy, batch, self.settings, num_tokens, ref_logprobs)
+        self.accelerator.backward(loss)
+        return stats
+
+    def _step(
         self, done: Sequence[Computed], learning_rate: float
     ) -> tuple[dict[str, float], bool]:
         """Clip the gradient, the same on every rank, by its global norm, and step.
 
-        No step where the norm, or the loss of any rank, is not finite. Returns sums over the ranks
-        by the names of TokenStats, with the norm, and whether all was finite.
+        If the norm or a rank's loss is not finite, there is no step. Returns the statistics of all
+        ranks by the names of TokenStats, with the norm, and whether all was finite.
         """
-        max_norm = self.settings.max_grad_norm
-        with self.ranks.waiting("gradients"):  # on a GPU, they are waited for here
-            norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
-        sums = [*_sums([stats for _, stats in done]), norm, self.max_tokens_per_microbatch]
-        rows = torch.stack(self.ranks.all_gather_tensors(torch.tensor(sums, dtype=torch.float64)))
+        with self.ranks.waiting("gradients"):  # on a GPU, this call waits for them
+            norm = float(
+                self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+            )
+        names = [field.name for field in fields(TokenStats)]  # the last one is no sum
+        mine = torch.zeros(len(names) + 2, dtype=torch.float64)
+        mine[-2], mine[-1] = norm, self.max_tokens_per_microbatch
+        if done:
+            stats = torch.stack([torch.stack([*vars(s).values()]) for _, s in done]).double()
+            mine[: len(names)] = torch.cat([stats[:, :-1].sum(0), stats[:, -1:].amax(0)])
+        rows = torch.stack(self.ranks.all_gather_tensors(mine))
         *_, max_gaps, norms, budgets = rows.T
         self.max_tokens_per_microbatch = int(budgets.min())
-        names = [field.name for field in fields(TokenStats)]
         totals = [*rows[:, : len(names) - 1].sum(0).tolist(), float(max_gaps.max())]
         is_finite = bool(rows[:, 0].isfinite().all() and norms.isfinite().all())
         if is_finite:
@@ -221,21 +283,21 @@ class Updater:
         self.optimizer.zero_grad()
         return dict(zip(names, totals, strict=True)) | {"grad_norm": norm}, is_finite
 
-    def _means(self, found: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-        """What is logged of an update, from sums over all ranks."""
-        means = {f"train/{name}": found[name] for name in ("grad_norm", "loss", "policy_loss")}
+    def _means(self, sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+        """The metrics of an update."""
+        means = {f"train/{name}": sums[name] for name in ("grad_norm", "loss", "policy_loss")}
         if self.reference is not None:
-            means["train/kl"] = found["kl"] / num_tokens
-        means["train/entropy"] = found["entropy"] / num_tokens
-        means["train/clip_ratio"] = found["clipped"] / num_tokens
-        means["train/logprob_gap"] = found["max_logprob_gap"]
-        means["train/logprob_gap_mean"] = found["logprob_gap"] / num_tokens
+            means["train/kl"] = sums["kl"] / num_tokens
+        means["train/entropy"] = sums["entropy"] / num_tokens
+        means["train/clip_ratio"] = sums["clipped"] / num_tokens
+        means["train/logprob_gap"] = sums["max_logprob_gap"]
+        means["train/logprob_gap_mean"] = sums["logprob_gap"] / num_tokens
         if self.max_tokens_per_microbatch != self.settings.max_tokens_per_microbatch:
             means["train/max_tokens_per_microbatch"] = self.max_tokens_per_microbatch
         return means
 
-    def _count_skipped(self, trajectories: Sequence[Trajectory], done: Sequence[Computed]) -> None:
-        """Keep the micro-batches at fault and say so; RuntimeError where it happens too often.
+    def _count_skipped(self, done: Sequence[Computed]) -> None:
+        """Save the suspects and print a warning; RuntimeError after too many skipped steps.
 
         Several updates on the episodes of one step count once.
         """
@@ -245,100 +307,13 @@ class Updater:
             self.num_skipped_in_a_row += 1
         self._skipped_step = step
         batches, losses = [batch for batch, _ in done], [float(stats.loss) for _, stats in done]
-        suspects = find_suspects(self.ranks, trajectories, batches, losses, self.faults_folder)
+        suspects = find_suspects(self.ranks, batches, losses, self.faults_folder)
         if self.num_skipped_in_a_row > self.settings.max_skipped_steps:
             raise RuntimeError(
                 f"the loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a "
-                f"row ({suspects}){suspects.where}; lower the learning rate or look at them"
+                f"row {suspects}; lower the learning rate or look at them"
             )
         if self.ranks.is_main:
             at = "" if step is None else f"step {step}: "
-            print(
-                f"warning: {at}the loss or gradient was not finite, so the update was skipped "
-                f"({printable(str(suspects))}){suspects.where}",
-                flush=True,
-            )
-
-    def _backward(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
-        """Accumulate this rank's gradient, then add it to those of the others, once."""
-        done = self._accumulate(items, num_tokens)
-        self._exchange()
-        if self.ranks.num_ranks > 1:
-            self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
-        return done
-
-    def _exchange(self) -> None:
-        if self.ranks.num_ranks > 1:
-            with self.ranks.waiting("gradients"):
-                self.accelerator.backward(self.exchange())
-
-    def _backward_in_order(
-        self, groups: Sequence[Sequence[Item]], num_tokens: float
-    ) -> list[Computed]:
-        """Add the gradients of single groups in the step's own order, group after group.
-
-        Each sum then has the same terms in the same order, and each forward pass the same shapes,
-        whatever the number of ranks. One group's gradient per rank is exchanged at a time.
-        """
-        sizes = [parameter.numel() for parameter in self.parameters]
-        total, done = self.parameters[0].new_zeros(sum(sizes)), []
-        for turn in range(int(self.ranks.max(len(groups)))):
-            done += self._accumulate(groups[turn] if turn < len(groups) else [], num_tokens)
-            mine = torch.cat([_gradient(p).flatten() for p in self.parameters])
-            self.optimizer.zero_grad()
-            for share in self.ranks.all_gather_tensors(mine):
-                total += share
-        for parameter, share in zip(self.parameters, total.split(sizes), strict=True):
-            parameter.grad = share.view_as(parameter)
-        return done
-
-    def _accumulate(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
-        """Add the gradients of these items up in micro-batches, where there are none before.
-
-        Where one does not fit into memory, all start again with smaller ones: what its backward
-        pass had added already cannot be taken off.
-        """
-        while True:
-            batches, found = self._cut(items), []
-            try:
-                for batch in batches:
-                    found.append(self._backward_one(batch, num_tokens))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self.max_tokens_per_microbatch = smaller_budget(
-                    self.max_tokens_per_microbatch, batches, len(found), self.ranks.rank
-                )
-            else:
-                self.num_tokens += sum(batch.num_tokens for batch in batches)
-                self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
-                return list(zip(batches, found, strict=True))
-            # Here, and no sooner, the exception is gone, whose frames held the activations.
-            self.optimizer.zero_grad()
-            give_memory_back(self.accelerator.device)
-
-    def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
-        self.ranks.alive()
-        batch = batch.to(self.accelerator.device)
-        logprobs, entropy = self.module(batch)
-        ref_logprobs = None if self.reference is None else self._ref_logprobs(batch)
-        loss, stats = self.loss(logprobs, entropy, batch, self.settings, num_tokens, ref_logprobs)
-        self.accelerator.backward(loss)
-        return stats
-
-    def _ref_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        assert self.reference is not None
-        with self.accelerator.autocast():
-            return self.reference.logprobs(batch)
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _sums(found: Sequence[TokenStats]) -> list[float]:
-    """Sums of every statistic but the last, the largest gap, and the largest of that."""
-    if not found:
-        return [0.0] * len(fields(TokenStats))
-    stacked = torch.stack([torch.stack([v.double() for v in vars(s).values()]) for s in found])
-    return [*stacked[:, :-1].sum(0).tolist(), float(stacked[:, -1].max())]
+            why = "the loss or gradient was not finite, so the update was skipped"
+            print(f"warning: {at}{why} {suspects}", flush=True)

@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.tiny import tiny_tokenizer
-from pipeline.sft import check_demonstrations, try_demonstrations
+from pipeline.sft import check_demonstrations
 
 NUM_TRIED = 1000  # tasks of a source that are tried in their environment before a run
 NUM_LONGEST = 64  # prompts that are tokenized to find the longest
@@ -75,7 +75,6 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     """
     data = config.data
     domains = load_domains(data)
-    check_demonstrations(config, domains)
 
     def held_back(count: int, split: str) -> dict[str, list[Task]]:
         return {name: generated(data, domain, count, split) for name, domain in domains.items()}
@@ -95,7 +94,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     else:
         tokenizer = load_tokenizer(config.model, domains.values())
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
-    try_demonstrations(config, chat)
+    check_demonstrations(config, domains, chat)
     prepared = Prepared(
         domains=domains,
         train=train,

@@ -19,7 +19,7 @@ from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
-from pipeline.grpo.micro_batches import bare_trajectory, make_micro_batches
+from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.models import lora
 from pipeline.models.capabilities import refuse_changed_logits, unserved
@@ -146,8 +146,16 @@ def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
             assert message is not None
             sampled = zip(message.ids, message.logprobs, strict=True)
             completion += [(token, True, logprob) for token, logprob in sampled]
-    columns = [map(list, zip(*completion, strict=True)) for completion in completions]
-    return [bare_trajectory(p, *parts) for p, parts in zip(prompts, columns, strict=True)]
+    for episode in episodes:
+        sampler.close(episode)
+    names = ("completion_ids", "loss_mask", "logprobs")
+    columns: list[dict[str, Any]] = [
+        dict(zip(names, map(list, zip(*c, strict=True)), strict=True)) for c in completions
+    ]
+    return [
+        Trajectory(domain="", task_id="", prompt_ids=prompt, **parts)
+        for prompt, parts in zip(prompts, columns, strict=True)
+    ]
 
 
 def _ids(number: int, count: int, vocabulary: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Sampling conversations through `model.generate`, for models that the row cache cannot serve.
 
-Sliding windows and linear attention keep no key and value of every position, so there is nothing
-that a row could go on from: each message computes its whole conversation anew.
+Models with sliding windows or linear attention do not keep the keys and values of every position,
+so a row could not be continued: each message computes its whole conversation anew.
 
 Legend: B sequences, T tokens, V vocabulary.
 """
@@ -14,15 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import StoppingCriteriaList
 
-from pipeline.rollout.sequences import (
-    ModelSampler,
-    logprobs_of,
-    pick,
-)
+from pipeline.rollout.sequences import ModelSampler, logprobs_of, streams_of
 from pipeline.rollout.trajectory import Sampled
 
 TOKENS_PER_BATCH = 1 << 17  # of conversations computed side by side, padding included
@@ -30,7 +25,7 @@ TOKENS_PER_BATCH = 1 << 17  # of conversations computed side by side, padding in
 
 @dataclass(kw_only=True, eq=False)
 class GenerateEpisode:
-    """One conversation inside the sampler, which is in no cache between messages."""
+    """One conversation inside the sampler; no cache holds it between messages."""
 
     key: int  # of its stream of draws
     ids: list[int]
@@ -40,13 +35,12 @@ class GenerateEpisode:
 class GenerateSampler(ModelSampler):
     """The calls of `Sampler`, and the draws of the row sampler, on transformers' own cache.
 
-    Conversations that are not equally long are padded on the left, unless `pads` is False, because
-    that would change what the model computes; then only equally long ones are computed side by
-    side.
+    Shorter conversations are padded on the left. Where padding changes what the model computes
+    (`pads` is False), only conversations of equal length are computed side by side.
     """
 
     def _prepare(self) -> None:
-        # A checkpoint's own way to sample (top_k, penalties) would come on top of ours.
+        # Sampling settings of a checkpoint (top_k, penalties) would be applied as well.
         self.model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
         self.pads = padding_is_harmless(self.model)
 
@@ -75,20 +69,20 @@ class GenerateSampler(ModelSampler):
     ) -> list[Sampled | None]:
         """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
 
-        All are complete when it returns, whatever `until` asks for at least.
+        All are complete when it returns, whatever `until` is.
         """
-        found: list[Sampled | None] = [None] * len(episodes)
+        messages: dict[int, Sampled] = {}
         for batch in self._batches(episodes):
             rows = [episodes[i] for i in batch]
-            messages = self._generate(rows, [max_tokens[i] for i in batch], greedy)
-            for i, message in zip(batch, messages, strict=True):
-                found[i] = message
-                episodes[i].ids += message.ids
-                episodes[i].num_sampled += len(message.ids)
-        return found
+            sampled = self._generate(rows, [max_tokens[i] for i in batch], greedy)
+            messages.update(zip(batch, sampled, strict=True))
+            for episode, message in zip(rows, sampled, strict=True):
+                episode.ids += message.ids
+                episode.num_sampled += len(message.ids)
+        return [messages[i] for i in range(len(episodes))]
 
     def _batches(self, episodes: Sequence[GenerateEpisode]) -> Iterator[list[int]]:
-        """Indices of the conversations to compute side by side, those of like lengths together."""
+        """Indices of the conversations to compute side by side: neighbours in order of length."""
         lengths = [len(episode.ids) for episode in episodes]
         batch: list[int] = []
         for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):
@@ -106,15 +100,32 @@ class GenerateSampler(ModelSampler):
         self, rows: Sequence[GenerateEpisode], limits: Sequence[int], greedy: bool
     ) -> list[Sampled]:
         tokens_BT, mask_BT = padded([row.ids for row in rows])
-        picker = _Picker(self, rows, greedy)
+        keys, drawn = streams_of(rows)
+        stops, limits_B = torch.from_numpy(self.stops), torch.tensor(limits, device=self.device)
+        stops = stops.to(self.device)
+        tokens: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+
+        def draw(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """Draw the next token of each row, and leave generate no other choice."""
+            logprobs_BV = logprobs_of(scores, self.temperature)
+            picked = self.pick(logprobs_BV, keys, drawn + len(tokens), greedy)[:, None]
+            tokens.append(picked)
+            values.append(logprobs_BV.gather(-1, picked))
+            return torch.full_like(scores, float("-inf")).scatter_(-1, picked, 0.0)
+
+        def has_ended(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return (tokens[-1] == stops).any(-1) | (len(tokens) >= limits_B)
+
         self.model.generate(
             tokens_BT.to(self.device),
             attention_mask=mask_BT.to(self.device),
             max_new_tokens=max(limits),
-            logits_processor=LogitsProcessorList([picker]),
-            stopping_criteria=StoppingCriteriaList([_Ends(self, tokens_BT.shape[1], limits)]),
+            logits_processor=LogitsProcessorList([draw]),
+            stopping_criteria=StoppingCriteriaList([has_ended]),
         )
-        picked, chosen = (torch.stack(x, 1).cpu().numpy() for x in (picker.picked, picker.chosen))
+        # Rows that have ended are drawn on until the last one ends; those tokens are ignored.
+        picked, chosen = (torch.cat(x, 1).cpu().numpy() for x in (tokens, values))
         stopped = (picked[:, :, None] == self.stops).any(2)
         ends = stopped | (np.arange(1, picked.shape[1] + 1) >= np.array(limits)[:, None])
         counts = ends.argmax(1) + 1
@@ -131,46 +142,8 @@ class GenerateSampler(ModelSampler):
         ]
 
 
-class _Picker(LogitsProcessor):
-    """Draws the token of each row and leaves generate no other; keeps it and its log-probability.
-
-    Rows that are at their end draw on; what they draw is ignored.
-    """
-
-    def __init__(
-        self, sampler: GenerateSampler, rows: Sequence[GenerateEpisode], greedy: bool
-    ) -> None:
-        self.sampler, self.greedy = sampler, greedy
-        self.keys: NDArray[np.uint64] = np.array([row.key for row in rows], dtype=np.uint64)
-        self.drawn: NDArray[np.int64] = np.array([row.num_sampled for row in rows])
-        self.picked: list[torch.Tensor] = []
-        self.chosen: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        sampler = self.sampler
-        logprobs_BV = logprobs_of(scores, sampler.temperature)
-        places = self.keys, self.drawn + len(self.picked)
-        picked = pick(logprobs_BV, *places, self.greedy, sampler.top_k, sampler.top_p)
-        self.picked.append(picked)
-        self.chosen.append(logprobs_BV.gather(-1, picked[:, None])[:, 0])
-        return torch.full_like(scores, float("-inf")).scatter_(-1, picked[:, None], 0.0)
-
-
-class _Ends(StoppingCriteria):
-    """Ends a row at its end of turn, at another stop or at its limit."""
-
-    def __init__(self, sampler: GenerateSampler, start: int, limits: Sequence[int]) -> None:
-        self.start = start
-        self.stops = torch.from_numpy(sampler.stops).to(sampler.device)
-        self.limits = torch.tensor(limits, device=sampler.device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        at_end = (input_ids[:, -1:] == self.stops).any(-1)
-        return at_end | (input_ids.shape[1] - self.start >= self.limits)
-
-
 def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences, padded on their left, and the mask of what is theirs, [B, T] each."""
+    """The sequences, padded on the left, and the mask of real tokens, [B, T] each."""
     longest = max(map(len, sequences))
     tokens = [[0] * (longest - len(ids)) + ids for ids in sequences]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in sequences]
@@ -179,7 +152,7 @@ def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def padding_is_harmless(model: Any) -> bool:
-    """Whether a row is computed alike alone and behind padding, in the prompt and after it."""
+    """Whether padding on the left leaves a row's logits unchanged, in the prompt and after it."""
     device, size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
 
     def logits(sequences: list[list[int]]) -> torch.Tensor:

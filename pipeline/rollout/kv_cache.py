@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# Shapes come in multiples of these: a row is then rounded alike in batches of other sizes.
+# Shapes are multiples of these, so that a row's rounding seldom depends on the size of its batch.
 ROWS, LENGTHS = 4, 16
 
 
@@ -29,8 +29,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of [B, heads, T, size] whose heads may share keys and values, [B, fewer, ...].
 
-    Returns [B, T, heads, size of a value]. Heads that share keys stand one below the other as more
-    queries, so that nothing is repeated.
+    Returns [B, T, heads, size of a value]. Heads that share keys are computed as more queries of
+    one head, so that keys and values need not be repeated.
     """
     batch, heads, num_queries, size = query.shape
     shared = heads // key.shape[1]
@@ -50,18 +50,21 @@ AttentionInterface.register("row_cache", attend)
 class _RowLayer(CacheLayerMixin):
     """Keys and values of a layer, [rows, heads, positions, size], each row at its own positions."""
 
+    keys: Any
+    values: Any
+
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # Latent attention keeps other sizes as values than as keys.
-        self.keys, self.values = self._empty(key_states), self._empty(value_states)
+        # In latent attention, values have another size than keys.
+        rows, capacity = self.cache.num_rows, self.cache.capacity
+        self.keys, self.values = (
+            states.new_zeros((rows, states.shape[1], capacity, states.shape[3]))
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
-
-    def _empty(self, states: torch.Tensor) -> torch.Tensor:
-        _, heads, _, size = states.shape
-        return states.new_zeros((self.cache.num_rows, heads, self.cache.capacity, size))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -69,8 +72,7 @@ class _RowLayer(CacheLayerMixin):
         """Write [B, heads, T, size] at the cache's place; returns what the rows now hold."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        self._grow()
+        self.grow()
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
     def _write(self, held: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -80,8 +82,8 @@ class _RowLayer(CacheLayerMixin):
             return held[: len(states), :, : cache.length]
         return held[:, :, : cache.length].index_select(0, cache.rows)
 
-    def _grow(self) -> None:
-        assert self.keys is not None and self.values is not None, "a layer does not use the cache"
+    def grow(self) -> None:
+        """Have as many rows and positions as the cache."""
         rows = self.cache.num_rows - self.keys.shape[0]
         positions = self.cache.capacity - self.keys.shape[2]
         if rows > 0 or positions > 0:
@@ -102,8 +104,10 @@ class _RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """A key-value cache whose rows stand at their own positions."""
 
-    def __init__(self, num_layers: int, num_rows: int, capacity: int, device: Any) -> None:
-        self.num_rows, self.capacity, self.length = num_rows, capacity, 0
+    layers: list[Any]
+
+    def __init__(self, num_layers: int, capacity: int, device: Any) -> None:
+        self.num_rows, self.capacity, self.length = 0, capacity, 0
         self.rows = self.positions = torch.empty(0, dtype=torch.int64)
         self.first_rows = True
         self._visible = torch.empty(0, dtype=torch.int64, device=device)
@@ -112,9 +116,9 @@ class RowCache(Cache):
     def place(
         self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
     ) -> torch.Tensor:
-        """Say where the next forward writes, with no position at `end` or beyond it.
+        """Set where the next forward pass writes, at positions below `end`.
 
-        `first_rows` says that `rows` are 0, 1, ...: what they hold then needs no copy. Returns the
+        With `first_rows`, `rows` are 0, 1, ..., and no copy of their content is needed. Returns the
         attention mask to add, [B, 1, T, length] float32.
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
@@ -123,41 +127,28 @@ class RowCache(Cache):
             self.capacity = max(self.length, self.capacity + self.capacity // 4)
         if len(self._visible) < self.capacity:
             self._visible = torch.arange(self.capacity, device=self._visible.device)
-        hidden = self._visible[: self.length] > positions_BT[:, :, None]
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)[
-            :, None
-        ]
-
-    def add_rows(self, num_rows: int) -> None:
-        """Have at least so many rows."""
-        self.num_rows = max(self.num_rows, num_rows)
+        hidden = (self._visible[: self.length] > positions_BT[:, :, None])[:, None]
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of rows to others."""
-        for layer in self._layers():
-            layer._grow()
+        for layer in self.layers:
+            layer.grow()
             for held in (layer.keys, layer.values):
-                assert held is not None
                 held[target, :, :length] = held[source, :, :length]
 
     def take_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of the first positions of a row: keys and values of each layer."""
-        found = []
-        for layer in self._layers():
-            assert layer.keys is not None and layer.values is not None
-            keys, values = layer.keys[row, :, :length], layer.values[row, :, :length]
-            found.append((keys.clone(), values.clone()))
-        return found
+        return [
+            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+            for layer in self.layers
+        ]
 
     def put_in(self, row: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Give a row what `take_out` took."""
-        for layer, (keys, values) in zip(self._layers(), held, strict=True):
+        """Write the result of `take_out` into a row."""
+        for layer, (keys, values) in zip(self.layers, held, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys[None], values[None])
-            layer._grow()
-            assert layer.keys is not None and layer.values is not None
+            layer.grow()
             length = keys.shape[1]
             layer.keys[row, :, :length], layer.values[row, :, :length] = keys, values
-
-    def _layers(self) -> list[_RowLayer]:
-        return [layer for layer in self.layers if isinstance(layer, _RowLayer)]

@@ -1,15 +1,12 @@
-"""Playing episodes, each until it ends.
-
-The sampler's messages go to environments, and their replies back.
-"""
+"""Plays episodes: messages go from the sampler to environments, and replies back."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -18,7 +15,7 @@ from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.timeouts import Calls, Guard, Work
+from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
     Outcome,
@@ -35,42 +32,48 @@ from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
 NO_OUTCOME = Outcome(0.0, {}, {})
-UNKNOWN_TOOL = "unknown"  # what calls of tools that do not exist are counted under
-TURN_SHARE = 0.25  # of the messages under way: so many are completed before any is answered
+UNKNOWN_TOOL = "unknown"  # the name under which calls of tools that do not exist are counted
+TURN_SHARE = 0.25  # fraction of running messages to finish before replies are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """An episode to play: a task, which trial of it, and the key of its draws."""
+    """An episode to play: a task, the number of the trial, and the key of its draws."""
 
     task: Task
     trial: int
     key: int
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Episode:
-    """An episode under way."""
+    """An episode under way; fields of its Trajectory have the same names here."""
 
     start: Start
-    beside: bool  # its environment works in the background
-    messages: list[Message] = field(default_factory=list)
+    in_background: bool  # whether its environment works in a thread
     environment: Any = None
-    addition: str = ""  # to the request, of the environment's
+    addition: str = ""  # text of the environment that is appended to the request
+    handle: Handle = None  # of its open conversation in the sampler
+    replies: list[Message] = field(default_factory=list)  # to the last message; after `wait`
+    wait: Callable[[], None] | None = None  # waits for the environment's work, if that is under way
+    excused: str = ""  # "reset" or "reply" during these calls, whose failure is left out
+    outcome: Outcome = NO_OUTCOME
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    handle: Handle = None  # of its sampler, while the conversation is open there
+    messages: list[Message]
     stop_reason: StopReason | None = None
     num_turns: int = 0
     num_malformed_calls: int = 0
     num_tool_errors: int = 0
-    outcome: Outcome = NO_OUTCOME
     error: str = ""
-    serves: str = ""  # reset or reply, while that is called: the policy is not answerable for it
     left_out: str = ""
-    tools: dict[str, list[int]] = field(default_factory=dict)  # calls, and those with an error
+    tools: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Add sampled tokens (with their log-probabilities), or a reply's (without)."""
@@ -78,58 +81,31 @@ class _Episode:
         self.loss_mask += [logprobs is not None] * len(ids)
         self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
 
-    def fail(self, fault: EnvironmentFault) -> None:
-        self.stop_reason, self.error = StopReason.ENVIRONMENT_ERROR, str(fault)
-        self.left_out = "outage" if fault.outage else self.serves
-
     def trajectory(self) -> Trajectory:
         assert self.stop_reason is not None
-        task = self.start.task
+        task, names = self.start.task, {f.name for f in fields(Trajectory)}
         return Trajectory(
             domain=task.domain,
             task_id=task.id,
             family=task.family,
             branch=task.branch,
             trial=self.start.trial,
-            prompt_ids=self.prompt_ids,
-            completion_ids=self.completion_ids,
-            loss_mask=self.loss_mask,
-            logprobs=self.logprobs,
-            messages=self.messages,
-            stop_reason=self.stop_reason,
             reward=self.outcome.reward,
-            num_turns=self.num_turns,
-            num_malformed_calls=self.num_malformed_calls,
-            num_tool_errors=self.num_tool_errors,
-            error=self.error,
-            left_out=self.left_out,
-            tools=self.tools,
             reward_breakdown=self.outcome.reward_breakdown,
             difference=self.outcome.difference,
+            **{name: value for name, value in vars(self).items() if name in names},
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Turn:
-    """A message that was sampled, and the replies to it, which are there after `wait`."""
-
-    episode: _Episode
-    replies: list[Message] = field(default_factory=list)
-    wait: Callable[[], None]
-    in_background: bool = False
-    limited: bool = False  # replies are results of tools, whose length has a limit
-
-
-def _nothing(*_: Any) -> None:
-    """Where there is nobody to tell, or nothing to wait for."""
+EpisodeWork = Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
 
 
 class Rollout:
     """Plays episodes of any domain with one sampler, one chat format and the recipe's limits.
 
-    `on_progress` is told what comes next: domain/task_id before each call of an environment or wait
-    for one, nothing ("") before each pass of the sampler. What it raises at a pass ends the
-    rollout, which leaves no conversation open and can be used again.
+    `on_progress` is called with domain/task_id before each call of an environment or wait for one,
+    and with "" before each call of the sampler. An exception that it raises before a call of the
+    sampler ends the rollout, which leaves no conversation open and can be used again.
     """
 
     def __init__(
@@ -140,11 +116,11 @@ class Rollout:
         limits: RolloutSettings,
         deterministic: bool = False,
         *,
-        on_progress: Callable[[str], None] = _nothing,
+        on_progress: Callable[[str], None] = lambda key: None,
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
-        self.environment_s = 0.0  # spent in environments, or waiting for them
+        self.environment_s = 0.0  # seconds spent in environments, or waiting for them
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
     def __call__(self, starts: Sequence[Start], greedy: bool = False) -> list[Trajectory]:
@@ -159,154 +135,125 @@ class Rollout:
         return [trajectory for group in together for trajectory in self._play(group, greedy)]
 
     def _play(self, starts: Sequence[Start], greedy: bool) -> list[Trajectory]:
-        """Play at most `max_live_episodes` side by side; waiting ones take the places of others.
-
-        Messages are taken when a share of those under way is complete, so that replies are
-        computed together. Episodes whose environment works in the background are waited for once
-        they are more than the others: the order of work depends on counts, never on time.
-        """
-        beside = {domain: may_wait(known) for domain, known in self.environments.items()}
-        episodes = [_Episode(start=start, beside=beside[start.task.domain]) for start in starts]
+        """Play the episodes, at most `max_live_episodes` side by side, and score them."""
+        background = {name: may_wait(known) for name, known in self.environments.items()}
+        episodes = [
+            _Episode(
+                start=start,
+                in_background=background[start.task.domain],
+                messages=[dict(message) for message in start.task.prompt],
+            )
+            for start in starts
+        ]
         try:
-            self._play_out(episodes, greedy)
-            return self._score(episodes)
+            self._play_turns(deque(episodes), greedy)
+            for episode in episodes:
+                if episode.stop_reason is not StopReason.ENVIRONMENT_ERROR:
+                    self._begin(episode, _score)
+            for episode in episodes:
+                self._wait(episode)
         except BaseException:
             self._calls.forget()
             for episode in episodes:
                 self._close(episode)
             raise
+        return [episode.trajectory() for episode in episodes]
 
-    def _play_out(self, episodes: Sequence[_Episode], greedy: bool) -> None:
-        waiting, live, away = deque(episodes), list[_Episode](), list[_Turn]()
+    def _play_turns(self, waiting: deque[_Episode], greedy: bool) -> None:
+        """Play until all episodes have ended.
+
+        Episodes whose environment works in the background are waited for once they outnumber the
+        others: the order of work depends on counts, never on time.
+        """
+        live: list[_Episode] = []  # the sampler has their next message to sample
+        away: list[_Episode] = []  # their environment works in the background
         while waiting or live or away:
-            live += self._admit(waiting, self.limits.max_live_episodes - len(live) - len(away))
-            turns = self._sample(live, greedy) if live else []
-            gone = {id(turn.episode) for turn in turns}
-            live = [episode for episode in live if id(episode) not in gone]
-            ready = [turn for turn in turns if not turn.in_background]
-            away += [turn for turn in turns if turn.in_background]
+            live += self._start(waiting, self.limits.max_live_episodes - len(live) - len(away))
+            answered = self._sample(live, greedy) if live else []
+            gone = set(answered)
+            live = [episode for episode in live if episode not in gone]
+            ready = [episode for episode in answered if episode.wait is None]
+            away += [episode for episode in answered if episode.wait is not None]
             if len(away) > len(live) + len(ready):
                 ready, away = [*ready, *away], []
-            live += [turn.episode for turn in ready if self._go_on(turn)]
+            live += [episode for episode in ready if self._continue(episode)]
 
-    def _admit(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
-        """Start episodes in free places, many at a time; returns those that are under way."""
+    def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
+        """Start episodes in free places, many at a time; returns those that go on."""
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.limits.max_live_episodes // 4)):
             return []
         episodes = [waiting.popleft() for _ in range(count)]
-        for wait in [self._begin(e, partial(self._reset, e)) for e in episodes]:
-            wait()
         for episode in episodes:
-            self._prompt(episode)
-        begun = [episode for episode in episodes if episode.stop_reason is None]
-        if begun:
-            keys = [episode.start.key for episode in begun]
-            handles = self.sampler.open([episode.prompt_ids for episode in begun], keys)
-            for episode, handle in zip(begun, handles, strict=True):
+            self._begin(episode, self._reset)
+        for episode in episodes:
+            self._wait(episode)
+            if episode.stop_reason is None:
+                self._encode_prompt(episode)
+        live = [episode for episode in episodes if episode.stop_reason is None]
+        if live:
+            prompts, keys = [e.prompt_ids for e in live], [e.start.key for e in live]
+            for episode, handle in zip(live, self.sampler.open(prompts, keys), strict=True):
                 episode.handle = handle
-        return begun
+        return live
 
     async def _reset(self, episode: _Episode, guard: Guard) -> None:
-        task = episode.start.task
+        task, episode.excused = episode.start.task, "reset"
         start = partial(started, self.environments[task.domain], task.row())
-        episode.serves = "reset"
-        episode.environment, episode.addition, episode.beside = await guard("reset", start)
+        episode.environment, episode.addition, episode.in_background = await guard("reset", start)
 
-    def _prompt(self, episode: _Episode) -> None:
-        task = episode.start.task
-        episode.messages = [dict(message) for message in task.prompt]
-        if episode.stop_reason is not None:
-            return
+    def _encode_prompt(self, episode: _Episode) -> None:
         if episode.addition:
-            request = episode.messages[-1]
-            episode.messages[-1] = {**request, "content": request["content"] + episode.addition}
-        tools = tool_schemas(self.environments[task.domain])
+            episode.messages[-1]["content"] += episode.addition
+        tools = tool_schemas(self.environments[episode.start.task.domain])
         episode.prompt_ids = self.chat.prompt_ids(episode.messages, tools)
-        if self._size(episode) >= self.limits.max_tokens:
+        if episode.num_tokens >= self.limits.max_tokens:
             episode.stop_reason = StopReason.MAX_TOKENS
 
-    def _sample(self, live: Sequence[_Episode], greedy: bool) -> list[_Turn]:
-        """Sample until a share of the messages is complete; returns their turns."""
+    def _sample(self, live: Sequence[_Episode], greedy: bool) -> list[_Episode]:
+        """Sample until a share of the messages is complete; returns the episodes of these."""
         self.on_progress("")
         limits = self.limits
-        room = [min(limits.max_tokens_per_turn, limits.max_tokens - self._size(e)) for e in live]
+        room = [min(limits.max_tokens_per_turn, limits.max_tokens - e.num_tokens) for e in live]
         until = math.ceil(len(live) * TURN_SHARE)
-        sampled = self.sampler.sample([e.handle for e in live], room, greedy, until)
-        return [
-            self._begin_turn(episode, message)
-            for episode, message in zip(live, sampled, strict=True)
-            if message is not None
-        ]
+        messages = self.sampler.sample([e.handle for e in live], room, greedy, until)
+        pairs = zip(live, messages, strict=True)
+        complete = [(episode, message) for episode, message in pairs if message is not None]
+        for episode, message in complete:
+            self._take(episode, message)
+        return [episode for episode, _ in complete]
 
-    def _begin_turn(self, episode: _Episode, sampled: Sampled) -> _Turn:
-        """Take one sampled message and let the environment or the user answer it."""
+    def _take(self, episode: _Episode, sampled: Sampled) -> None:
+        """Add a message to its episode, and let the environment or the user answer it."""
         episode.append(sampled.ids, sampled.logprobs)
         episode.num_turns += 1
+        episode.replies = []
         tools = tool_schemas(self.environments[episode.start.task.domain])
         parsed = self.chat.parse(sampled.ids, tools, sampled.finished)
         episode.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             episode.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
-        turn = partial(_Turn, episode=episode)
         if not sampled.finished:
             episode.stop_reason = StopReason.MAX_TOKENS
-            return turn(wait=_nothing)
-        if parsed.malformed:
-            return turn(wait=_nothing, replies=self._refuse(episode, parsed.malformed))
-        replies: list[Message] = []
-        return turn(
-            wait=self._begin(episode, partial(self._answer, episode, parsed, replies)),
-            replies=replies,
-            in_background=episode.beside,
-            limited=bool(parsed.calls),
-        )
+        elif parsed.malformed:
+            episode.num_malformed_calls += 1
+            if episode.num_malformed_calls > self.limits.max_malformed_calls:
+                episode.stop_reason = StopReason.MALFORMED_CALL
+            content = error_result(f"malformed call: {parsed.malformed}")
+            episode.replies = [{"role": "tool", "name": "error", "content": content}]
+        else:
+            self._begin(episode, partial(_answer, parsed))
 
-    def _refuse(self, episode: _Episode, malformed: str) -> list[Message]:
-        episode.num_malformed_calls += 1
-        if episode.num_malformed_calls > self.limits.max_malformed_calls:
-            episode.stop_reason = StopReason.MALFORMED_CALL
-        content = error_result(f"malformed call: {malformed}")
-        return [{"role": "tool", "name": "error", "content": content}]
-
-    @staticmethod
-    async def _answer(
-        episode: _Episode, parsed: Parsed, replies: list[Message], guard: Guard
-    ) -> None:
-        """Let the environment answer calls, or the user a message; sets how the episode ends."""
-        environment, episode.serves = episode.environment, ""
-        for name, arguments in parsed.calls:
-            answer = await guard(name, partial(answer_call, environment, name, arguments))
-            episode.num_tool_errors += answer.raised
-            known = name if name in tool_methods(type(environment)) else UNKNOWN_TOOL
-            count = episode.tools.setdefault(known, [0, 0])
-            episode.tools[known] = [count[0] + 1, count[1] + answer.is_error]
-            replies.append({"role": "tool", "name": name, "content": answer.content})
-            if answer.is_last:
-                episode.stop_reason = StopReason.COMPLETED
-                return
-        if not parsed.calls:
-            episode.serves = "reply"
-            reply = await guard("reply", partial(reply_of, environment, parsed.content))
-            if reply is None:
-                episode.serves, closing = "", partial(setattr, environment, "final_message")
-                await guard("final message", partial(closing, parsed.content))
-                episode.stop_reason = StopReason.COMPLETED
-            else:
-                replies.append({"role": "user", "content": reply})
-
-    def _go_on(self, turn: _Turn) -> bool:
-        """Feed the replies to the sampler; False where the episode has ended."""
-        turn.wait()
-        episode, replies = turn.episode, turn.replies
-        if turn.limited:
-            replies = [self._limited(reply) for reply in replies]
+    def _continue(self, episode: _Episode) -> bool:
+        """Append the replies to the last message; False if the episode has ended."""
+        self._wait(episode)
+        replies = [self._limited(reply) for reply in episode.replies]
         episode.messages += replies
         if episode.stop_reason is None and episode.num_turns >= self.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         if episode.stop_reason is None:
             ids = self.chat.reply_ids(replies)
-            if self._size(episode) + len(ids) < self.limits.max_tokens:
+            if episode.num_tokens + len(ids) < self.limits.max_tokens:
                 episode.append(ids)
                 self.sampler.extend(episode.handle, ids)
                 return True
@@ -315,7 +262,9 @@ class Rollout:
         return False
 
     def _limited(self, reply: Message) -> Message:
-        if self.chat.num_content_tokens(reply["content"]) <= self.limits.max_tool_result_tokens:
+        """The reply, or an error in place of a tool's result that is too long."""
+        most = self.limits.max_tool_result_tokens
+        if reply["role"] != "tool" or self.chat.num_content_tokens(reply["content"]) <= most:
             return reply
         return {**reply, "content": error_result("result too long")}
 
@@ -324,36 +273,53 @@ class Rollout:
         if handle is not None:
             self.sampler.close(handle)
 
-    def _score(self, episodes: Sequence[_Episode]) -> list[Trajectory]:
-        played = [e for e in episodes if e.stop_reason is not StopReason.ENVIRONMENT_ERROR]
-        for wait in [self._begin(e, partial(self._reward, e)) for e in played]:
-            wait()
-        return [episode.trajectory() for episode in episodes]
-
-    @staticmethod
-    async def _reward(episode: _Episode, guard: Guard) -> None:
-        episode.serves = ""
-        episode.outcome = await guard("get_reward", partial(outcome_of, episode.environment))
-
-    def _begin(self, episode: _Episode, work: Work) -> Callable[[], None]:
-        """Do an environment's work, now or in the background; what is returned waits for it.
-
-        What goes wrong in it ends the episode.
-        """
+    def _begin(self, episode: _Episode, work: EpisodeWork) -> None:
+        """Do an environment's work, in the background if it is to be done there."""
         key = episode.start.task.key
-        if episode.beside:
-            return partial(self._attempt, episode, self._calls.beside(key, work))
-        self._attempt(episode, partial(self._calls.here, key, work))
-        return _nothing
+        if episode.in_background:
+            episode.wait = self._calls.beside(key, partial(work, episode))
+        else:
+            episode.wait = partial(self._calls.here, key, partial(work, episode))
+            self._wait(episode)
 
-    def _attempt(self, episode: _Episode, work: Callable[[], None]) -> None:
+    def _wait(self, episode: _Episode) -> None:
+        """Wait until an environment's work is done; its failure ends the episode, not the run."""
+        wait, episode.wait = episode.wait, None
+        if wait is None:
+            return
         begun = time.perf_counter()
         try:
-            work()
-        except EnvironmentFault as fault:  # of code that is not ours: the run goes on
-            episode.fail(fault)
+            wait()
+        except EnvironmentFault as fault:
+            episode.stop_reason, episode.error = StopReason.ENVIRONMENT_ERROR, str(fault)
+            episode.left_out = "outage" if fault.outage else episode.excused
         self.environment_s += time.perf_counter() - begun
 
-    @staticmethod
-    def _size(episode: _Episode) -> int:
-        return len(episode.prompt_ids) + len(episode.completion_ids)
+
+async def _score(episode: _Episode, guard: Guard) -> None:
+    episode.excused = ""
+    episode.outcome = await guard("get_reward", partial(outcome_of, episode.environment))
+
+
+async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
+    """Let the environment answer calls, or the user a message; sets how the episode ends."""
+    environment, episode.excused = episode.environment, ""
+    for name, arguments in parsed.calls:
+        answer = await guard(name, partial(answer_call, environment, name, arguments))
+        episode.num_tool_errors += answer.raised
+        known = name if name in tool_methods(type(environment)) else UNKNOWN_TOOL
+        calls, errors = episode.tools.get(known, (0, 0))
+        episode.tools[known] = [calls + 1, errors + answer.is_error]
+        episode.replies.append({"role": "tool", "name": name, "content": answer.content})
+        if answer.is_last:
+            episode.stop_reason = StopReason.COMPLETED
+            return
+    if not parsed.calls:
+        episode.excused = "reply"
+        reply = await guard("reply", partial(reply_of, environment, parsed.content))
+        if reply is not None:
+            episode.replies.append({"role": "user", "content": reply})
+            return
+        episode.excused, closing = "", partial(setattr, environment, "final_message")
+        await guard("final message", partial(closing, parsed.content))
+        episode.stop_reason = StopReason.COMPLETED

@@ -10,39 +10,36 @@ from itertools import count
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pipeline.models.capabilities import unserved
 from pipeline.models.weights import Weights
-from pipeline.rollout import sequences
 from pipeline.rollout.kv_cache import ROWS, RowCache
 from pipeline.rollout.sequences import (
     Ids,
     ModelSampler,
     Row,
     RowEpisode,
-    append_sampled,
     common_stems,
+    logprobs_of,
     members_of,
     num_common,
     passes,
-    row_of,
     streams_of,
 )
 from pipeline.rollout.trajectory import Sampled
 
-MIN_STEM = 64  # tokens that prompts must share at their start to have them computed once
-MIN_FILL = 0.85  # share of a batch's rows that must still go on; below it they are brought together
-STEPS_PER_LOOK = 8  # tokens between two looks at what a GPU has sampled
+MIN_STEM = 64  # tokens; shorter common prefixes of prompts are not computed apart
+MIN_FILL = 0.85  # share of unfinished rows in a batch; below it the batch is made smaller
+STEPS_PER_LOOK = 8  # tokens between two checks of what a GPU has sampled
 
 
 class RowSampler(ModelSampler):
     """Samples conversations with one KV cache over all their turns; the calls are `Sampler`'s.
 
-    A token is the inverse of the cumulative distribution at a counter-based draw, so what is
-    sampled does not depend on which other conversations share the batch, beyond rounding.
-    Conversations of the same tokens share a row, in which they are computed once, until their draws
-    part them; not on a GPU, which would have to be asked after each token.
+    Tokens are drawn by inverse-CDF sampling with counter-based random numbers, so that they do not
+    depend on the other conversations of the batch, beyond rounding. Conversations with the same
+    tokens share a row, which is computed once; the row is copied when their sampled tokens differ.
+    Rows are shared on a CPU only: a GPU would have to synchronize after each token.
     """
 
     def _prepare(self) -> None:
@@ -52,31 +49,28 @@ class RowSampler(ModelSampler):
         self.shares_rows = self.device.type != "cuda"
         self.steps_per_look = 1 if self.shares_rows else STEPS_PER_LOOK
         self._rows: dict[int, Row] = {}  # by place
-        self._cache = RowCache(0, 0, 1, self.device)
+        self._cache = RowCache(0, 0, self.device)
         self._stems: dict[Ids, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def load_weights(self, weights: Weights) -> None:
-        """See `Sampler`; what was kept of prompts is computed anew."""
+        """See `Sampler`; the kept prefixes of prompts are dropped."""
         self._stems = {}
         super().load_weights(weights)
 
     @torch.no_grad()
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[RowEpisode]:
-        """Start one conversation per prompt; what prompts share is computed once."""
+        """Start one conversation per prompt; common prefixes of prompts are computed once."""
         if not self._cache.layers:
             layers = self.model.config.get_text_config().num_hidden_layers
-            self._cache = RowCache(layers, 0, 2 * max(map(len, prompts)), self.device)
-        episodes = [
-            RowEpisode(key=key, pending=[prompt[-1]])
-            for prompt, key in zip(prompts, keys, strict=True)
-        ]
-        rows: dict[Ids, Row] = {}  # the last token of a prompt is left for `sample`
-        for episode, prompt in zip(episodes, prompts, strict=True):
-            held = tuple(prompt[:-1])
+            self._cache = RowCache(layers, 2 * max(map(len, prompts)), self.device)
+        rows: dict[Ids, Row] = {}
+        episodes = []
+        for prompt, key in list(zip(prompts, keys, strict=True)):  # raises before a row is made
+            held = tuple(prompt[:-1])  # the last token is left for `sample`
             if held not in rows:
                 rows[held] = self._new_row(len(held))
-            episode.row = rows[held]
-            episode.row.members.append(episode)
+            episodes.append(RowEpisode(key=key, pending=[prompt[-1]], row=rows[held]))
+            rows[held].members.append(episodes[-1])
         self._prefill({prompt: row.place for prompt, row in rows.items() if prompt})
         return episodes
 
@@ -85,19 +79,18 @@ class RowSampler(ModelSampler):
         episode.pending += ids
 
     def close(self, episode: RowEpisode) -> None:
-        """End a conversation; a row without any is free."""
-        row = row_of(episode)
-        row.members.remove(episode)
-        if not row.members:
-            del self._rows[row.place]
+        """End a conversation; a row without conversations is free."""
+        episode.row.members.remove(episode)
+        if not episode.row.members:
+            del self._rows[episode.row.place]
         if not self._rows and self.device.type == "cuda":
-            # Updates want its memory; a CPU keeps it, because fresh memory takes it long.
-            self._cache = RowCache(0, 0, 1, self.device)
+            # The update needs the memory; a CPU keeps it, because allocating it again is slow.
+            self._cache = RowCache(0, 0, self.device)
 
     def _new_row(self, length: int) -> Row:
         place = next(place for place in count() if place not in self._rows)
         self._rows[place] = row = Row(place=place, length=length)
-        self._cache.add_rows(-(-len(self._rows) // ROWS) * ROWS)
+        self._cache.num_rows = max(self._cache.num_rows, -(-len(self._rows) // ROWS) * ROWS)
         return row
 
     @torch.no_grad()
@@ -108,12 +101,7 @@ class RowSampler(ModelSampler):
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
-
-        Returns as soon as `until` messages (all, if missing) are complete; None stands for those
-        that are not, which the next call goes on with. Greedy decoding takes the most likely token.
-        Log-probabilities are those at the sampling temperature.
-        """
+        """See `Sampler`: None stands for messages that are incomplete when the call returns."""
         for episode, room in zip(episodes, max_tokens, strict=True):
             episode.room = room
         wanted = len(episodes) if until is None else min(until, len(episodes))
@@ -134,7 +122,7 @@ class RowSampler(ModelSampler):
         return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
 
     def _begin_messages(self, episodes: Sequence[RowEpisode], greedy: bool) -> None:
-        """Feed what is pending and sample the first token of each message."""
+        """Feed the pending tokens and sample the first token of each message."""
         if not episodes:
             return
         rows = sorted(self._parted(episodes), key=lambda row: row.place)
@@ -146,12 +134,13 @@ class RowSampler(ModelSampler):
         logprobs_BV = self._logprobs(hidden)[torch.from_numpy(which).to(self.device)]
         picked = self.pick(logprobs_BV, *streams_of(members), greedy)
         chosen = logprobs_BV.gather(-1, picked[:, None])
-        append_sampled(members, picked[:, None].tolist(), chosen.tolist())
+        for episode, token, values in zip(members, picked.tolist(), chosen.tolist(), strict=True):
+            episode.append([token], values)
 
     def _parted(self, episodes: Sequence[RowEpisode]) -> list[Row]:
-        """The rows of these conversations, which hold no other and are to be fed the same tokens.
+        """The rows of these conversations, each with the same pending tokens in all of its members.
 
-        Conversations that part from others take a copy of their row.
+        Conversations that differ from the others of their row get a copy of it.
         """
         alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
@@ -159,10 +148,10 @@ class RowSampler(ModelSampler):
             alike.setdefault((id(episode.row), fed), []).append(episode)
         rows, copies, longest = [], [], 0
         for members in alike.values():
-            row = row_of(members[0])
+            row = members[0].row
             if len(members) < len(row.members):
-                parting = set(map(id, members))
-                row.members = [episode for episode in row.members if id(episode) not in parting]
+                leaving = set(members)
+                row.members = [episode for episode in row.members if episode not in leaving]
                 new = self._new_row(row.length)
                 new.members = members
                 copies.append((row.place, new.place))
@@ -171,23 +160,24 @@ class RowSampler(ModelSampler):
                     episode.row = new
                 row = new
             rows.append(row)
-        if copies and longest:
+        if longest:
             source, target = torch.tensor(copies).T.to(self.device)
             self._cache.copy_rows(source, target, longest)
         return rows
 
     def _decode(self, episodes: Sequence[RowEpisode], wanted: int, greedy: bool) -> None:
-        """Sample tokens until `wanted` messages are complete, too few rows go on, or one must part.
+        """Sample tokens until `wanted` messages are complete, or the batch must change.
 
-        Every conversation has one token to be fed.
+        It must if too few rows are unfinished, or if the conversations of a row differ. Every
+        conversation has one pending token.
         """
         rows = self._bring_to_front(self._parted(episodes))
         count = len(rows)
         members, which = members_of(rows)
-        # Free rows fill the batch up; rows of others are written only beyond what they hold.
-        held = [row.length for row in rows]
-        filling = [self._rows.get(place) for place in range(count, -(-count // ROWS) * ROWS)]
-        held += [row.length if row else 0 for row in filling]
+        # The batch is filled up with the next rows, which are written only beyond their length.
+        held = [0] * (-(-count // ROWS) * ROWS)
+        for place in self._rows.keys() & range(len(held)):
+            held[place] = self._rows[place].length
         first = np.flatnonzero(np.diff(which, prepend=-1))  # a member of each row
         tokens = torch.zeros((len(held), 1), dtype=torch.int64)
         tokens[:count, 0] = torch.tensor([row.members[0].pending[0] for row in rows])
@@ -196,8 +186,8 @@ class RowSampler(ModelSampler):
         which_B, first_B = (torch.from_numpy(x).to(self.device) for x in (which, first))
         keys, drawn = streams_of(members)
         left = np.array([e.room - len(e.ids) for e in members])
-        lengths = np.zeros(len(members), dtype=np.int64)  # of what is sampled here; 0: it goes on
-        # Where rows that have ended wait for others: no further than one may go.
+        lengths = np.zeros(len(members), dtype=np.int64)  # of the messages; 0: incomplete
+        # Complete rows are computed on until the others end, at positions up to this one.
         last = max(max(held), *(held[w] + n for w, n in zip(which.tolist(), left, strict=True)))
         picked, chosen = [], []
         for step in range(1, int(left.max()) + 1):
@@ -226,16 +216,13 @@ class RowSampler(ModelSampler):
         for row, length in zip(rows, lengths[first].tolist(), strict=True):
             row.length += length
         ids, logprobs = torch.stack(picked, 1).cpu().numpy(), torch.cat(chosen, 1).cpu().numpy()
-        append_sampled(
-            members,
-            [line[:length].tolist() for line, length in zip(ids, lengths, strict=True)],
-            [line[:length].tolist() for line, length in zip(logprobs, lengths, strict=True)],
-        )
+        for episode, length, *sampled in zip(members, lengths, ids, logprobs, strict=True):
+            episode.append(*(line[:length].tolist() for line in sampled))
 
     def _bring_to_front(self, wanted: Sequence[Row]) -> list[Row]:
         """Swap rows into the first places; returns them in order."""
-        count, inside = len(wanted), set(map(id, wanted))
-        holes = [r for r in range(count) if r not in self._rows or id(self._rows[r]) not in inside]
+        count, inside = len(wanted), set(wanted)
+        holes = [place for place in range(count) if self._rows.get(place) not in inside]
         movers = [row.place for row in wanted if row.place >= count]
         if holes:
             source, target = (torch.tensor(x) for x in (movers + holes, holes + movers))
@@ -249,32 +236,31 @@ class RowSampler(ModelSampler):
         return [self._rows[place] for place in range(count)]
 
     def _prefill(self, place: Mapping[Ids, int]) -> None:
-        """Compute prompts, each in its row; what several begin with is computed once and kept."""
-        starts = dict.fromkeys(place, 0)
+        """Compute prompts, each in its row; common prefixes are computed once and kept."""
         for stem in common_stems(list(place), MIN_STEM):
             if not any(2 * num_common(old, stem) >= len(stem) for old in self._stems):
                 row = next(row for prompt, row in place.items() if prompt[: len(stem)] == stem)
                 self._feed([row], [list(stem)], [0])
                 self._stems[stem] = self._cache.take_out(row, len(stem))
+        rest = []
         for prompt, row in place.items():
-            known = [stem for stem in self._stems if prompt[: len(stem)] == stem]
-            if known:
-                stem = max(known, key=len)
+            known = (stem for stem in self._stems if prompt[: len(stem)] == stem)
+            stem = max(known, key=len, default=())
+            if stem:
                 self._cache.put_in(row, self._stems[stem])
-                starts[prompt] = len(stem)
-        rest = {prompt: list(prompt[starts[prompt] :]) for prompt in place}
-        some = [prompt for prompt in place if rest[prompt]]
-        if some:
-            self._feed([place[p] for p in some], [rest[p] for p in some], [starts[p] for p in some])
+            if len(stem) < len(prompt):
+                rest.append((row, list(prompt[len(stem) :]), len(stem)))
+        if rest:
+            self._feed(*zip(*rest, strict=True))
 
     def _feed(
         self, rows: Sequence[int], tokens: Sequence[list[int]], starts: Sequence[int]
     ) -> torch.Tensor:
-        """Feed tokens to rows from the given positions, those of like lengths together.
+        """Feed tokens to rows from the given positions; those of similar length share a pass.
 
         Returns the hidden state of each row's last token, [B, H].
         """
-        found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        states: list[torch.Tensor] = [torch.empty(0)] * len(rows)
         order = sorted(range(len(rows)), key=lambda i: -len(tokens[i]))
         for first, last in passes([len(tokens[i]) for i in order]):
             batch, longest = sorted(order[first:last]), len(tokens[order[first]])
@@ -282,7 +268,7 @@ class RowSampler(ModelSampler):
             begin = torch.tensor([[starts[i]] for i in batch])
             counts = torch.tensor([len(tokens[i]) for i in batch])
             index = torch.tensor([rows[i] for i in batch])
-            # Padding stands no further than behind the last token: positions may be at their end.
+            # Positions of padding stay below `end`, because a model may not have more positions.
             end = max(starts[i] + len(tokens[i]) for i in batch) + 1
             in_front = index.tolist() == list(range(len(batch)))
             index, padded, begin = (x.to(self.device) for x in (index, padded, begin))
@@ -291,8 +277,8 @@ class RowSampler(ModelSampler):
             self.num_tokens += int(counts.sum())
             ends = hidden_BT[torch.arange(len(batch)), counts - 1]
             for i, hidden in zip(batch, ends, strict=True):
-                found[i] = hidden
-        return torch.stack(found)
+                states[i] = hidden
+        return torch.stack(states)
 
     def _forward(
         self,
@@ -314,15 +300,4 @@ class RowSampler(ModelSampler):
         return hidden_BT
 
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of every next token at the sampling temperature, [B, V], float32."""
-        return sequences.logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)
-
-    def pick(
-        self,
-        logprobs_BV: torch.Tensor,
-        keys: NDArray[np.uint64],
-        positions: NDArray[np.int64],
-        greedy: bool,
-    ) -> torch.Tensor:
-        """The next token of each row, [B]; its draw stands at `positions` of the stream `keys`."""
-        return sequences.pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)
+        return logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)

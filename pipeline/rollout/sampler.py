@@ -1,8 +1,8 @@
-"""What a rollout asks of a sampler, and which sampler a model gets."""
+"""The interface of samplers, and the choice of one for a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,42 +18,37 @@ from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.trajectory import Sampled
 
-Handle = Any  # a conversation under way, as its sampler holds it; opaque to everybody else
+Handle = Any  # an open conversation; only its sampler knows the type
 
 
 class Sampler(Protocol):
     """Samples the policy's messages in conversations: tokens in, tokens and log-probabilities out.
 
-    Made from a model, plain or with LoRA adapters, whose frozen base is given by that once and for
-    all; what is trained comes through `load_weights`. A token is a function of the weights, the
-    conversation's tokens and the draw at (key, tokens sampled so far): never of other
-    conversations, beyond rounding, nor of the order in which they come. Counts grow until the
-    sampler's end: `num_tokens` that the model was fed, `num_padded_tokens` with padding.
+    Made from a model, plain or with LoRA adapters; a frozen base is read once, trained weights come
+    through `load_weights`. A token is a function of the weights, the conversation's tokens and the
+    draw at (key, tokens sampled so far); other conversations and their order change only rounding.
+    `num_tokens` and `num_padded_tokens` count the tokens fed to the model, the latter with padding.
     """
 
     num_tokens: int
     num_padded_tokens: int
 
     def load_weights(self, weights: Weights) -> None:
-        """Take over what is trained, as `trained_weights` gives it, before the next `open`.
+        """Take over trained weights from `trained_weights`, while no conversation is open.
 
         Whole tensors: every parameter of a plain model, or the adapters of a model with LoRA under
-        PEFT's names. They may be shared, not copied: then a later update changes them here, too,
-        until the next call. No conversation is under way. ValueError where a name is unknown or
-        missing, or a shape is another.
+        PEFT's names. They may be shared instead of copied: a later update then changes them here,
+        too. ValueError if a name is unknown or missing, or a shape differs.
         """
-        ...
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
-        """Start one conversation per prompt, of 1 token or more; in order.
+        """Start one conversation per prompt of 1 or more tokens; returns them in order.
 
-        `keys` are those of their streams of draws, 64 bits each, one per prompt (else ValueError).
+        `keys` are the 64-bit keys of their streams of draws, one per prompt (else ValueError).
         """
-        ...
 
     def extend(self, episode: Handle, ids: list[int]) -> None:
-        """Append the tokens of a reply, after a message is complete and before the next one."""
-        ...
+        """Append the tokens of a reply to a conversation whose message is complete."""
 
     def sample(
         self,
@@ -64,16 +59,14 @@ class Sampler(Protocol):
     ) -> list[Sampled | None]:
         """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
 
-        Returns as soon as `until` messages (all, if missing) are complete, or later; None stands
-        for those that are not, which the next call goes on with. A message holds the id that ended
-        it, its log-probabilities are those at the sampling temperature, in nats. Greedy takes the
-        most likely token instead of the drawn one.
+        Returns when `until` messages (all, if missing) are complete, or later. Incomplete messages
+        are None, and the next call continues them. A message includes the id that ended it; its
+        log-probabilities are at the sampling temperature, in nats. Greedy takes the most likely
+        token instead of the drawn one.
         """
-        ...
 
     def close(self, episode: Handle) -> None:
-        """End a conversation, complete or not; its handle is of no use any more."""
-        ...
+        """End a conversation, complete or not; its handle is invalid afterwards."""
 
 
 def make_sampler(
@@ -85,10 +78,10 @@ def make_sampler(
     *,
     row_sampler: type[RowSampler] = RowSampler,
 ) -> Sampler:
-    """The sampler that can serve the model; the main rank says so where it is the slower one.
+    """The sampler that can serve the model; the main rank prints a warning if it is the slower one.
 
-    A model with LoRA adapters gets one that takes these adapters' weights. `row_sampler` is the
-    class that serves a model whose keys and values can be kept. UserError where none can serve it.
+    `row_sampler` is the class for models whose keys and values can be kept in rows. UserError where
+    no sampler can serve the model.
     """
     plain = base_model(model)
     refuse_changed_logits(plain)
@@ -96,20 +89,11 @@ def make_sampler(
     stops = other_stops(plain, chat)
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
-        print(
-            f"messages end at {chat.end_of_turn}, and by the model's files at {also}",
-            flush=True,
-        )
+        print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
+    kind: Callable[..., RowSampler | GenerateSampler]
     kind = row_sampler if why is None else GenerateSampler
-    sampler: RowSampler | GenerateSampler = kind(
-        model,
-        chat.end_of_turn_id,
-        settings.temperature,
-        dtype,
-        settings.top_k,
-        settings.top_p,
-        other_stops=stops,
-    )
+    limits = settings.temperature, dtype, settings.top_k, settings.top_p
+    sampler = kind(model, chat.end_of_turn_id, *limits, other_stops=stops)
     if isinstance(sampler, GenerateSampler) and is_main:
         beside = "" if sampler.pads else ", beside others of equal length only"
         print(
@@ -123,8 +107,8 @@ def make_sampler(
 def other_stops(model: Any, chat: Chat) -> list[int]:
     """Ids that end a message besides the template's end of turn, in order.
 
-    They are those at which servers stop: what the generation config of the model lists, and the
-    tokenizer's end of sequence. UserError where the list holds no ids.
+    Servers stop at the same ids: those in the model's generation config, and the tokenizer's end of
+    sequence. UserError if the config has something else than ids.
     """
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list) else [listed]

@@ -1,4 +1,4 @@
-"""Conversations in rows, what prompts begin with in common, and how a token is drawn.
+"""Conversations in rows, common prefixes of prompts, and how a token is drawn.
 
 Legend: B sequences, T tokens, V vocabulary.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,14 +17,14 @@ from numpy.typing import NDArray
 from pipeline.data.rng import uniforms
 from pipeline.models.weights import SamplingCopy, Weights
 
-PASS_TOKENS = 128  # a pass through the model costs about as much as so many tokens more in another
+PASS_TOKENS = 128  # a forward pass costs about as much as so many more tokens in another one
 Ids = tuple[int, ...]
 Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 @dataclass(kw_only=True, eq=False)
 class Row:
-    """A row of the cache, and the conversations that hold the same tokens so far."""
+    """A row of the cache, and the conversations whose tokens so far it holds."""
 
     place: int
     length: int  # tokens in the cache
@@ -36,16 +37,18 @@ class RowEpisode:
 
     key: int  # of its stream of draws
     pending: list[int]  # tokens to feed before the next one is sampled
-    row: Row | None = None
+    row: Row
     num_sampled: int = 0  # draws used so far
-    room: int = 0  # tokens that the message under way may have
-    ids: list[int] = field(default_factory=list)  # of the message under way
+    room: int = 0  # largest number of tokens of the current message
+    ids: list[int] = field(default_factory=list)  # of the current message
     logprobs: list[float] = field(default_factory=list)
 
-
-def row_of(episode: RowEpisode) -> Row:
-    assert episode.row is not None
-    return episode.row
+    def append(self, ids: list[int], logprobs: list[float]) -> None:
+        """Add sampled tokens to the current message; the last one is still to be fed."""
+        self.ids += ids
+        self.logprobs += logprobs
+        self.num_sampled += len(ids)
+        self.pending = ids[-1:]
 
 
 def members_of(rows: Sequence[Row]) -> tuple[list[RowEpisode], NDArray[np.int64]]:
@@ -54,29 +57,16 @@ def members_of(rows: Sequence[Row]) -> tuple[list[RowEpisode], NDArray[np.int64]
     return [episode for row in rows for episode in row.members], which
 
 
-def streams_of(
-    episodes: Sequence[RowEpisode],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def streams_of(episodes: Sequence[Any]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """The key of each episode's draws, and how many it has used."""
     keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
     return keys, np.array([episode.num_sampled for episode in episodes])
 
 
-def append_sampled(
-    episodes: Sequence[RowEpisode], ids: list[list[int]], logprobs: list[list[float]]
-) -> None:
-    """Add sampled tokens to the messages under way; the last one is still to be fed."""
-    for episode, new, theirs in zip(episodes, ids, logprobs, strict=True):
-        episode.ids += new
-        episode.logprobs += theirs
-        episode.num_sampled += len(new)
-        episode.pending = [new[-1]]
-
-
 def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Which lengths, in falling order, are fed together: (first, last) of each pass.
+    """The passes in which sequences of falling lengths are fed: (first, last) of each.
 
-    They are cut where that saves more padding than a pass of its own costs.
+    They are cut where that saves more padding than another pass costs.
     """
     cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
     if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
@@ -86,30 +76,28 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def common_stems(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
-    """What neighbours in sorted order begin with alike, where it is `at_least` so long.
+    """Common prefixes of neighbours in sorted order, of `at_least` so many tokens.
 
-    A prompt that shares less than half of a stem starts another: domains have policies of their
-    own behind a common opening.
+    A prompt that shares less than half of a stem starts another one: domains have policies of
+    their own behind a common opening.
     """
     stems: list[Ids] = []
-    before: Ids = ()
-    stem: Ids | None = None
-    for prompt in sorted(prompts):
-        if stem is not None and 2 * (shared := num_common(stem, prompt)) >= len(stem):
+    stem: Ids = ()
+    for before, prompt in pairwise([(), *sorted(prompts)]):
+        if stem and 2 * (shared := num_common(stem, prompt)) >= len(stem):
             stems[-1] = stem = stem[:shared]
         elif (shared := num_common(before, prompt)) >= at_least:
             stem = prompt[:shared]
             stems.append(stem)
         else:
-            stem = None
-        before = prompt
+            stem = ()
     return [stem for stem in stems if len(stem) >= at_least]
 
 
 def num_common(a: Tokens, b: Tokens) -> int:
-    """How many tokens two sequences begin with in common."""
+    """The length of the common prefix of two sequences."""
     known, most = 0, min(len(a), len(b))
-    while known < most:  # halving, because lists compare much faster than a loop
+    while known < most:  # bisection: comparing slices is much faster than a loop over tokens
         middle = (known + most + 1) // 2
         if a[known:middle] == b[known:middle]:
             known = middle
@@ -119,9 +107,8 @@ def num_common(a: Tokens, b: Tokens) -> int:
 
 
 def num_distinct_tokens(sequences: Sequence[list[int]]) -> int:
-    """Tokens of a row of these sequences."""
-    ordered = sorted(sequences)
-    pairs = zip([[], *ordered], ordered, strict=False)
+    """Tokens of these sequences where common prefixes count once."""
+    pairs = pairwise([[], *sorted(sequences)])
     return sum(len(ids) - num_common(previous, ids) for previous, ids in pairs)
 
 
@@ -138,30 +125,30 @@ def pick(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:
-    """The next token of each row, [B] int64, whose draw stands at `positions` of `keys`.
+    """The next token of each row, [B] int64, by the draw at `positions` of the streams `keys`.
 
-    Greedy takes the most likely one. Otherwise `top_k` and then `top_p`, of what it left, say which
-    tokens can be drawn; 0 and 1.0 leave all. Training knows the whole distribution only, so with
-    limits what is drawn is slightly off-policy. Nothing here waits for the device.
+    Greedy takes the most likely one. Otherwise `top_k`, then `top_p` restrict the tokens that can
+    be drawn; 0 and 1.0 do not. Training computes the whole distribution, so that with these limits
+    it is slightly off-policy. Nothing here waits for the device.
     """
     if greedy:
         return logprobs_BV.argmax(-1)
     draws = torch.from_numpy(uniforms(keys, positions))
-    if logprobs_BV.is_cuda:  # from other memory than pinned, a copy waits for all before it
+    if logprobs_BV.is_cuda:  # a copy from memory that is not pinned would wait for the device
         draws = draws.pin_memory().to(logprobs_BV.device, non_blocking=True)
     if top_k == 0 and top_p == 1.0:
         return inverse_cdf(cumulative(logprobs_BV), draws)
     logprobs_BV = logprobs_BV.masked_fill(~kept(logprobs_BV, top_k, top_p), float("-inf"))
-    # Shares of the line that tokens left out do not end: no rounding can make them the pick.
+    # Intervals of width zero for excluded tokens, so that rounding cannot select them.
     line = cumulative(logprobs_BV).masked_fill(logprobs_BV == float("-inf"), 0.0)
     return (line > draws[:, None] * line.amax(-1, keepdim=True)).int().argmax(-1)
 
 
 def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """The tokens that can be drawn, [B, V] bool: at least one a row, equals by lower id first.
+    """The tokens that can be drawn, [B, V] bool: at least one a row; of equals, lower ids first.
 
-    Of the `top_k` most likely ones (all, if 0), the fewest whose share of their probability reaches
-    `top_p`: the nucleus of Holtzman et al. 2020 (arXiv 1904.09751, section 3.1).
+    Among the `top_k` most likely ones (all, if 0), the smallest set whose share of their
+    probability reaches `top_p`: the nucleus of Holtzman et al. 2020 (arXiv 1904.09751, 3.1).
     """
     order = logprobs_BV.sort(descending=True, stable=True)
     best, likely = order.indices[:, : top_k or None], order.values[:, : top_k or None]
@@ -169,7 +156,7 @@ def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     if top_p == 1.0:
         return kept_BV.scatter_(-1, best, True)
     line = cumulative(likely)
-    before = torch.nn.functional.pad(line[:, :-1], (1, 0))  # what more likely tokens reach
+    before = torch.nn.functional.pad(line[:, :-1], (1, 0))  # of all that are more likely
     return kept_BV.scatter_(-1, best, before < top_p * line[:, -1:])
 
 
@@ -179,7 +166,7 @@ def cumulative(logprobs_BV: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(cumulative_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
-    """The token of each row in whose share of the distribution the draw, in [0, 1), lies."""
+    """The token of each row whose interval of the distribution holds the draw, in [0, 1)."""
     numbers = draws_B[:, None] * cumulative_BV[:, -1:]
     last = cumulative_BV.shape[-1] - 1
     return torch.searchsorted(cumulative_BV, numbers, right=True)[:, 0].clamp_(max=last)
@@ -188,9 +175,8 @@ def inverse_cdf(cumulative_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Ten
 class ModelSampler:
     """Samples from a copy of the model whose parameters have the type `dtype`.
 
-    The model may be a plain one or one with LoRA adapters; `load_weights` then takes what is
-    trained of it. A message ends at the end of turn, at one of `other_stops` (ids, too), or at its
-    limit. Without limits, `top_k` 0 and `top_p` 1.0, every token can be drawn.
+    The model may be plain or have LoRA adapters; `load_weights` then takes the adapters. A message
+    ends at the end of turn, at one of `other_stops` (ids, too), or at its limit.
     """
 
     def __init__(
@@ -216,9 +202,19 @@ class ModelSampler:
         self._copy.cast(dtype)
 
     def _prepare(self) -> None:
-        """Set up what this kind of sampler has, while the copy's parameters are the model's own."""
+        """Set up this kind of sampler, while the copy's parameters have the model's own type."""
         raise NotImplementedError
 
     def load_weights(self, weights: Weights) -> None:
         """See `Sampler`. Weights that have the type already are shared, not copied."""
         self._copy.load(weights)
+
+    def pick(
+        self,
+        logprobs_BV: torch.Tensor,
+        keys: NDArray[np.uint64],
+        positions: NDArray[np.int64],
+        greedy: bool,
+    ) -> torch.Tensor:
+        """The next token of each row, [B]; its draw stands at `positions` of the stream `keys`."""
+        return pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)

@@ -1,7 +1,6 @@
-"""What flows from the sampler on: Sampled, Trajectory and RunRecord.
+"""What a rollout returns: Sampled, Trajectory and RunRecord.
 
-Sampled is one message of the policy, a Trajectory one played episode in tokens, a RunRecord its
-summary.
+Sampled is one message of the policy, a Trajectory one episode in tokens, a RunRecord its summary.
 
 Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e]
 with loss_mask [1 1 1 1  0 0 0  1 1 1]: s sampled, e the sampled end of turn, t the tokens of a
@@ -10,24 +9,25 @@ tool's reply.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 
 class StopReason(StrEnum):
     """Why an episode ended; what the model does wrong is a status here, never an exception."""
 
-    # A message without a tool call that the user does not answer, or a tool that ends it.
-    COMPLETED = "completed"
+    COMPLETED = "completed"  # by a message that the user does not answer, or by a tool
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # of a turn, or of the episode
     MALFORMED_CALL = "malformed_call"  # more than max_malformed_calls
     ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or the user raised; or a deadline
 
 
-# What failed of an environment that the policy is not answerable for: training leaves the episode
-# out. What follows the policy's own call (a tool past its deadline, get_reward) is no part of it.
+# Failures of an environment that the policy did not cause: training leaves such episodes out. A
+# failure after the policy's own call (a tool past its deadline, get_reward) is not one of them.
 LEFT_OUT = ("reset", "reply", "outage")
 
 
@@ -46,24 +46,24 @@ class Trajectory:
 
     domain: str
     task_id: str
-    family: str
-    branch: str
-    trial: int  # which sibling in its group, or which evaluation trial
+    family: str = ""
+    branch: str = ""
+    trial: int = 0  # the number among the siblings of its group, or of the evaluation trial
     prompt_ids: list[int]
     completion_ids: list[int]
     loss_mask: list[bool]  # True where the policy sampled the token; as long as completion_ids
     logprobs: list[float]  # of the sampling policy; 0.0 where loss_mask is False
     messages: list[dict[str, Any]] = field(default_factory=list)  # for people
-    stop_reason: StopReason
-    reward: float
-    num_turns: int
+    stop_reason: StopReason = StopReason.COMPLETED
+    reward: float = 0.0
+    num_turns: int = 0
     num_malformed_calls: int = 0
     num_tool_errors: int = 0  # exceptions of tools' own code that were shown to the model
     error: str = ""  # of the environment, when it failed
-    left_out: str = ""  # one of LEFT_OUT, or nothing: the episode counts
-    tools: dict[str, list[int]] = field(default_factory=dict)  # name: calls, of them with an error
-    reward_breakdown: dict[str, float] = field(default_factory=dict)  # as the environment says
-    difference: dict[str, list[str]] = field(default_factory=dict)  # what: found, expected
+    left_out: str = ""  # one of LEFT_OUT; empty: the episode counts
+    tools: dict[str, list[int]] = field(default_factory=dict)  # name: [calls, calls with an error]
+    reward_breakdown: dict[str, float] = field(default_factory=dict)  # from the environment
+    difference: dict[str, list[str]] = field(default_factory=dict)  # name: [actual, expected]
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
@@ -83,40 +83,17 @@ class Trajectory:
 
     def sampled_turns(self) -> list[tuple[list[int], list[float]]]:
         """The sampled ids of each assistant message, and their log-probabilities."""
-        turns: list[tuple[list[int], list[float]]] = []
-        before = False
-        for token, is_sampled, logprob in zip(
-            self.completion_ids, self.loss_mask, self.logprobs, strict=True
-        ):
-            if is_sampled and not before:
-                turns.append(([], []))
-            if is_sampled:
-                turns[-1][0].append(token)
-                turns[-1][1].append(logprob)
-            before = is_sampled
-        return turns
+        tokens = zip(self.loss_mask, self.completion_ids, self.logprobs, strict=True)
+        turns = [list(turn) for is_sampled, turn in groupby(tokens, itemgetter(0)) if is_sampled]
+        return [([ids for _, ids, _ in turn], [value for *_, value in turn]) for turn in turns]
 
     def record(self) -> RunRecord:
-        return RunRecord(
-            domain=self.domain,
-            task_id=self.task_id,
-            family=self.family,
-            branch=self.branch,
-            trial=self.trial,
-            reward=self.reward,
-            stop_reason=str(self.stop_reason),
-            num_turns=self.num_turns,
-            num_sampled_tokens=self.num_sampled_tokens,
-            num_malformed_calls=self.num_malformed_calls,
-            num_tool_errors=self.num_tool_errors,
-            left_out=self.left_out,
-            tools=self.tools,
-        )
+        return RunRecord(**{f.name: getattr(self, f.name) for f in fields(RunRecord)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The summary of one episode that ranks exchange as an object; well below 1 KB."""
+    """The summary of an episode, which ranks exchange: fields and properties of its Trajectory."""
 
     domain: str
     task_id: str

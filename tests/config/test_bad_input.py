@@ -41,7 +41,7 @@ from pipeline.preflight.check import check_model, refuse_full_disk
 from pipeline.preflight.prepare import train_tasks
 from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in every run
 from pipeline.run import main
-from pipeline.sft import check_demonstrations, try_demonstrations
+from pipeline.sft import check_demonstrations
 from tests.support import ROOT
 from tests.support.helpers import chat, embedded, tokenizer
 from tests.support.messages import refusal, says
@@ -239,7 +239,7 @@ def test_more_than_is_generated(case):
     domains = load_domains(config.data)
 
     def generate() -> None:
-        check_demonstrations(config, domains)
+        check_demonstrations(config, domains, chat())
         train_tasks(config, domains["airline"], [])
 
     says(refusal(generate), *words)
@@ -286,7 +286,7 @@ TASK_FILES = [
         row(prompt=[{"role": "assistant", "content": "", "tool_calls": [{}]}, *ROW["prompt"]]),
         ("prompt", "tool calls [{}]", "give"),
     ),
-    ("a payload that is a list", row(payload=[]), ("payload", "got list", "give")),
+    ("a payload that is a list", row(payload=[]), ("payload", "got []", "give")),
     ("a payload of text", row(payload="3"), ("payload", "got 3", "object")),
     (
         "a payload that its environment cannot use",
@@ -450,9 +450,8 @@ def test_rows_of_a_dataset_are_held_to_the_same_limits():
     features = Features({"id": Value("string"), "prompt": List({"content": Image()})})
     rows = {"id": ["a"], "prompt": [[{"content": {"path": "/etc/hostname", "bytes": None}}]]}
     says(refusal(Dataset.from_dict(rows, features=features)), "desk", "Image", "take it out")
-    assert refusal(Dataset.from_list([{**ROW, "payload": {"x": math.nan}}])).startswith(
-        "desk[0]: payload: a struct with nulls or dates, "
-    )
+    struct = Dataset.from_list([{**ROW, "payload": {"x": math.nan}}])
+    says(refusal(struct), "desk: payload", "struct", "as JSON text")
     long = Dataset.from_list([{**ROW, "payload": f'"{"x" * 10_000_000}"'}])
     says(refusal(long), "desk[0] (task 'a'): payload: ", "8 MiB", "shorten")
 
@@ -501,7 +500,7 @@ def test_bad_demonstrations(case, at):
     path = at / "own.jsonl"
     path.write_text(content)
     config = Config.model_validate({"warm_start": {"data": str(path)}})
-    says(refusal(try_demonstrations, config, chat()), "own.jsonl", *words)
+    says(refusal(check_demonstrations, config, {}, chat()), "own.jsonl", *words)
 
 
 def test_missing_demonstrations(at):

@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import FrozenInstanceError, replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, DatasetDict, Features, Json, Value, config
@@ -21,10 +22,10 @@ from pipeline.data.tasks import (
     count_by,
     load_tasks,
     save_tasks,
-    shard_tasks,
     tasks_for_step,
     tasks_of,
 )
+from pipeline.distributed.ranks import Ranks
 from pipeline.embedded.airline import AirlineEnvironment
 from pipeline.embedded.airline import generate_tasks as airline_tasks
 from pipeline.embedded.retail import generate_tasks
@@ -162,7 +163,7 @@ def test_any_text_survives_saving(tmp_path):
         ),
         ({**ROW, "prompt": ["hi"]}, (OF_A, "prompt: ", "'hi'", "give role and content")),
         ({**ROW, "prompt": PROMPT[:1]}, (OF_A, "prompt: ", "the user's request")),
-        ({**ROW, "payload": 3}, (OF_A, "payload: got int", "give an object")),
+        ({**ROW, "payload": 3}, (OF_A, "payload: got 3", "give an object")),
         ({**ROW, "payload": "{'a': 1}"}, (OF_A, "payload: not JSON", "give an object")),
         ({**ROW, "family": 3}, (OF_A, "family: got 3", "give a string")),
         ({**ROW, "branch": None}, (OF_A, "branch: got None", "give a string")),
@@ -317,13 +318,8 @@ def test_a_dataset_gives_the_tasks_that_its_rows_would_give_in_a_file(write):
 
 def test_payloads_that_arrow_may_have_altered_are_refused():
     first, second = {**ROW, "payload": {"card": "x", "n": 1}}, {**ROW, "id": "b"}
-    assert dataset_tasks(Dataset.from_list([first]))[0].payload == '{"card": "x", "n": 1}'
-    says(
-        dataset_refusal(Dataset.from_list([first, second])),
-        "bank, train[1]: payload",
-        "struct",
-        "as JSON text",
-    )
+    said = dataset_refusal(Dataset.from_list([first, second]))
+    says(said, "bank, train: payload", "struct", "as JSON text")
     features = Features(
         {"id": Value("string"), "prompt": [{n: Value("string") for n in ROW["prompt"][0]}]}
     )
@@ -547,11 +543,15 @@ def test_more_tasks_than_there_are_cannot_be_asked():
 # ranks
 
 
+def shard(rank, num_ranks, count):
+    return Ranks.shard(SimpleNamespace(rank=rank, num_ranks=num_ranks), count)
+
+
 def test_no_group_is_lost_or_played_twice_whatever_the_ranks():
     """Also where ranks outnumber groups; shares differ by one at most."""
     for num_ranks in range(1, 18):
         for count in range(0, 40):
-            shares = [shard_tasks(count, rank, num_ranks) for rank in range(num_ranks)]
+            shares = [shard(rank, num_ranks, count) for rank in range(num_ranks)]
             assert sorted(index for share in shares for index in share) == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -559,13 +559,8 @@ def test_no_group_is_lost_or_played_twice_whatever_the_ranks():
 def test_domains_listed_one_after_another_spread_over_the_ranks():
     domains = ["airline"] * 8 + ["retail"] * 8 + ["telecom"] * 8
     for rank in range(4):
-        mine = Counter(domains[index] for index in shard_tasks(24, rank, 4))
+        mine = Counter(domains[index] for index in shard(rank, 4, 24))
         assert mine == {"airline": 2, "retail": 2, "telecom": 2}
-
-
-def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(AssertionError):
-        shard_tasks(4, 2, 2)
 
 
 # the benchmark

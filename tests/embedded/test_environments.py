@@ -18,7 +18,7 @@ import pytest
 from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
-from pipeline.embedded.generation import IDS, Draft, Family, generate, quota
+from pipeline.embedded.generation import IDS, Draft, Family, generate
 from pipeline.embedded.scripted import Case, Database, ScriptedUser
 from pipeline.embedded.telecom_chat import REQUESTS
 from pipeline.environments.domains import environments_of
@@ -725,15 +725,6 @@ def test_families_and_branches_keep_their_shares(domain, difficulty):
         assert branches.total() == 50
         assert set(branches) == set(shares)
         assert all(abs(branches[b] - 50 * share) < 1 for b, share in shares.items())
-
-
-def test_a_quota_follows_its_shares_at_every_length():
-    assert quota({"a": 0.5, "b": 0.25, "c": 0.25}, 8) == list("abcaabca")
-    for length in range(1, 60):
-        counts = Counter(quota({"a": 0.6, "b": 0.3, "c": 0.1}, length))
-        assert all(
-            abs(counts[k] - length * s) < 1 for k, s in {"a": 0.6, "b": 0.3, "c": 0.1}.items()
-        )
 
 
 @in_the_default_domains

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import train
+from pipeline import train, trainer
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
@@ -175,6 +175,21 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     assert ("pipeline.report" in line) == (broken != "results")
     assert f"report, plots and checkpoints: {folder}" in said
     assert (folder / "report.md").is_file() == (broken != "report")
+
+
+def test_baselines_are_played_once_and_only_the_last_results_have_transfer_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[Any] = []
+    monkeypatch.setattr(trainer, "floors", lambda *_: played.append("floors") or {"lamp": {}})
+    monkeypatch.setattr(results, "summary", lambda runs: {"points": len(runs)})
+    ranks, log = SimpleNamespace(is_main=True, num_ranks=1), SimpleNamespace()
+    run = Finished(tmp_path, ranks, log)
+    for is_final, transfer in ((False, {}), (False, {}), (True, {"points": 1})):
+        run._write_results(is_final)
+        written = read(tmp_path, "results.json")
+        assert (written["floors"], written["transfer"]) == ({"lamp": {}}, transfer)
+    assert played == ["floors"]
 
 
 class Finished(train.Training):

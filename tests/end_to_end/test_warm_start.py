@@ -21,8 +21,7 @@ from pipeline.sft import (
     check_demonstrations,
     demonstration_rows,
     encode,
-    pad_steps,
-    repeat_steps,
+    share_steps,
     warm_start,
 )
 from scripts.proofs.ranks import play_ranks
@@ -147,10 +146,10 @@ def test_with_a_smaller_rule_share_part_of_the_demonstrations_break_the_rules(do
 def test_a_domain_without_an_expert_needs_demonstrations_or_no_warm_start():
     bank = {"bank": Domain(name="bank", environment=Desk)}
     with pytest.raises(UserError) as refused:
-        check_demonstrations(config(), bank)
+        check_demonstrations(config(), bank, chat())
     says(str(refused.value), "warm_start.data", "expert(agent, goal)", "set warm_start.steps 0")
-    check_demonstrations(config(steps=0), bank)
-    check_demonstrations(config(), embedded("airline") | bank)
+    check_demonstrations(config(steps=0), bank, chat())
+    check_demonstrations(config(), embedded("airline") | bank, chat())
 
 
 # Demonstrations of one's own
@@ -209,7 +208,7 @@ def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no demonstrations"):
         read_demonstrations(write(tmp_path / "empty.jsonl", "", ""))
     with pytest.raises(UserError, match="cannot be read"):
-        check_demonstrations(config(data=tmp_path / "nowhere.jsonl"), DOMAINS)
+        check_demonstrations(config(data=tmp_path / "nowhere.jsonl"), DOMAINS, chat())
 
 
 # Training
@@ -218,15 +217,22 @@ def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
 def test_a_steps_rows_are_padded_to_equal_shares_of_the_ranks():
     rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 7)]
     padding = {"input_ids": [0], "labels": [IGNORED]}
-    assert pad_steps(rows, 3, 1) == rows
-    assert pad_steps(rows, 3, 2) == [*rows[:3], padding, *rows[3:], padding]
-    assert pad_steps(rows, 2, 3) == [*rows[:2], padding, *rows[2:4], padding, *rows[4:], padding]
+    assert share_steps(rows, 3, 1, False) == rows
+    assert share_steps(rows, 3, 2, False) == [*rows[:3], padding, *rows[3:], padding]
+    assert share_steps(rows, 2, 3, False) == [
+        *rows[:2],
+        padding,
+        *rows[2:4],
+        padding,
+        *rows[4:],
+        padding,
+    ]
 
 
 def test_a_deterministic_steps_rows_come_once_for_every_rank():
     rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 5)]
-    assert repeat_steps(rows, 2, 1) == rows
-    assert repeat_steps(rows, 2, 2) == [*rows[:2], *rows[:2], *rows[2:], *rows[2:]]
+    assert share_steps(rows, 2, 1, True) == rows
+    assert share_steps(rows, 2, 2, True) == [*rows[:2], *rows[:2], *rows[2:], *rows[2:]]
 
 
 def train_on_this_rank(deterministic):

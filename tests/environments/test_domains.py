@@ -352,7 +352,7 @@ GENERATORS = [
     (
         "fails to generate",
         BANK + "\ndef generate_tasks(*_): return {}[0]",
-        "generate_tasks(0, 12, 'train', 'medium') fails (KeyError: 0); mend it",
+        "generate_tasks(0, 20, 'validation', 'medium') fails (KeyError: 0); mend it",
     ),
     (
         "generates nothing",

@@ -404,22 +404,3 @@ def test_a_policy_chooses_each_step_by_what_came_of_those_before():
     assert most_solved(traces[:4]) == 2  # ask; sick: cancel; plans: transfer
     assert most_solved([*traces, (look, ask, ("cancel", ""))]) == 3
     assert most_solved([]) == 0
-
-
-def test_the_same_tasks_are_played_once():
-    calls = []
-
-    class Counted(telecom.TelecomEnvironment):
-        def reset(self, **row):
-            calls.append(row["id"])
-            return super().reset(**row)
-
-    tasks = telecom.generate_tasks(0, 4, "test", "medium")
-    counted = {"telecom": replace(embedded("telecom")["telecom"], environment=Counted)}
-    first = floors(counted, {"telecom": tasks})
-    count = len(calls)
-    assert count > 4
-    assert floors(counted, {"telecom": list(tasks)}) == first
-    assert len(calls) == count
-    floors(counted, {"telecom": tasks[:2]})
-    assert len(calls) > count

@@ -22,7 +22,6 @@ from pipeline.environments.tools import Outage
 from pipeline.errors import UserError
 from pipeline.grpo.collect import (
     RolloutBatch,
-    _std_of_step,
     advantages_of,
     collect_rollouts,
     rewards_of,
@@ -260,13 +259,14 @@ def on_this_rank() -> dict[str, Any]:
     run = run_of(ranks, permute_rewards=True)
     played = collect(run)
     rewards = rewards_of(played, run.ranks, run.config, 0)
+    settings = run.config.grpo.model_copy(update={"scale_rewards": "batch"})
+    advantages, _ = advantages_of(played, rewards, ranks, settings, 2)
     groups = [group for group in groups_of(played) for _ in range(2)]
-    episodes = zip(groups, played.kept, rewards.tolist(), strict=True)
+    episodes = zip(groups, played.kept, rewards.tolist(), advantages, strict=True)
     return {
         "episodes": dict(zip(played.places, episodes, strict=True)),
         "rounds": played.rounds,
         "metrics": metrics_of(run, played),
-        "std": _std_of_step(played, rewards, ranks),
     }
 
 
@@ -284,9 +284,11 @@ def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_two_and_thre
     one, two, three = (whole(play_ranks(on_this_rank, n)) for n in (1, 2, 3))
     assert one == two == three
     assert list(one["episodes"]) == list(range(2 * sum(one["rounds"])))
-    assert one["std"] == pytest.approx((2.5 / 9) ** 0.5)  # of five ones and five zeros
-    assert {group for group, kept, _ in one["episodes"].values() if kept} == {
-        group for group, _, _ in one["episodes"].values() if live(group)
+    episodes = one["episodes"].values()
+    std = (2.5 / 9) ** 0.5  # of five ones and five zeros
+    assert max(advantage for *_, advantage in episodes) == pytest.approx(0.5 / (std + 1e-4))
+    assert {group for group, kept, *_ in episodes if kept} == {
+        group for group, *_ in episodes if live(group)
     }
 
 
