@@ -1,6 +1,6 @@
-"""Telecom in conversation: the tasks of telecom, where the phone is reached by words alone.
+"""Telecom in conversation: the tasks of telecom without the tool `ask_user`.
 
-There is no `ask_user`: the agent asks in a message, and the customer acts and answers.
+The agent asks in a message, and the customer acts on the phone and answers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ REQUESTS = {
     "saver_off": "Please turn the battery saver off.",
     "auto_band": "Please set the band to automatic.",
 }
-# What the customer understands: one of these lists of words, in any order, in one clause.
+# A clause asks for an action if it contains all words of one of these texts, in any order.
 WORDINGS: dict[UserAction, tuple[str, ...]] = {
     "check": ("check phone", "check device", "check it", "look phone", "phone show"),
     "pay": ("pay bill", "pay it", "settle bill"),
@@ -88,20 +88,20 @@ _CLAUSES = re.compile(r",|\b(?:and|then|but|or)\b")
 
 
 def asked_for(message: str) -> list[UserAction]:
-    """The actions that a message asks the customer for, in its order."""
-    found = []
+    """The actions that a message asks for, in the order of its clauses."""
+    actions: list[UserAction] = []
     for sentence in re.split(r"[.!?;:\n]+", re.sub("['\u2019]", "", message.lower())):
         words = " ".join(re.findall(r"[a-z_]+|,", sentence))
         if _ASKS.search(words):
-            found += [action for clause in _CLAUSES.split(words) for action in _actions(clause)]
-    return found
+            actions += [action for clause in _CLAUSES.split(words) for action in _actions(clause)]
+    return actions
 
 
 def _actions(clause: str) -> Iterator[UserAction]:
-    """The action of one clause; a check comes first, for it changes nothing."""
-    said = set(clause.split())
+    """The action of one clause; a check comes first, because it changes nothing."""
+    words = set(clause.split())
     for action, wordings in WORDINGS.items():
-        if any(said.issuperset(wording.split()) for wording in wordings):
+        if any(words.issuperset(wording.split()) for wording in wordings):
             if action == "check" or not _ASKS_NOT.search(clause):
                 yield action
             return
@@ -109,7 +109,7 @@ def _actions(clause: str) -> Iterator[UserAction]:
 
 @dataclass
 class PhoneUser:
-    """A customer who does what they are asked for in words, and else answers their one question."""
+    """A customer who performs the actions of a message, or else answers one question."""
 
     database: TelecomDatabase
     answers: User | None
@@ -117,7 +117,7 @@ class PhoneUser:
 
     def reply(self, message: str) -> str | None:
         if actions := asked_for(message):
-            # A check in one message with something else is a step of no policy.
+            # By the policy, a check has a message of its own: joined steps are never right.
             joined = [" ".join(actions)] if "check" in actions else actions
             self.steps += [f"ask_user({asked})" for asked in joined]
             return " ".join(self._do(action) for action in actions)
@@ -134,7 +134,7 @@ class PhoneUser:
 
 @dataclass
 class _Talker:
-    """An agent that puts what telecom's expert asks of the customer into words."""
+    """An agent that replaces calls of `ask_user` by messages to the customer."""
 
     agent: Agent
 
@@ -158,7 +158,7 @@ def expert(agent: Agent, goal: dict[str, str]) -> str:
 
 
 class TelecomChatEnvironment(TelecomEnvironment):
-    """The company's tools over one task's database; the phone is on the other side of the talk."""
+    """The tools of telecom without `ask_user`."""
 
     ask_user = None  # type: ignore[assignment]  # so it is no tool
     _expert = staticmethod(expert)
@@ -180,7 +180,7 @@ WORDS = partial(
 
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """The `n` tasks that telecom makes of the same arguments, under this domain's policy."""
+    """The tasks of telecom for these arguments, with the policy text of this domain."""
     system = {"role": "system", "content": f"telecom_chat\n\n{POLICY.strip()}"}
     return [
         replace(task, domain="telecom_chat", prompt=(dict(system), *task.prompt[1:]))
