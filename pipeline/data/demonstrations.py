@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.rows import json_lines
-from pipeline.data.tasks import MAX_CHARACTERS, ROLES, Message, call_problem
+from pipeline.data.tasks import Message, messages_problem
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 
@@ -34,23 +34,12 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
 def _problem(row: Any) -> str:
     """What is wrong with a row; empty if nothing is."""
     messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        return "messages: give a list of objects with role and content"
-    roles = [message["role"] for message in messages]
+    if problem := messages_problem(messages):
+        return f"messages: {problem}"
+    roles = [message["role"] for message in row["messages"]]
     if "assistant" not in roles or roles[0] == "assistant":
         return "a demonstration starts with a request and holds an assistant message"
-    if unknown := [role for role in roles if role not in ROLES]:
-        return f"got the role {shown(unknown[0])}; give one of {', '.join(ROLES)}"
-    if problem := next(filter(None, map(call_problem, messages)), ""):
-        return problem
-    if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
-        return f"more than {MAX_CHARACTERS} characters; shorten it"
     tools = row.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return f"tools: got {shown(tools)}; give a list of JSON schemas"
     return ""
-
-
-def _is_message(value: Any) -> bool:
-    keys = ("role", "content")
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in keys)

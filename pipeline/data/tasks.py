@@ -129,18 +129,9 @@ def _problem(row: Row, domain: str) -> str:
     """What is wrong with a row, apart from its id and keys; empty if nothing is."""
     if (stated := row.get("domain", domain)) != domain:
         return f"domain: got {shown(stated)} in a file of {domain} tasks; move it or mend it"
-    prompt = row.get("prompt")
-    if not isinstance(prompt, list) or not prompt:
-        return "prompt: give a non-empty list of messages"
-    for message in prompt:
-        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not is_message or message.get("role") not in ROLES:
-            return f"prompt: bad message {shown(message)}; give role and content"
-        if problem := call_problem(message):
-            return f"prompt: {problem}"
-    if sum(len(message["content"]) for message in prompt) > MAX_CHARACTERS:
-        return f"prompt: more than {MAX_CHARACTERS} characters; shorten it"
-    if prompt[-1]["role"] != "user":
+    if problem := messages_problem(row.get("prompt")):
+        return f"prompt: {problem}"
+    if row["prompt"][-1]["role"] != "user":
         return "prompt: the last message must be the user's request"
     payload = row.get("payload", {})
     if isinstance(payload, str):
@@ -158,18 +149,32 @@ def _problem(row: Row, domain: str) -> str:
     return ""
 
 
-def call_problem(message: Message) -> str:
-    """What is wrong with the tool calls of a message from a file; empty if nothing is."""
-    calls = message.get("tool_calls") or []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function: Any = call.get("function") if isinstance(call, dict) else None
-        is_call = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not is_call or not isinstance(function.get("arguments", {}), dict):
+def messages_problem(messages: Any) -> str:
+    """What is wrong with a conversation from a file; empty if nothing is."""
+    if not isinstance(messages, list) or not messages:
+        return "give a non-empty list of messages with role and content"
+    for message in messages:
+        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not is_message or message.get("role") not in ROLES:
+            return (
+                f"bad message {shown(message)}; give role and content, the role one of "
+                f"{', '.join(ROLES)}"
+            )
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
             return (
                 f"bad tool calls {shown(calls)}; give a list of "
                 '{"function": {"name": ..., "arguments": {...}}}'
             )
+    if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
+        return f"more than {MAX_CHARACTERS} characters; shorten it"
     return ""
+
+
+def _is_call(call: Any) -> bool:
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return is_named and isinstance(function.get("arguments", {}), dict)
 
 
 def _task(row: Row, domain: str) -> Task:

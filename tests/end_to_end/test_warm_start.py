@@ -182,6 +182,7 @@ def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp
 
 
 MISSING_MESSAGES = ("messages: give", "role and content")
+BAD_MESSAGE = ("messages: bad message", "role and content")
 NO_ANSWER = ("starts with a request", "assistant message")
 
 
@@ -192,9 +193,12 @@ NO_ANSWER = ("starts with a request", "assistant message")
         ("[1, 2]", MISSING_MESSAGES),
         ({"rows": []}, MISSING_MESSAGES),
         ({"messages": "hi"}, MISSING_MESSAGES),
-        ({"messages": [{"role": "user"}]}, MISSING_MESSAGES),
-        ({"messages": [{"role": "user", "content": 3}]}, MISSING_MESSAGES),
-        ({"messages": []}, NO_ANSWER),
+        ({"messages": [{"role": "user"}]}, BAD_MESSAGE),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            BAD_MESSAGE,
+        ),
+        ({"messages": []}, MISSING_MESSAGES),
         ({"messages": GOOD["messages"][:1]}, NO_ANSWER),
         ({"messages": GOOD["messages"][1:]}, NO_ANSWER),
     ],
