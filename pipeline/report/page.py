@@ -60,7 +60,7 @@ def write_page(
 
 
 def rich(text: str) -> Markup:
-    """Escaped text with its marks as elements; lines that begin with "- " as a list."""
+    """Escape the text and turn its marks into elements, and lines with "- " into a list."""
     words = str(escape(text))
     for pattern, tag in MARKS:
         words = re.sub(pattern, rf"<{tag}>\1</{tag}>", words)
@@ -71,7 +71,7 @@ def rich(text: str) -> Markup:
 
 
 def data(value: Any) -> Markup:
-    """JSON that can stand in a script element: nothing in it ends the element, all is ASCII."""
+    """JSON for a script element: ASCII, without characters that could end the element."""
     text = json.dumps(value, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -38,7 +38,7 @@ def write_report(folder: Path) -> None:
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
-    """Write the comparison of runs into `output`; UserError where runs cannot be compared."""
+    """Write the comparison of runs into `output`; UserError if they cannot be compared."""
     runs, left_out = comparison.finished(folders)
     for run in left_out:
         print(f"warning: {run.folder} is not finished and is left out", file=sys.stderr)
