@@ -58,9 +58,9 @@ def save(figures: Mapping[str, Figure], folder: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """The figure as an element of a page, whose text and paper colours it takes.
+    """The figure as an SVG element that takes the text and paper colours of its page.
 
-    Nothing in it points outside, and its ids begin with `name`, so that many fit in one page.
+    It has no outside links, and its ids begin with `name`, so that a page can hold many.
     """
     from matplotlib import rc_context
 

@@ -71,9 +71,14 @@ def learning_curves(run: RunData) -> Figure:
     below = iter(panels)
     for domain, colour in zip(run.domains, cycle(COLOURS), strict=False):
         axes = next(below)
-        _rate_axis(axes)
+        axes.set_ylim(-0.03, 1.03)
+        tidy(axes)
         stage_bands(axes, run, with_names=axes is panels[0])
-        rewards = _reward_axes(axes, colour) if run.is_graded(domain) else axes
+        rewards = axes
+        if run.is_graded(domain):  # rewards beside success rates get an axis of their own
+            rewards = axes.twinx()
+            rewards.set_ylabel("mean reward", color=colour, fontsize="small")
+            rewards.spines[["top"]].set_visible(False)
         for stage in run.stages:
             _rewards(rewards, run.of_stage(stage), f"reward/{domain}", colour)
         _floor(rewards, run, domain, colour)
@@ -105,7 +110,7 @@ def _probe(axes: Axes, run: RunData, domain: str, colour: str) -> None:
 
 
 def stage_bands(axes: Axes, run: RunData, with_names: bool = True, lines: bool = False) -> None:
-    """Stages as grey bands behind the steps, or as lines between them; their names above."""
+    """Draw stages as grey bands, or as lines between them, with their names above."""
     last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
     for index, stage in enumerate(run.stages):
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
@@ -121,14 +126,6 @@ def stage_bands(axes: Axes, run: RunData, with_names: bool = True, lines: bool =
             axes.text(at, 1.02, words, transform=top, ha="center", fontsize="small")
 
 
-def _reward_axes(axes: Axes, colour: str) -> Axes:
-    """An axis on the right, of its own scale, for rewards that are no shares of successes."""
-    beside = axes.twinx()
-    beside.set_ylabel("mean reward", color=colour, fontsize="small")
-    beside.spines[["top"]].set_visible(False)
-    return beside
-
-
 def _rewards(axes: Axes, records: list[dict[str, Any]], key: str, colour: str) -> None:
     points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
     if points:
@@ -138,7 +135,7 @@ def _rewards(axes: Axes, records: list[dict[str, Any]], key: str, colour: str) -
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """The mean of the values around each one, of fewer at the ends."""
+    """Centred moving average; the window is shorter at both ends."""
     half = SMOOTHED_OVER // 2
     return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
@@ -186,11 +183,12 @@ def stage_performance(run: RunData) -> Figure:
         axes.remove()
     title(figure, run, "held-out success after each stage")
     for domain, colour, axes in zip(run.domains, cycle(COLOURS), panels, strict=False):
-        _rate_axis(axes)
+        axes.set_ylim(-0.03, 1.03)
+        tidy(axes)
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
                 _bar(axes, x, evaluation, domain, colour)
-        if not run.is_graded(domain):  # what such policies earn is no share of successes
+        if not run.is_graded(domain):  # else their mean reward is not a success rate
             _floor(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
         names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
@@ -227,13 +225,8 @@ def _interval(axes: Axes, x: float, success: Mapping[str, Any], **style: Any) ->
     axes.errorbar(x, mean, error_bar(mean, low, high), capsize=2, elinewidth=1, **style)
 
 
-def _rate_axis(axes: Axes) -> None:
-    axes.set_ylim(-0.03, 1.03)
-    tidy(axes)
-
-
 def tidy(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
-    """Fine lines behind the data along one axis, no frame."""
+    """Draw fine grid lines for one axis behind the data, and no frame."""
     axes.set_axisbelow(True)
     axes.grid(axis=grid, linewidth=0.5, alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)

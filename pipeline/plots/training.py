@@ -1,4 +1,4 @@
-"""How training went: stop reasons, dead groups, time and memory; matplotlib only to draw."""
+"""Stop reasons, dead groups, time and memory of training; matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stop_reasons(run: RunData) -> Figure:
 
 
 def dead_groups(run: RunData) -> Figure:
-    """Shares of groups that are all solved, all failed, too small, and that have a signal."""
+    """Shares of groups that are all solved, all failed or too small, or have a signal."""
     failed = _column(run.train, "rollout/all_failed")
     solved = _column(run.train, "rollout/all_solved")
     few = _column(run.train, "rollout/too_few_left")
@@ -93,7 +93,7 @@ def _shares(run: RunData, layers: Sequence[Layer], words: str, of: str) -> Figur
 
 
 def _stacked(axes: Axes, steps: Sequence[int], layers: Sequence[Layer]) -> None:
-    """Layers on top of each other, a bar for each step or for neighbours."""
+    """Stack the layers, with a bar for each step or for the mean of neighbouring steps."""
     width = -(-len(steps) // MAX_BARS)
     starts = range(0, len(steps), width)
     edges = [*(steps[i] - 0.5 for i in starts), steps[-1] + 0.5]

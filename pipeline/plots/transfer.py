@@ -67,7 +67,7 @@ def _heat_map(
     framed: set[tuple[int, int]],
     height: float,
 ) -> tuple[Figure, Axes]:
-    """Cells with their numbers in per cent; a dash where there is no number or no interval."""
+    """Cells with their numbers in per cent; a dash stands for no number or no interval."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
@@ -100,7 +100,7 @@ def _heat_map(
 
 
 def transfer(run: RunData) -> Figure:
-    """What each stage changed, and backward transfer, forward transfer and forgetting, as bars."""
+    """Changes over each stage, backward transfer, forward transfer and forgetting, as bars."""
     panels = _bar_panels(run)
     rows = [len(bars) for _, bars, _ in panels]
     figure = new_figure(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4)
@@ -138,7 +138,7 @@ def _bar_panels(run: RunData) -> list[tuple[str, list[Bar], str]]:
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Horizontal bars in percentage points with their intervals; none without an interval."""
+    """Draw horizontal bars in percentage points; a number without an interval gets no bar."""
     for y, (_, number, colour) in enumerate(bars):
         if not (points := percent(number)):
             axes.text(0, y, "no interval", va="center", fontsize="small")

@@ -1,6 +1,6 @@
-"""Several runs beside each other: seeds of equal settings are one row, mixed training is one too.
+"""The comparison of several runs: runs that differ only in the seed are one row.
 
-What is compared is what learning new domains gained, and what it cost of those learned before.
+It compares the gain on new domains with the loss on domains learned before.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pipeline.report.sections import Block, Picture, Section, Table, with_conten
 from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, of_name, shown
 from pipeline.tracking.run_files import RunData, load_run
 
-# How a run is played and watched, not what it learns.
+# Sections that do not change what a run learns.
 IGNORED = ("run", "tracking")
-# Of a curriculum in stages; mixed training has one stage and takes none of it.
+# Settings of a curriculum in stages, which mixed training ignores.
 OF_STAGES = tuple(
     f"curriculum.{name}"
     for name in ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
@@ -33,7 +33,7 @@ FURTHER = ("total_gain", "learning_efficiency", "area_under_curve")
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
-    """The run folders that are meant: those given, or for one that is no run those inside it."""
+    """The given run folders, or the run folders inside the only given folder."""
     if len(folders) != 1 or (folders[0] / "config.yaml").is_file():
         return list(folders)
     if not folders[0].is_dir():
@@ -135,7 +135,7 @@ def _short(value: Any) -> str:
 
 
 def _in_order(label: str) -> list[tuple[bool, float, str]]:
-    """`replay 0.05` before `replay 0.3`, and `steps 9` before `steps 10`."""
+    """A sort key: `replay 0.05` before `replay 0.3`, and `steps 9` before `steps 10`."""
     words = re.split(r"([\d.]*\d)", label)
     return [
         (i % 2 == 0, float(word) if i % 2 and word.count(".") < 2 else 0.0, word)
@@ -210,7 +210,7 @@ def _rewards(rows: Sequence[Row]) -> list[Block]:
 
 
 def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:
-    """A row for each configuration, the reference marked."""
+    """A row for each configuration; mixed training is marked as the reference."""
     cells = []
     for row in rows:
         numbers = [of_name(row.transfer["metrics"].get(name), name) for name in names]

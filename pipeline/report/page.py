@@ -1,7 +1,7 @@
 """Sections, pictures and episodes as one page that needs no network: it opens from a file.
 
-What a model or an environment wrote is data: the template escapes it, JSON holds it, and the page's
-own policy lets no script run but the one that is shipped.
+Texts of models and environments are data: the template escapes them, JSON holds them, and the
+page's own policy lets only the shipped script run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from pipeline.plots.pictures import inline_svg
 from pipeline.report.reader_data import Reader
-from pipeline.report.sections import Block, Picture, Section, Table
+from pipeline.report.sections import Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,25 +37,6 @@ def write_page(
     reader: Reader | None = None,
 ) -> None:
     """Write the page; a `reader` without episodes is left out."""
-    style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=title,
-            sections=[(_anchor(section.title), section) for section in sections],
-            svgs={name: Markup(inline_svg(figure, name)) for name, figure in figures.items()},
-            reader=reader if reader and reader.chunks else None,
-            style=Markup(style),
-            script=Markup(script),
-            digest=digest,
-        )
-    )
-    path.write_text(text, encoding="utf-8")
-
-
-def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -63,12 +44,23 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"rich": rich, "data": data, "kind": _kind}
-    return environment
+    environment.filters |= {"rich": rich, "data": data, "kind": lambda block: type(block).__name__}
+    style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    anchors = [re.sub(r"\W+", "-", section.title.lower()).strip("-") for section in sections]
+    text = environment.get_template("page.html").render(
+        title=title,
+        sections=list(zip(anchors, sections, strict=True)),
+        svgs={name: Markup(inline_svg(figure, name)) for name, figure in figures.items()},
+        reader=reader if reader and reader.chunks else None,
+        style=Markup(style),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+    path.write_text(text, encoding="utf-8")
 
 
 def rich(text: str) -> Markup:
-    """Escaped text with its marks as elements; lines that begin with "- " as a list."""
+    """Escape the text and turn its marks into elements, and lines with "- " into a list."""
     words = str(escape(text))
     for pattern, tag in MARKS:
         words = re.sub(pattern, rf"<{tag}>\1</{tag}>", words)
@@ -79,18 +71,8 @@ def rich(text: str) -> Markup:
 
 
 def data(value: Any) -> Markup:
-    """JSON that can stand in a script element: nothing in it ends the element, all is ASCII."""
+    """JSON for a script element: ASCII, without characters that could end the element."""
     text = json.dumps(value, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"\W+", "-", title.lower()).strip("-")
-
-
-def _kind(block: Block) -> str:
-    if isinstance(block, Picture):
-        return "picture"
-    return "table" if isinstance(block, Table) else "text"

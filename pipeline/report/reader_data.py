@@ -1,7 +1,7 @@
-"""Transcripts of a run folder -> what the page's reader shows: an index, and packed episodes.
+"""Transcripts of a run folder -> the data of the page's reader: an index, and packed episodes.
 
-Of a long run a part is taken: whole groups, evenly over stages, steps and domains. Packed episodes
-stand in chunks, one for each stage and step; a text that occurs twice in a chunk stands there once.
+A long run is shown in part: whole groups, evenly over stages, steps and domains. There is a chunk
+of packed episodes for each stage and step; a chunk holds each of its texts once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import gzip
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -32,16 +31,12 @@ Task = tuple[str, str]  # domain, id
 Group = tuple[Step, Task]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reader:
-    """What the page holds."""
+    """The data that the page holds."""
 
     index: dict[str, Any]
     chunks: list[str]  # base64 of gzip of JSON
-
-    @property
-    def num_characters(self) -> int:
-        return sum(map(len, self.chunks))
 
 
 def read_episodes(
@@ -60,13 +55,14 @@ def read_episodes(
     while True:
         reader = _read(files, sizes, limit, token_texts)
         reader.index["success_threshold"] = success_threshold
-        if reader.num_characters <= max_characters or len(reader.index["groups"]) < 2:
+        num_characters = sum(map(len, reader.chunks))
+        if num_characters <= max_characters or len(reader.index["groups"]) < 2:
             return reader
-        limit = int(0.9 * reader.index["shown"] * max_characters / reader.num_characters)
+        limit = int(0.9 * reader.index["shown"] * max_characters / num_characters)
 
 
 def _task_of(line: bytes) -> Task:
-    """Domain and id of an episode's task, where they stand first without reading the rest."""
+    """Domain and id of an episode's task; if they come first, the rest is not parsed."""
     if match := KEY.match(line):
         return json.loads(match[1]), json.loads(match[2])
     episode = json.loads(line)
@@ -80,98 +76,84 @@ def _read(
     token_texts: TokenTexts | None,
 ) -> Reader:
     stages = list(dict.fromkeys(stage for stage, _ in files))
-    chosen: dict[Step, set[Task]] = defaultdict(set)
-    for step, task in choose(sizes, limit):
-        chosen[step].add(task)
-    groups: list[list[Any]] = []
+    chosen = set(choose(sizes, limit))
+    index: list[list[Any]] = []
     chunks: list[str] = []
-    for step in (step for step in files if step in chosen):
-        found = _groups(files[step], chosen[step])
-        groups += [[stages.index(step[0]), step[1], len(chunks), *_row(of)] for of in found]
-        chunks.append(packed(found, token_texts))
-    index = {
-        "stages": stages,
-        "groups": groups,
-        "shown": sum(sizes[step, task] for step in chosen for task in chosen[step]),
-        "total": sizes.total(),
-    }
-    return Reader(index=index, chunks=chunks)
-
-
-def _row(group: Sequence[Episode]) -> list[Any]:
-    """What the index says of a group."""
-    first = group[0]
-    return [
-        *(first[name] for name in ("domain", "family", "branch", "task_id")),
-        [episode["reward"] for episode in group],
-        [episode["stop_reason"] for episode in group],
-    ]
+    for step, paths in files.items():
+        groups: dict[Task, list[Episode]] = defaultdict(list)
+        for line in (line for path in paths for line in whole_lines(path)):
+            if (step, task := _task_of(line)) in chosen:
+                groups[task].append(json.loads(line))
+        if not groups:
+            continue
+        in_order = [sorted(groups[task], key=lambda e: e["trial"]) for task in sorted(groups)]
+        for group in in_order:
+            names = [group[0][name] for name in ("domain", "family", "branch", "task_id")]
+            ends = [[episode[name] for episode in group] for name in ("reward", "stop_reason")]
+            index.append([stages.index(step[0]), step[1], len(chunks), *names, *ends])
+        chunks.append(packed(in_order, token_texts))
+    shown, total = sum(sizes[group] for group in chosen), sizes.total()
+    return Reader({"stages": stages, "groups": index, "shown": shown, "total": total}, chunks)
 
 
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:
     """Whole groups with at most `limit` episodes together, but at least one group.
 
-    Stages get equal parts of the limit, and what one does not need goes to the others. In a stage
-    groups are taken evenly over its steps, by chance within a step.
+    Stages get equal parts of the limit; the rest of a part goes to other stages. The groups of a
+    stage are taken evenly over its steps, by chance within a step.
     """
     of_stage: dict[str, list[Group]] = defaultdict(list)
     for group in sizes:
         of_stage[group[0][0]].append(group)
-    needs = {stage: sum(sizes[group] for group in of) for stage, of in of_stage.items()}
-    found: list[Group] = []
+    chosen: list[Group] = []
     left = limit
-    for place, stage in enumerate(sorted(needs, key=lambda stage: needs[stage])):
-        share = left // (len(needs) - place)
-        groups = sorted(of_stage[stage], key=lambda of: (of[0][1], crc32(repr(of[1]).encode())))
+    # Small stages first, because they leave a rest.
+    stages = sorted(of_stage.values(), key=lambda groups: sum(sizes[group] for group in groups))
+    for i, groups in enumerate(stages):
+        groups.sort(key=lambda group: (group[0][1], crc32(repr(group[1]).encode())))
+        share = left // (len(stages) - i)
         largest = max(sizes[group] for group in groups)
-        count = len(groups) if needs[stage] <= share else share // largest
-        taken = [groups[i * len(groups) // count] for i in range(count)]
-        found += taken
+        fits = sum(sizes[group] for group in groups) <= share
+        count = len(groups) if fits else share // largest
+        taken = [groups[j * len(groups) // count] for j in range(count)]
+        chosen += taken
         left -= sum(sizes[group] for group in taken)
-    return found or list(sizes)[:1]
-
-
-def _groups(paths: Sequence[Path], tasks: Collection[Task]) -> list[list[Episode]]:
-    """The chosen groups of a step, by domain and task; of each its episodes in order of trials."""
-    found: dict[Task, list[Episode]] = defaultdict(list)
-    for line in chain.from_iterable(map(whole_lines, paths)):
-        if (task := _task_of(line)) in tasks:
-            found[task].append(json.loads(line))
-    return [sorted(found[task], key=lambda episode: episode["trial"]) for task in sorted(found)]
+    return chosen or list(sizes)[:1]
 
 
 def packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None) -> str:
-    """Base64 of gzip of JSON: the texts, and the episodes, which name texts by their places."""
+    """Base64 of gzip of JSON: the texts, and the episodes, in which a text is its number."""
     texts: dict[str, int] = {}
 
-    def place(text: str) -> int:
+    def number(text: Any) -> int:
+        if not isinstance(text, str):
+            text = "" if text is None else json.dumps(text, ensure_ascii=False)
         return texts.setdefault(text, len(texts))
 
-    episodes = [[_packed_episode(e, place, token_texts) for e in group] for group in groups]
+    episodes = [[_packed_episode(e, number, token_texts) for e in group] for group in groups]
     text = json.dumps({"texts": list(texts), "groups": episodes}, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _packed_episode(
-    episode: Episode, place: Callable[[str], int], token_texts: TokenTexts | None
+    episode: Episode, number: Callable[[Any], int], token_texts: TokenTexts | None
 ) -> dict[str, Any]:
     sampled = iter(zip(episode.get("ids", ()), episode.get("logprobs", ()), strict=False))
     messages = []
     for message in episode["messages"]:
-        found: dict[str, Any] = {
-            "role": message.get("role", ""),
-            "text": place(_as_text(message.get("content"))),
-        }
+        role = message.get("role", "")
+        packed: dict[str, Any] = {"role": role, "text": number(message.get("content"))}
         if message.get("name"):
-            found["name"] = str(message["name"])
+            packed["name"] = str(message["name"])
         if message.get("tool_calls"):
-            found["calls"] = [_call(call, place) for call in message["tool_calls"]]
-        if found["role"] == "assistant":
+            calls = [call.get("function", call) for call in message["tool_calls"]]
+            packed["calls"] = [[number(c.get("name")), number(c.get("arguments"))] for c in calls]
+        if role == "assistant":
             ids, logprobs = next(sampled, ([], []))
             if ids and token_texts is not None:
-                found["tokens"] = [place(text) for text in token_texts(ids)]
-                found["logprobs"] = [round(number, 2) for number in logprobs]
-        messages.append(found)
+                packed["tokens"] = [number(text) for text in token_texts(ids)]
+                packed["logprobs"] = [round(logprob, 2) for logprob in logprobs]
+        messages.append(packed)
     names = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error")
     return {
         **{name: episode.get(name) for name in names},
@@ -181,15 +163,3 @@ def _packed_episode(
         "difference": episode.get("difference") or {},
         "messages": messages,
     }
-
-
-def _call(call: Mapping[str, Any], place: Callable[[str], int]) -> list[int]:
-    """A tool call's name and arguments."""
-    function = call.get("function", call)
-    return [place(str(function.get("name", ""))), place(_as_text(function.get("arguments")))]
-
-
-def _as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -308,7 +308,7 @@ def _time(run: RunData) -> Section:
 
 
 def _faults(run: RunData) -> Section:
-    """What went wrong and was dealt with."""
+    """Faults that the run recovered from."""
     faults: dict[str, Any] = run.results.get("faults", {})
     texts = []
     if count := faults.get("skipped_steps"):

@@ -21,7 +21,7 @@ class Picture(NamedTuple):
     caption: str
 
 
-# Text knows `code`, *emphasis* and **importance**; lines that begin with "- " are a list.
+# Text may have `code`, *emphasis* and **importance**; lines that begin with "- " are a list.
 Block = str | Table | Picture
 
 

@@ -11,7 +11,7 @@ from pipeline.tracking.run_files import RunData
 
 Number = Sequence[float | None]  # value, low, high
 
-# Names for people, and which direction is good.
+# Names and meanings for the reader.
 METRICS = {
     "average_accuracy": ("average accuracy", "mean success of all domains at the end"),
     "total_gain": ("total gain", "the same minus before GRPO"),
@@ -84,7 +84,7 @@ def terminal_lines(transfer: Mapping[str, Any]) -> str:
 
 
 def reward_lines(transfer: Mapping[str, Any]) -> str:
-    """The mean reward before and after, for the terminal, of domains where it says something."""
+    """For the terminal: the mean reward before and after of domains with graded rewards."""
     ends = {domain: [*of[:1], *of[1:][-1:]] for domain, of in transfer.get("rewards", {}).items()}
     return "\n".join(f"mean reward {d}  {' -> '.join(map(shown, of))}" for d, of in ends.items())
 

@@ -30,7 +30,7 @@ def write_report(folder: Path) -> None:
     run = load_run(folder)
     figures = pictures.pictures_of(run)
     pictures.save(figures, folder)
-    sections = _with_pictures(sections_of(run), figures)
+    sections = _without_empty_pictures(sections_of(run), figures)
     name = folder.resolve().name
     episodes = read_episodes(folder, run.success_threshold)
     write_page(folder / "report.html", name, sections, figures, episodes)
@@ -38,7 +38,7 @@ def write_report(folder: Path) -> None:
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
-    """Write the comparison of runs into `output`; UserError where runs cannot be compared."""
+    """Write the comparison of runs into `output`; UserError if they cannot be compared."""
     runs, left_out = comparison.finished(folders)
     for run in left_out:
         print(f"warning: {run.folder} is not finished and is left out", file=sys.stderr)
@@ -52,8 +52,9 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     write_page(output / "comparison.html", title, sections, figures)
 
 
-def _with_pictures(sections: Iterable[Section], figures: Mapping[str, Any]) -> list[Section]:
-    """The sections without pictures that have nothing to show."""
+def _without_empty_pictures(
+    sections: Iterable[Section], figures: Mapping[str, Any]
+) -> list[Section]:
 
     def is_shown(block: Block) -> bool:
         return not isinstance(block, Picture) or block.name in figures
@@ -67,7 +68,7 @@ def _write_markdown(path: Path, title: str, sections: Sequence[Section]) -> None
 
 
 def final_table(results: Mapping[str, Any]) -> str:
-    """The end of a run for the terminal: before and after GRPO, or what there is, and transfer."""
+    """The end of a run for the terminal: success before and after GRPO, rewards, transfer."""
     transfer = results.get("transfer", {})
     table = text_table(change(results["evaluations"], transfer))
     return "\n\n".join(filter(None, [table, reward_lines(transfer), terminal_lines(transfer)]))
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(folders: Sequence[Path], output: Path | None) -> Path:
-    """Write what is asked for; returns its main file."""
+    """Write the report or the comparison; returns its main file."""
     runs = comparison.runs_in(folders)
     if len(folders) == 1 and (runs == list(folders) or not runs):
         if output is not None:

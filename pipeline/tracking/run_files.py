@@ -56,7 +56,7 @@ class RunData:
         return threshold_of([self.results])
 
     def is_graded(self, domain: str) -> bool:
-        """Whether the domain's rewards say more than success and failure do."""
+        """Whether the domain's rewards are not all 0 or 1."""
         means = [record.get(f"reward/{domain}") for record in self.train]
         outside = any(mean is not None and not 0 <= mean <= 1 for mean in means)
         return outside or domain in self.transfer.get("rewards", {})
