@@ -17,7 +17,7 @@ from pipeline.config.settings import Config
 from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
-from pipeline.distributed.gradients import kept_apart
+from pipeline.distributed.gradients import skip_gradient_sync
 from pipeline.environments.domains import Domain, generated, try_expert
 from pipeline.environments.timeouts import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
@@ -63,7 +63,7 @@ def warm_start(
     class Hooks(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             if deterministic:
-                kept_apart(trainer.model_wrapped)
+                skip_gradient_sync(trainer.model_wrapped)
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             on_step()

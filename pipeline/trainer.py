@@ -21,7 +21,7 @@ from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_afte
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.evaluation.baselines import floors
+from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
     evaluate,
@@ -156,7 +156,7 @@ class Trainer:
         if any(gathered):
             self.state.training[stage.name] = training_summary(gathered)
         if self.kl_probe.is_wanted and stage.index + 1 < len(self.stages):
-            count, tasks = self.config.evaluation.anchor_tasks, list[Task]()
+            count, tasks = self.config.evaluation.kl_probe_tasks, list[Task]()
             for domain in stage.own:
                 tasks += self.parts.validation[domain][:count]
             with self.ranks.phase("validate", stage.name, self.state.step):
@@ -198,7 +198,7 @@ class Trainer:
             ]
             self.policy.load_weights()
         statistics = over_iterations(found)
-        self._warn_of_gap(statistics.get("train/logprob_gap", 0.0))
+        self._warn_of_gap(statistics.get("train/sampling_logp_difference_max", 0.0))
         return statistics
 
     def record(
@@ -225,7 +225,7 @@ class Trainer:
 
     def _warn_of_gap(self, gap: float) -> None:
         """Warn once per run if training and sampler compute different log-probabilities."""
-        limit = self.config.grpo.logprob_gap_limit
+        limit = self.config.grpo.max_sampling_logp_difference
         limit = limit or (0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3)
         if not gap > limit or self._warned_of_gap:
             return
@@ -233,8 +233,8 @@ class Trainer:
         if self.ranks.is_main:
             print(
                 f"warning: step {self.state.step + 1}: a log-probability differs by {gap:.2g} "
-                f"between sampler and training (logprob_gap_limit {limit:g}); see "
-                "train/logprob_gap",
+                f"between sampler and training (max_sampling_logp_difference {limit:g}); see "
+                "train/sampling_logp_difference_max",
                 flush=True,
             )
 
@@ -325,10 +325,10 @@ class Trainer:
         self.checkpointer.remember(path)
 
     @cached_property
-    def _floors(self) -> dict[str, dict[str, float]]:
+    def _baselines(self) -> dict[str, dict[str, float]]:
         """The blind baselines, which depend on no weights: rank 0 plays them once."""
         parts, timeout = self.parts, self.config.rollout.call_timeout
-        return floors(parts.domains, parts.held_out, timeout)
+        return baselines(parts.domains, parts.held_out, timeout)
 
     def _write_results(self, is_final: bool = True) -> None:
         """Write `results.json` on rank 0, with the transfer numbers only at the end of the run."""
@@ -340,7 +340,7 @@ class Trainer:
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
             facts = {
-                "floors": self._floors,
+                "baselines": self._baselines,
                 "num_ranks": self.ranks.num_ranks,
                 "faults": {name: count for name, count in faults.items() if count},
                 "wall_s": self.checkpointer.wall_s,

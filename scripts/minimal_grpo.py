@@ -26,7 +26,7 @@ from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.tools import tool_schemas
-from pipeline.grpo.algorithm import dead_groups, group_advantages, grpo_loss, token_weights
+from pipeline.grpo.algorithm import group_advantages, grpo_loss, token_weights, zero_std_groups
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
@@ -97,7 +97,9 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
         episodes = rollout(starts)
         rewards = torch.tensor([episode.reward for episode in episodes])
         advantages = group_advantages(rewards, size)
-        alive = ~dead_groups(rewards, size)  # a group in which all earned the same teaches nothing
+        alive = ~zero_std_groups(
+            rewards, size
+        )  # a group in which all earned the same teaches nothing
         loss = update(policy, optimizer, episodes, advantages, alive, config)
         rollout.sampler.load_weights(trained_weights(model))
         print(

@@ -30,11 +30,11 @@ TRANSFER = (
 BY_DOMAIN = ("backward_transfer", "forward_transfer", "forgetting")
 STOPS = ("completed", "max_turns", "max_tokens", "malformed_call", "environment_error")
 ROLLOUT = {
-    "groups without a signal": ("dead_groups", "all_failed", "all_solved"),
+    "groups without a signal": ("frac_reward_zero_std", "all_failed", "all_solved"),
     "turns of an episode": ("turns",),
     "errors of a step": ("tool_errors", "environment_errors"),
 }
-UPDATE = ("loss", "grad_norm", "entropy", "clip_ratio", "logprob_gap", "skipped")
+UPDATE = ("loss", "grad_norm", "entropy", "clip_ratio", "sampling_logp_difference_max", "skipped")
 SPEED = {
     "seconds of a step": ("step_s", "sample_s", "environment_s", "update_s", "wait_s"),
     "episodes a second": ("episodes_per_s",),
@@ -129,7 +129,7 @@ def _learning(domain: str) -> list[Any]:
         _lines("training reward", f"reward/{domain}"),
         _lines("validation success", f"validation/{domain}/success"),
         _lines("held-out success", f"eval/{domain}/success", f"eval/{domain}/greedy"),
-        _lines("groups without a signal", f"rollout/dead_groups/{domain}"),
+        _lines("groups without a signal", f"rollout/frac_reward_zero_std/{domain}"),
     ]
 
 

@@ -14,7 +14,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.manifest import prune
 from pipeline.checkpoints.run_folder import check_still_there, machine_fault
 from pipeline.config.settings import RunSettings
-from pipeline.distributed.gradients import whole_state
+from pipeline.distributed.gradients import consolidated_state_dict
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.durable import sync
@@ -87,7 +87,9 @@ class Checkpointer:
         while self._unsynced:
             sync(self._unsynced.pop())
         self._ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
-        moments = None if optimizer is None else whole_state(optimizer, self._ranks.rank)
+        moments = (
+            None if optimizer is None else consolidated_state_dict(optimizer, self._ranks.rank)
+        )
         if self._ranks.is_main:
             path = self.write(name, model, moments)
             prune(self.folder, self._settings.save_total_limit, path)

@@ -26,10 +26,10 @@ HARMLESS -= {("run", "seed"), ("run", "deterministic")}
 HARMLESS |= {
     ("model", "trust_remote_code"),
     ("rollout", "call_timeout"),
-    ("rollout", "max_error_share"),
+    ("rollout", "max_error_rate"),
     ("grpo", "max_skipped_steps"),
     ("grpo", "shard_optimizer"),
-    ("grpo", "logprob_gap_limit"),
+    ("grpo", "max_sampling_logp_difference"),
 }
 # The format of state.json. A new number is needed only where older code would misread newer files:
 # a field that is missing has its default.

@@ -121,10 +121,10 @@ def _check_loss(config: Config) -> None:
         raise UserError(
             f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {1 + grpo.upper_clip}"
         )
-    if grpo.dynamic_sampling and not grpo.drop_dead_groups:
+    if grpo.dynamic_sampling and not grpo.drop_zero_std_groups:
         raise UserError(
-            "drop_dead_groups: got false with dynamic_sampling, which trains on others in their "
-            "place; take one of the two out"
+            "drop_zero_std_groups: got false with dynamic_sampling, which replaces such groups; "
+            "take one of the two out"
         )
     if grpo.scale_lr != "none" and grpo.reference_tasks_per_step is None:
         raise UserError(

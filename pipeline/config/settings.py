@@ -169,9 +169,11 @@ class RolloutSettings(Section):
     max_tokens: PositiveInt = Field(256, description="tokens of a whole episode, prompt included")
     max_malformed_calls: NonNegativeInt = Field(1, description="malformed calls that get an error")
     max_tool_result_tokens: PositiveInt = Field(64, description="longer tool results become errors")
-    max_live_episodes: PositiveInt = Field(512, description="episodes a rank plays side by side")
+    max_concurrent_episodes: PositiveInt = Field(
+        512, description="episodes a rank plays side by side"
+    )
     call_timeout: PositiveFloat = Field(120.0, description="seconds per call of an environment")
-    max_error_share: Share = Field(
+    max_error_rate: Share = Field(
         0.5,
         description="the run stops where a larger share of a domain's episodes ends as "
         "environment_error; 1: never",
@@ -185,9 +187,9 @@ class GRPOSettings(Section):
     max_steps: NonNegativeInt = Field(120, description="steps in total, over all stages")
     learning_rate: PositiveFloat = Field(3e-4, description="peak learning rate")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="decay over each stage's steps, to lr_end_share"
+        "linear", description="decay over each stage's steps, to min_lr_rate"
     )
-    lr_end_share: Share = Field(0.1, description="share of the peak rate at a stage's end")
+    min_lr_rate: Share = Field(0.1, description="share of the peak rate at a stage's end")
     warmup_steps: NonNegativeInt = Field(5, description="steps of linear warm-up of each stage")
     scale_lr: Literal["none", "linear", "sqrt"] = Field(
         "none", description="how learning_rate grows with tasks_per_step / reference_tasks_per_step"
@@ -236,14 +238,14 @@ class GRPOSettings(Section):
     balance_ranks: bool = Field(True, description="even out the ranks' numbers of trained tokens")
     shard_optimizer: bool = Field(False, description="spread AdamW's moments over the ranks")
     gradient_checkpointing: bool = Field(False, description="recompute activations; saves memory")
-    drop_dead_groups: bool = Field(True, description="train on no group of equal rewards")
+    drop_zero_std_groups: bool = Field(True, description="train on no group of equal rewards")
     dynamic_sampling: bool = Field(False, description="replace groups of equal rewards (DAPO)")
     max_resample_times: PositiveInt = Field(3, description="most rounds of that in a step")
     permute_rewards: bool = Field(False, description="control: permute the rewards of each step")
-    logprob_gap_limit: PositiveFloat | None = Field(
+    max_sampling_logp_difference: PositiveFloat | None = Field(
         None,
-        description="warn where sampler and training differ by more (train/logprob_gap); "
-        "null: 1e-3 in fp32, 0.5 in bf16",
+        description="warn if train/sampling_logp_difference_max is larger; null: 1e-3 in fp32, 0.5 in "
+        "bf16",
     )
 
     @property
@@ -258,7 +260,7 @@ class EvaluationSettings(Section):
     eval_trials: PositiveInt = Field(2, description="sampled trials per held-out task")
     success_threshold: float = Field(1.0, description="the least reward of a success")
     eval_steps: NonNegativeInt = Field(25, description="steps between validations; 0: never")
-    anchor_tasks: NonNegativeInt = Field(
+    kl_probe_tasks: NonNegativeInt = Field(
         16,
         description="validation tasks of each learned domain on which those evaluations estimate "
         "how far the policy has moved since (KL); 0: none",

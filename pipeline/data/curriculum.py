@@ -233,4 +233,4 @@ def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSetti
     share = min(1.0, (done - warmup) / max(1, num_steps - warmup))
     if settings.lr_scheduler_type == "cosine":
         share = (1 - math.cos(math.pi * share)) / 2
-    return peak * (1 - (1 - settings.lr_end_share) * share)
+    return peak * (1 - (1 - settings.min_lr_rate) * share)

@@ -42,7 +42,7 @@ class _Nothing(torch.autograd.Function):
         return like.new_zeros(()).expand(like.shape)
 
 
-def summed_over_ranks(module: Any) -> Any:
+def sum_gradients(module: Any) -> Any:
     """Make DDP add the ranks' gradients up, where it would average them; returns the module.
 
     A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
@@ -56,7 +56,7 @@ def summed_over_ranks(module: Any) -> Any:
     return module
 
 
-def kept_apart(module: Any) -> None:
+def skip_gradient_sync(module: Any) -> None:
     """Make DDP leave each rank its own gradients."""
 
     def unchanged(bucket: dist.GradBucket) -> Any:
@@ -86,7 +86,7 @@ def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.
     return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
 
 
-def whole_state(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
+def consolidated_state_dict(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
     """The optimizer's state as one process would have it, on rank 0; every rank must call this."""
     if hasattr(optimizer, "consolidate_state_dict"):
         optimizer.consolidate_state_dict(to=0)

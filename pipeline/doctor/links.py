@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.distributed.gradients import sum_over_ranks, summed_over_ranks
+from pipeline.distributed.gradients import sum_gradients, sum_over_ranks
 from pipeline.doctor.table import Facts, Finding, Place
 
 EXCHANGED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes, for the bandwidth
@@ -85,7 +85,7 @@ def measure_fit(place: Place) -> Facts:
     line = nn.Linear(1, 1, dtype=torch.float64, device=device)
     for parameter in line.parameters():
         nn.init.zeros_(parameter)
-    model = summed_over_ranks(place.accelerator.prepare(line))  # as a run does
+    model = sum_gradients(place.accelerator.prepare(line))  # as a run does
     optimizer = torch.optim.SGD(line.parameters(), lr=FIT_RATE)
 
     def step() -> None:

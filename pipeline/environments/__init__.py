@@ -1,7 +1,7 @@
 """The names that a module of a domain imports; `domains.py` describes such a module."""
 
 from pipeline.environments.domains import Domain, load_domains
-from pipeline.environments.experts import Agent, Expert, play_expert
+from pipeline.environments.experts import Agent, Expert, run_expert
 from pipeline.environments.timeouts import Outage
 from pipeline.environments.tools import ToolError, User, call_tool, tool_schemas
 
@@ -14,6 +14,6 @@ __all__ = [
     "User",
     "call_tool",
     "load_domains",
-    "play_expert",
+    "run_expert",
     "tool_schemas",
 ]

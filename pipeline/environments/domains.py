@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.experts import Expert, goal_of, play_expert
+from pipeline.environments.experts import Expert, goal_of, run_expert
 from pipeline.environments.timeouts import EnvironmentFault, describe, guarded, only_faults
 from pipeline.environments.tools import started, tool_schemas
 from pipeline.errors import UserError
@@ -47,7 +47,7 @@ class Domain:
         assert expert is not None, f"{self.name} has no expert"
 
         def play() -> tuple[list[Message], float]:
-            return play_expert(self.environment(), expert, task, rule_share, seed)
+            return run_expert(self.environment(), expert, task, rule_share, seed)
 
         return cast(tuple[list[Message], float], guarded("expert", seconds, play))
 

@@ -84,7 +84,7 @@ def goal_of(task: Task) -> Any:
     return (payload.get("goal") or None) if isinstance(payload, dict) else None
 
 
-def play_expert(
+def run_expert(
     environment: Any, expert: Expert, task: Task, rule_share: float = 1.0, seed: int = 0
 ) -> tuple[list[Message], float]:
     """Play one task; returns the whole conversation (prompt first) and the reward."""

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain
-from pipeline.environments.experts import goal_of, play_expert
+from pipeline.environments.experts import goal_of, run_expert
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
@@ -30,7 +30,7 @@ ID = re.compile(r"\w*\d\w*")  # a word with a digit
 Trace = tuple[tuple[str, str], ...]  # each step, and the outcome that the policy sees
 
 
-def floors(
+def baselines(
     domains: Mapping[str, Domain],
     tasks: Mapping[str, Sequence[Task]],
     call_timeout: float = RolloutSettings().call_timeout,
@@ -44,10 +44,10 @@ def floors(
     `call_timeout` seconds for a call, earns nothing.
     """
     calls = Calls(call_timeout, lambda _: None)
-    return {name: _floor(calls, domains[name], tasks[name]) for name in tasks}
+    return {name: _baselines_of(calls, domains[name], tasks[name]) for name in tasks}
 
 
-def _floor(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
+def _baselines_of(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
     environment_class = domain.environment
 
     def mean_reward(schemas: Sequence[dict[str, Any]]) -> float:
@@ -123,7 +123,7 @@ def _trace(domain: Domain, task: Task) -> Trace | None:
     goal = goal_of(task)
     if goal is None or domain.expert is None:
         return None
-    messages, reward = play_expert(domain.environment(), domain.expert, task)
+    messages, reward = run_expert(domain.environment(), domain.expert, task)
     if reward < 1:
         return None
     roles = {value: f"<{key}>" for key, value in goal.items() if key != "family"}

@@ -63,7 +63,7 @@ class ErrorRates:
             if episodes >= at_least and errors > limit * episodes:
                 last = f"; the last: {self.last[domain]}" if domain in self.last else ""
                 return (
-                    f"rollout.max_error_share: {errors} of {episodes} episodes of {domain} "
+                    f"rollout.max_error_rate: {errors} of {episodes} episodes of {domain} "
                     f"({100 * errors / episodes:.0f} %) ended in environment errors {when}{last}; "
                     "mend the environment, or raise the limit"
                 )
@@ -83,7 +83,7 @@ def stop_on_errors(
     same counts, so they communicate only before they raise.
     """
     rates.remember(trajectories)
-    limit, at_least = limits.max_error_share, 2 * limits.num_generations
+    limit, at_least = limits.max_error_rate, 2 * limits.num_generations
     if rates.problem(limit, at_least, when) is None:
         return
     for last in ranks.all_gather_objects(rates.last, "environment errors"):

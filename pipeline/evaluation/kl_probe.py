@@ -29,31 +29,33 @@ KEPT = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask
 
 
 class KLProbe:
-    """Kept episodes of stages that are over (`anchors/` of the run folder), and the KL on them."""
+    """Kept episodes of stages that are over (`kl_probe/` of the run folder), and the KL on them."""
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
-        self._folder, self._config, self._ranks = folder / "anchors", config, ranks
+        self._folder, self._config, self._ranks = folder / "kl_probe", config, ranks
         self.episodes: dict[str, list[Trajectory]] = {}  # by domain
         settings = config.evaluation
-        self.is_wanted = settings.anchor_tasks > 0 and settings.eval_steps > 0
+        self.is_wanted = settings.kl_probe_tasks > 0 and settings.eval_steps > 0
 
     def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
         """Play the tasks at the stage's end; every rank keeps all episodes."""
         _, mine = evaluate(rollout, tasks, 1, self._config.run.seed, self._ranks)
         rows = [{name: getattr(t, name) for name in KEPT} for t in mine if t.num_sampled_tokens]
-        gathered = self._ranks.all_gather_objects(rows, "anchors")
+        gathered = self._ranks.all_gather_objects(rows, "KL probe")
         by_task = {(row["domain"], row["task_id"]): row for rows in gathered for row in rows}
         ordered = [by_task[task.key] for task in tasks if task.key in by_task]
         if self._ranks.is_main:
             self._folder.mkdir(exist_ok=True)
             write_text(self._folder / f"{stage.name}.json", json.dumps(ordered))
-        self._ranks.barrier("anchors")
+        self._ranks.barrier("KL probe")
         self._add(ordered)
 
     def load(self, stages: Sequence[Stage]) -> None:
         """After a resume, read the episodes of these stages, which are over."""
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
+            before = path.parent.with_name("anchors") / path.name  # of earlier versions
+            path = before if before.is_file() else path
             if path.is_file():
                 self._add(json.loads(path.read_text(encoding="utf-8")))
             elif self._ranks.is_main:

@@ -52,8 +52,8 @@ class TokenStats:
     kl: torch.Tensor
     entropy: torch.Tensor
     clipped: torch.Tensor  # tokens whose ratio was clipped
-    logprob_gap: torch.Tensor  # |logprobs - old_logprobs|
-    max_logprob_gap: torch.Tensor  # the largest of them, no sum
+    sampling_logp_difference: torch.Tensor  # |logprobs - old_logprobs|
+    sampling_logp_difference_max: torch.Tensor  # the largest of them, no sum
 
 
 def token_weights(
@@ -140,8 +140,8 @@ def grpo_loss(
         kl=(kl * counted).sum().detach(),
         entropy=(entropy * counted).sum().detach(),
         clipped=(outside & counted).sum().float(),
-        logprob_gap=gap.sum(),
-        max_logprob_gap=gap.max() if len(gap) else gap.sum(),
+        sampling_logp_difference=gap.sum(),
+        sampling_logp_difference_max=gap.max() if len(gap) else gap.sum(),
     )
     return loss, stats
 
@@ -182,7 +182,7 @@ def group_advantages(
     return advantages.view(-1)
 
 
-def dead_groups(
+def zero_std_groups(
     rewards: torch.Tensor, num_generations: int, counted: torch.Tensor | None = None
 ) -> torch.Tensor:
     """True, per episode, if all counted siblings earned the same: nothing is learned from these.

@@ -1,10 +1,10 @@
-"""The rollouts of a step: groups of the stage's tasks, replacements of dead groups, advantages.
+"""The rollouts of a step: groups of the stage's tasks, replacements of zero-std groups, advantages.
 
-A group whose rewards are all equal is dead: its advantages are zero, and nothing is learned from
-it. With `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step plays
-another task for each dead group, in at most `max_resample_times` rounds, and trains on the other
-groups. DAPO draws whole batches until one is full; here a dead group is replaced by a task of its
-own domain, so that the curriculum's shares hold, and a step never trains on more than
+A zero-std group has equal rewards only: its advantages are zero, and nothing is learned from it.
+With `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step plays another
+task for each zero-std group, in at most `max_resample_times` rounds, and trains on the other
+groups. DAPO draws whole batches until one is full; here a task of the same domain replaces each
+zero-std group, so that the curriculum's shares hold, and a step never trains on more than
 `tasks_per_step` groups.
 """
 
@@ -20,7 +20,7 @@ from pipeline.data.curriculum import Stage, replacement_tasks, tasks_of_step
 from pipeline.data.rng import permutation, stream_key
 from pipeline.data.tasks import Source, Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.algorithm import dead_groups, group_advantages, in_baseline
+from pipeline.grpo.algorithm import group_advantages, in_baseline, zero_std_groups
 from pipeline.rollout.rollout import Rollout, Start
 from pipeline.rollout.trajectory import StopReason, Trajectory
 
@@ -57,8 +57,8 @@ def collect_rollouts(
 ) -> RolloutBatch:
     """Play this rank's groups of a step; `step` is the number of optimizer steps before it.
 
-    Dead groups depend on exact rewards of whole groups, and replacements are drawn by counts: both
-    are the same on every rank, for any number of ranks, and after a resume.
+    Zero-std groups depend on exact rewards of whole groups, and replacements are drawn by counts:
+    both are the same on every rank, for any number of ranks, and after a resume.
     """
     settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
@@ -79,11 +79,15 @@ def collect_rollouts(
         trajectories += played
         if not settings.dynamic_sampling:
             break
-        dead += _find_dead(ranks, played, size, [place - len(dead) for place in mine], len(fresh))
+        dead += _find_zero_std(
+            ranks, played, size, [place - len(dead) for place in mine], len(fresh)
+        )
         if len(rounds) > settings.max_resample_times:
             break
         last = dead[-len(fresh) :]
-        domains = [task.domain for task, is_dead in zip(fresh, last, strict=True) if is_dead]
+        domains = [
+            task.domain for task, is_zero_std in zip(fresh, last, strict=True) if is_zero_std
+        ]
         key = (seed, "replacements", stage.name, step, len(rounds))
         fresh = replacement_tasks(domains, {task.key for task in tasks}, sources, *key)
     groups = ranks.shard(len(tasks))
@@ -98,15 +102,15 @@ def collect_rollouts(
     )
 
 
-def _find_dead(
+def _find_zero_std(
     ranks: Ranks, trajectories: Sequence[Trajectory], size: int, mine: Sequence[int], count: int
 ) -> list[bool]:
     """Which of the `count` groups of a round are dead; this rank played those at `mine`."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    dead = dead_groups(rewards, size, ~left_out(trajectories))[::size].tolist()
+    dead = zero_std_groups(rewards, size, ~left_out(trajectories))[::size].tolist()
     flags = [0.0] * count
-    for place, is_dead in zip(mine, dead, strict=True):
-        flags[place] = float(is_dead)
+    for place, is_zero_std in zip(mine, dead, strict=True):
+        flags[place] = float(is_zero_std)
     return [flag > 0 for flag in ranks.sum(flags)]
 
 
@@ -154,8 +158,8 @@ def advantages_of(
     counted = in_baseline(left_out(batch.trajectories), size)
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std, counted)
     scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in batch.trajectories]
-    dead = dead_groups(rewards, size, counted)
-    kept = (counted & ~dead if settings.drop_dead_groups else counted).tolist()
+    dead = zero_std_groups(rewards, size, counted)
+    kept = (counted & ~dead if settings.drop_zero_std_groups else counted).tolist()
     return [a * scale for a, scale in zip(advantages.tolist(), scales, strict=True)], kept
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.func import functional_call
 
 from pipeline.config.settings import Config
-from pipeline.distributed.gradients import Exchange, sharded_adamw, summed_over_ranks
+from pipeline.distributed.gradients import Exchange, sharded_adamw, sum_gradients
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
 from pipeline.grpo.faults import (
@@ -85,7 +85,7 @@ class Updater:
         self.accelerator, self.ranks, self.reference = accelerator, ranks, reference
         self.loss = loss
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
-        self.exchange = summed_over_ranks(accelerator.prepare(Exchange(module)))
+        self.exchange = sum_gradients(accelerator.prepare(Exchange(module)))
         self.settings = settings = config.grpo
         self.limits, self.pad_id = config.rollout, pad_id
         self.deterministic = config.run.deterministic
@@ -290,8 +290,8 @@ class Updater:
             means["train/kl"] = sums["kl"] / num_tokens
         means["train/entropy"] = sums["entropy"] / num_tokens
         means["train/clip_ratio"] = sums["clipped"] / num_tokens
-        means["train/logprob_gap"] = sums["max_logprob_gap"]
-        means["train/logprob_gap_mean"] = sums["logprob_gap"] / num_tokens
+        means["train/sampling_logp_difference_max"] = sums["sampling_logp_difference_max"]
+        means["train/sampling_logp_difference_mean"] = sums["sampling_logp_difference"] / num_tokens
         if self.max_tokens_per_microbatch != self.settings.max_tokens_per_microbatch:
             means["train/max_tokens_per_microbatch"] = self.max_tokens_per_microbatch
         return means

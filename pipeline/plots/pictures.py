@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.plots.plots import COLOURS, FONT_SIZE, learning_curves, stage_performance
-from pipeline.plots.training import dead_groups, stop_reasons, time_and_memory
+from pipeline.plots.training import stop_reasons, time_and_memory, zero_std_groups
 from pipeline.plots.transfer import accuracy_matrix, tools, transfer
 from pipeline.tracking.run_files import RunData
 
@@ -37,7 +37,7 @@ def pictures_of(run: RunData) -> dict[str, Figure]:
     if any(key.startswith("rollout/stop/") for key in keys):
         drawn["stop_reasons"] = stop_reasons
     if "rollout/all_failed" in keys:
-        drawn["dead_groups"] = dead_groups
+        drawn["zero_std_groups"] = zero_std_groups
     if any("perf/sample_s" in record for record in run.timings):
         drawn["time_and_memory"] = time_and_memory
     return drawings(**{name: partial(draw, run) for name, draw in drawn.items()})

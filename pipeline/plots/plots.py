@@ -36,7 +36,7 @@ GREEDY: Handle = (
     "greedy",
     {"marker": "D", "color": "black", "markerfacecolor": "white", "linestyle": "none"},
 )
-FLOOR: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
+BASELINE: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -81,7 +81,7 @@ def learning_curves(run: RunData) -> Figure:
             rewards.spines[["top"]].set_visible(False)
         for stage in run.stages:
             _rewards(rewards, run.of_stage(stage), f"reward/{domain}", colour)
-        _floor(rewards, run, domain, colour)
+        _baseline(rewards, run, domain, colour)
         _points(axes, run, domain, colour)
         axes.set_ylabel(domain, color=colour, fontweight="bold")
         axes.set_xlim(-0.03 * last, 1.03 * last)
@@ -169,7 +169,7 @@ def _learning_handles(run: RunData, has_probes: bool) -> list[Handle]:
     if has_probes:
         dashes = {"marker": "v", "markersize": 4, "linewidth": 1, "linestyle": "--"}
         handles.append(("KL per token (nats) from the\npolicy when it was learned", dashes))
-    return [*handles, FLOOR] if run.results["floors"] else handles
+    return [*handles, BASELINE] if run.results["baselines"] else handles
 
 
 def stage_performance(run: RunData) -> Figure:
@@ -189,7 +189,7 @@ def stage_performance(run: RunData) -> Figure:
             if domain in evaluation["success"]:
                 _bar(axes, x, evaluation, domain, colour)
         if not run.is_graded(domain):  # else their mean reward is not a success rate
-            _floor(axes, run, domain, colour)
+            _baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
         names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
         axes.set_xticks(range(count), names, rotation=35, ha="right", rotation_mode="anchor")
@@ -197,7 +197,7 @@ def stage_performance(run: RunData) -> Figure:
         axes.tick_params(labelbottom=True)
         axes.set_xlabel("evaluated after")
     figure.supylabel("success rate", fontsize="medium")
-    legend(figure, [SAMPLED, GREEDY, *([FLOOR] if run.results["floors"] else [])])
+    legend(figure, [SAMPLED, GREEDY, *([BASELINE] if run.results["baselines"] else [])])
     return figure
 
 
@@ -212,10 +212,10 @@ def _bar(axes: Axes, x: float, evaluation: Evaluation, domain: str, colour: str)
     axes.plot(x + 0.2, of["greedy"], "D", color="black", markerfacecolor="white", clip_on=False)
 
 
-def _floor(axes: Axes, run: RunData, domain: str, colour: str) -> None:
-    floor = max(run.results["floors"].get(domain, {}).values(), default=None)
-    if floor is not None:
-        axes.axhline(floor, color=colour, linestyle=":", linewidth=1)
+def _baseline(axes: Axes, run: RunData, domain: str, colour: str) -> None:
+    baseline = max(run.results["baselines"].get(domain, {}).values(), default=None)
+    if baseline is not None:
+        axes.axhline(baseline, color=colour, linestyle=":", linewidth=1)
 
 
 def _interval(axes: Axes, x: float, success: Mapping[str, Any], **style: Any) -> None:

@@ -1,4 +1,4 @@
-"""Stop reasons, dead groups, time and memory of training; matplotlib is imported only to draw."""
+"""Stop reasons, zero-std groups, time and memory of training; imports matplotlib only to draw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stop_reasons(run: RunData) -> Figure:
     return _shares(run, shown, "why episodes ended", "episodes")
 
 
-def dead_groups(run: RunData) -> Figure:
+def zero_std_groups(run: RunData) -> Figure:
     """Shares of groups that are all solved, all failed or too small, or have a signal."""
     failed = _column(run.train, "rollout/all_failed")
     solved = _column(run.train, "rollout/all_solved")

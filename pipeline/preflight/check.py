@@ -36,7 +36,7 @@ def validate(config: Config) -> Prepared:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
         raise UserError(
             f"memory: each rank needs {need / GIB:.1f} GiB ({terms}) and has "
-            f"{have / GIB:.1f}; lower max_live_episodes or max_tokens_per_microbatch, set "
+            f"{have / GIB:.1f}; lower max_concurrent_episodes or max_tokens_per_microbatch, set "
             "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
     return parts

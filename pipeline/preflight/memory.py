@@ -28,7 +28,7 @@ def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
     groups = -(-limits.tasks_per_step // num_ranks)
     trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
     side_by_side = max(groups * limits.num_generations, -(-trials // num_ranks))
-    cached = limits.max_tokens * min(limits.max_live_episodes, side_by_side)
+    cached = limits.max_tokens * min(limits.max_concurrent_episodes, side_by_side)
     memory = {
         "weights (fp32)": 4.0 * num_parameters,
         # In fp32 the sampler shares the trained weights; LoRA's are merged into a copy.

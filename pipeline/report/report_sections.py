@@ -25,7 +25,7 @@ from pipeline.tracking.run_files import (
     rate,
 )
 
-FLOORS = {
+BASELINES = {
     "nothing": "doing nothing",
     "transfer": "always transferring (best single reason)",
     "every_tool": "every tool in turn",
@@ -45,7 +45,7 @@ FILES = {
     "curriculum.json": "stages, their steps and groups",
     METRICS: "one line per training step and evaluation; only what the seed determines",
     TIMINGS: "times, under the same steps",
-    "results.json": "every evaluation, the floors, the transfer numbers",
+    "results.json": "every evaluation, the baselines, the transfer numbers",
     "trajectories": "transcripts, one file per stage, step and rank",
     "checkpoints": "models for `from_pretrained`; `latest` names the last",
 }
@@ -63,10 +63,10 @@ def sections_of(run: RunData) -> list[Section]:
         _families(run),
         tools(run),
         trials(run),
-        _floors(run),
+        _baselines(run),
         _curriculum(run),
         _stop_reasons(run),
-        _dead_groups(run),
+        _zero_std_groups(run),
         _time(run),
         _faults(run),
         _files(run),
@@ -208,15 +208,15 @@ def _rates(evaluations: list[Evaluation], domain: str, level: str, name: str) ->
     return [str(groups[-1]["num_tasks"]), *rates]
 
 
-def _floors(run: RunData) -> Section:
-    floors = run.results["floors"]
-    rows = [[d, *(number(of.get(key)) for key in FLOORS)] for d, of in floors.items()]
+def _baselines(run: RunData) -> Section:
+    baselines = run.results["baselines"]
+    rows = [[d, *(number(of.get(key)) for key in BASELINES)] for d, of in baselines.items()]
     text = (
         "What policies earn that never read the record of a request. The last two are the best of "
         "all such policies: one for every request, and one for each family of requests. They may "
         "use what the customer answers, and are chosen on these tasks, so others earn less."
     )
-    return Section("Floors", [text, Table(["domain", *FLOORS.values()], rows)])
+    return Section("Baselines", [text, Table(["domain", *BASELINES.values()], rows)])
 
 
 def _curriculum(run: RunData) -> Section:
@@ -274,19 +274,19 @@ def _left_out(run: RunData) -> list[Block]:
     return [text, Table(["domain", "what failed", "episodes"], rows, num_left=2)] if rows else []
 
 
-def _dead_groups(run: RunData) -> Section:
+def _zero_std_groups(run: RunData) -> Section:
     kinds = {"all_failed": "all failed", "all_solved": "all solved"}
     if any(record.get("rollout/too_few_left") for record in run.train):
         kinds["too_few_left"] = "fewer than two left"
-    kinds["dead_groups"] = "in all"
+    kinds["frac_reward_zero_std"] = "in all"
     shares = {name: _shares(run, f"rollout/{kind}").get("", []) for kind, name in kinds.items()}
     text = (
         "Share of a stage's groups whose episodes all earned the same (or fewer than two were not "
         "left out): they have no advantage and teach nothing."
     )
-    picture = Picture("dead_groups", "Groups without a signal, over the steps")
+    picture = Picture("zero_std_groups", "Groups without a signal, over the steps")
     table = _table_of_shares(run, "groups", {name: of for name, of in shares.items() if of})
-    return Section("Dead groups", [text, picture, table])
+    return Section("Zero-std groups", [text, picture, table])
 
 
 def _time(run: RunData) -> Section:

@@ -135,7 +135,7 @@ class Rollout:
         return [trajectory for group in together for trajectory in self._play(group, greedy)]
 
     def _play(self, starts: Sequence[Start], greedy: bool) -> list[Trajectory]:
-        """Play the episodes, at most `max_live_episodes` side by side, and score them."""
+        """Play the episodes, at most `max_concurrent_episodes` side by side, and score them."""
         background = {name: may_wait(known) for name, known in self.environments.items()}
         episodes = [
             _Episode(
@@ -168,7 +168,9 @@ class Rollout:
         live: list[_Episode] = []  # the sampler has their next message to sample
         away: list[_Episode] = []  # their environment works in the background
         while waiting or live or away:
-            live += self._start(waiting, self.limits.max_live_episodes - len(live) - len(away))
+            live += self._start(
+                waiting, self.limits.max_concurrent_episodes - len(live) - len(away)
+            )
             answered = self._sample(live, greedy) if live else []
             gone = set(answered)
             live = [episode for episode in live if episode not in gone]
@@ -181,7 +183,7 @@ class Rollout:
     def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
         """Start episodes in free places, many at a time; returns those that go on."""
         count = min(len(waiting), room)
-        if count < min(len(waiting), max(1, self.limits.max_live_episodes // 4)):
+        if count < min(len(waiting), max(1, self.limits.max_concurrent_episodes // 4)):
             return []
         episodes = [waiting.popleft() for _ in range(count)]
         for episode in episodes:

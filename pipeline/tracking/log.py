@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pipeline.config.former import read_metrics
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
-from pipeline.files.durable import LinesFile, finite, read_records, sync
+from pipeline.files.durable import LinesFile, finite, sync
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
 from pipeline.tracking.trackers import Record, TensorBoard, Tracker
@@ -126,9 +127,8 @@ class RunLog:
             )
             return
         tracker = WandbFeed if name == "wandb" else TensorBoard
-        lines = [read_records(self._folder / file) for file in (METRICS, TIMINGS)]
         try:
-            self._trackers.append(tracker(self._folder, config, *lines))
+            self._trackers.append(tracker(self._folder, config, *read_metrics(self._folder)))
         except Exception as error:
             if not is_resumed:
                 raise

@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 
+from pipeline.config.former import read_metrics
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
-from pipeline.files.durable import read_records
-from pipeline.files.layout import METRICS, TIMINGS
 
 Evaluation = Mapping[str, Any]
 
@@ -70,9 +69,11 @@ def load_run(folder: Path) -> RunData:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
     curriculum = _read_json(folder / "curriculum.json", {"stages": [], "replay": 0.0})
-    results = _read_json(folder / "results.json", {"evaluations": [], "floors": {}})
-    metrics = read_records(folder / METRICS)
-    train, timings = _of_training(metrics), _of_training(read_records(folder / TIMINGS))
+    results = _read_json(folder / "results.json", {"evaluations": []})
+    # "floors": the name in results of earlier versions
+    results = {"baselines": results.get("floors", {}), **results}
+    metrics, timings = read_metrics(folder)
+    train, timings = _of_training(metrics), _of_training(timings)
     trained = {record["stage"] for record in train}
     return RunData(
         folder=folder,

@@ -9,7 +9,7 @@ import torch
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer_metrics import succeeded
-from pipeline.grpo.algorithm import dead_groups
+from pipeline.grpo.algorithm import zero_std_groups
 from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
@@ -17,7 +17,7 @@ from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 # Metrics of groups without a signal, by how these groups ended; `few`: fewer than two of their
 # episodes are not left out.
 DEAD = {
-    "dead_groups": ("failed", "solved", "few"),
+    "frac_reward_zero_std": ("failed", "solved", "few"),
     "all_failed": ("failed",),
     "all_solved": ("solved",),
     "too_few_left": ("few",),
@@ -29,9 +29,9 @@ def rollout_metrics(
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
     """Means over the episodes of the stage's own groups on all ranks, and error counts.
 
-    The means are reward (of episodes that are not left out), dead groups, stop reasons and tokens,
-    also by domain. Further episodes of dynamic sampling are only counted, so that runs with and
-    without it can be compared. Errors and left-out episodes are counted among all episodes.
+    The means are reward (of episodes that are not left out), zero-std groups, stop reasons and
+    tokens, also by domain. Further episodes of dynamic sampling are only counted, so that runs
+    with and without it can be compared. Errors and left-out episodes are counted among all.
     The second value is, by domain, the number of all episodes and of those that ended in an error
     of their environment.
     """
@@ -81,7 +81,7 @@ def _counts(
 ) -> dict[str, float]:
     """Sums of this rank; the same names in the same order on every rank."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    dead = dead_groups(rewards, size, ~is_left_out(trajectories)).tolist()
+    dead = zero_std_groups(rewards, size, ~is_left_out(trajectories)).tolist()
     ends = [
         (trajectories[i].domain, _end(trajectories[i : i + size], threshold) if dead[i] else "")
         for i in range(0, len(trajectories), size)
@@ -98,13 +98,15 @@ def _counts(
             f"reward {domain}": sum(judged),
             f"judged {domain}": len(judged),
             f"groups {domain}": sum(of_group == domain for of_group, _ in ends),
-            **{f"{end} {domain}": ends.count((domain, end)) for end in DEAD["dead_groups"]},
+            **{
+                f"{end} {domain}": ends.count((domain, end)) for end in DEAD["frac_reward_zero_std"]
+            },
         }
     return counts
 
 
 def _end(group: Sequence[Trajectory], threshold: float) -> str:
-    """How a dead group ended."""
+    """How a zero-std group ended."""
     rewards = [t.reward for t in group if not t.left_out]
     if len(rewards) < 2:
         return "few"
@@ -133,4 +135,4 @@ def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     done = [row for row in updates if not row["train/skipped"]] or updates
     means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}
     means["train/skipped"] = sum(row["train/skipped"] for row in updates) / len(updates)
-    return means | {name: updates[0][name] for name in means if "logprob_gap" in name}
+    return means | {name: updates[0][name] for name in means if "sampling_logp_difference" in name}

@@ -22,12 +22,13 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from pipeline.config.former import read_metrics
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
-from pipeline.files.durable import read_records, write_text
-from pipeline.files.layout import METRICS, RUN_SETTINGS, TIMINGS
+from pipeline.files.durable import write_text
+from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of
 from pipeline.tracking.trackers import Record, numbers
 from pipeline.tracking.wandb_results import send_results
@@ -207,7 +208,7 @@ def send(*arguments: str) -> None:
             raise UserError(
                 f"RUN_FOLDER: the run in {folder} is still alive; send it when it has ended"
             ) from None
-        lines = [read_records(folder / name) for name in (METRICS, TIMINGS)]
+        lines = read_metrics(folder)
         WandbFeed(folder, load_recipe(folder / RUN_SETTINGS), *lines).close(results=folder)
     say(f"W&B has all {len(lines[0])} lines of {METRICS}")
 

@@ -157,7 +157,7 @@ class Bench:
         flags += ["--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0"]
         flags += ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--save-steps", "0"]
         flags += ["--no-dynamic-sampling", "--eval-steps", "0", "--eval-tasks-per-domain", "8"]
-        flags += ["--no-drop-dead-groups"] * (
+        flags += ["--no-drop-zero-std-groups"] * (
             options.shape != "tiny"
         )  # random weights earn nothing
         flags += ["--report-to", "none", *options.passed_on]

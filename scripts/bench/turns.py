@@ -209,11 +209,11 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
     of a group say the same until `PARTING_TURN`, from which on each asks for other ids.
     """
     from pipeline.embedded.generation import IDS
-    from pipeline.environments import play_expert
+    from pipeline.environments import run_expert
 
     domain = parts.domains[task.domain]
     assert domain.expert is not None, f"{domain.name} has no expert to begin with"
-    messages, _ = play_expert(domain.environment(), domain.expert, task)
+    messages, _ = run_expert(domain.environment(), domain.expert, task)
     look_up = next(message for message in messages if message.get("tool_calls"))
     function = look_up["tool_calls"][0]["function"]
     said: list[dict[str, Any]] = []

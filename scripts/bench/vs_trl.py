@@ -6,7 +6,7 @@ Both sides start from the same warm-started model and run their own loops in the
 one stands still while the other works, and each ratio is that of two units one after the other.
 Equal on both: the tasks of every step (those without a user), group size, turns an episode, tokens
 a turn, temperature 1, fp32 (bf16 on CUDA), threads, dapo with the same clips, no KL, no entropy
-bonus, AdamW and its learning rate, clip norm, dead groups kept, padded tokens of a micro-batch.
+bonus, AdamW and its learning rate, clip norm, zero-std groups kept, padded tokens of a micro-batch.
 
 - step: whole optimizer steps, against the fastest of `--trl-settings`, each written
   per_device_train_batch_size:steps_per_generation.
@@ -140,7 +140,7 @@ class Bench:
         flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
         flags += ["--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0"]
         flags += ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--entropy-coef", "0"]
-        flags += ["--no-drop-dead-groups", "--eval-steps", "0", "--save-steps", "0"]
+        flags += ["--no-drop-zero-std-groups", "--eval-steps", "0", "--save-steps", "0"]
         flags += ["--eval-tasks-per-domain", "8", "--report-to", "none"]
         flags += ["--gradient-checkpointing"] * options.gradient_checkpointing
         domains = ["airline", "retail", "telecom"][: int(values["tasks-per-step"])]

@@ -44,7 +44,7 @@ ROWS: dict[str, dict[str, str]] = {
 }
 QUICK = (
     "--max-steps 9 --tasks-per-step 4 --num-generations 2 --warm-start-steps 3 --eval-steps 3 "
-    "--eval-tasks-per-domain 6 --eval-steps-tasks 4 --eval-trials 2 --anchor-tasks 2"
+    "--eval-tasks-per-domain 6 --eval-steps-tasks 4 --eval-trials 2 --kl-probe-tasks 2"
 )
 COLUMNS = {
     "average_accuracy": "success at the end",

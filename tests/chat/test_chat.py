@@ -13,7 +13,7 @@ from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import STUB, Parsed, parse_hermes
 from pipeline.config.settings import EMBEDDED_DOMAINS
 from pipeline.environments.domains import environments_of
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
@@ -85,7 +85,7 @@ def _expert_episodes(count):
     for domain in EMBEDDED_DOMAINS:
         module = import_module(f"pipeline.embedded.{domain}")
         for task in module.generate_tasks(0, count, "train", "hard"):
-            messages, _ = play_expert(CLASSES[domain](), module.expert, task)
+            messages, _ = run_expert(CLASSES[domain](), module.expert, task)
             while messages[-1]["role"] == "tool":  # a transfer ends the episode
                 messages.pop()
             yield messages, tool_schemas(CLASSES[domain])

@@ -214,7 +214,7 @@ def played(numbers):
     sampler.scripts = {key: script(key) for key in keys}
     tasks = [make_task(f"t{n}", TEXTS[n % len(TEXTS)]) for n in numbers]
     starts = [Start(task=t, trial=0, key=key) for t, key in zip(tasks, keys, strict=True)]
-    limits = LIMITS.model_copy(update={"max_live_episodes": len(numbers) // 2})
+    limits = LIMITS.model_copy(update={"max_concurrent_episodes": len(numbers) // 2})
     trajectories = Rollout(sampler, chat(), {"desk": Hostile}, limits)(starts)
     return trajectories, [sampler.seen[key] for key in keys]
 

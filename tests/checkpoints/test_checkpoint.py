@@ -16,7 +16,7 @@ from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, save
 from pipeline.checkpoints.manifest import newest_first, number_of, problem, prune, put_aside
 from pipeline.checkpoints.run_folder import find_checkpoint, read_state
 from pipeline.config.settings import Config
-from pipeline.distributed.gradients import whole_state
+from pipeline.distributed.gradients import consolidated_state_dict
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.errors import UserError
 from pipeline.files.durable import write_text
@@ -153,7 +153,7 @@ def update(folder, shard_optimizer, resume):
         rate = 1e-2 / (1 + step)
         updater.update_policy([rows[i] for i in mine], [advantages[i] for i in mine], rate)
     if not resume:
-        state = whole_state(updater.optimizer, rank)
+        state = consolidated_state_dict(updater.optimizer, rank)
         if ranks.is_main:
             save(
                 folder / "checkpoints",

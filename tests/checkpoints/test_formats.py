@@ -5,7 +5,7 @@ all of it is below 200 kB. It was made with
 
     python pipeline/run.py --model model --domains airline --tasks-per-step 2 --num-generations 2 \
         --max-turns 2 --max-tokens-per-turn 8 --eval-tasks-per-domain 2 --eval-trials 1 \
-        --eval-steps 0 --warm-start-steps 0 --max-steps 2 --save-steps 1 --no-drop-dead-groups \
+        --eval-steps 0 --warm-start-steps 0 --max-steps 2 --save-steps 1 --no-drop-zero-std-groups \
         --entropy-coef 0.05 --report-to none --output-dir run --beta 0.1
 """
 

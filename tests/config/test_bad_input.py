@@ -167,8 +167,8 @@ RULES = [
     ),
     (
         "replaced groups that are kept",
-        "grpo: {dynamic_sampling: true, drop_dead_groups: false}",
-        ("drop_dead_groups", "dynamic_sampling", "take one"),
+        "grpo: {dynamic_sampling: true, drop_zero_std_groups: false}",
+        ("drop_zero_std_groups", "dynamic_sampling", "take one"),
     ),
     (
         "a bound that its loss does not use",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from pipeline.distributed.gradients import sharded_adamw, whole_state
+from pipeline.distributed.gradients import consolidated_state_dict, sharded_adamw
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from scripts.proofs.grid import small_model
 from scripts.proofs.ranks import play_ranks
@@ -226,7 +226,7 @@ def shard():
     model, copy = small_model(), small_model()
     optimizer = sharded_adamw(model.parameters(), **SETTINGS)
     three_steps(model, optimizer)
-    state = deepcopy(whole_state(optimizer, rank))  # steps change its tensors
+    state = deepcopy(consolidated_state_dict(optimizer, rank))  # steps change its tensors
     moments = sum(s["exp_avg"].numel() for s in optimizer.optim.state.values())
     halfway = [p.detach().clone() for p in model.parameters()]
     three_steps(model, optimizer, start=3)
@@ -331,4 +331,4 @@ def test_the_state_of_one_process_goes_on_sharded():
 def test_without_a_process_group_the_optimizer_is_plain_adamw():
     optimizer = sharded_adamw(small_model().parameters(), **SETTINGS)
     assert type(optimizer) is torch.optim.AdamW
-    assert whole_state(optimizer, 0) == optimizer.state_dict()
+    assert consolidated_state_dict(optimizer, 0) == optimizer.state_dict()

@@ -22,9 +22,9 @@ from pipeline.embedded.generation import IDS, Draft, Family, generate
 from pipeline.embedded.scripted import Case, Database, ScriptedUser
 from pipeline.embedded.telecom_chat import REQUESTS
 from pipeline.environments.domains import environments_of
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
-from pipeline.evaluation.baselines import floors
+from pipeline.evaluation.baselines import baselines
 from tests.support import ROOT
 from tests.support.helpers import embedded
 
@@ -60,7 +60,7 @@ def conversation(task):
     """The expert's, which is played once for a task."""
     key = task.domain, task.payload
     if key not in CONVERSATIONS:
-        messages, reward = play_expert(CLASSES[task.domain](), MODULES[task.domain].expert, task)
+        messages, reward = run_expert(CLASSES[task.domain](), MODULES[task.domain].expert, task)
         assert reward == 1.0
         CONVERSATIONS[key] = messages
     return CONVERSATIONS[key]
@@ -137,7 +137,7 @@ def test_the_expert_earns_everything_on_every_task(seeds):
         environment = CLASSES[domain]()
         for split, count in (("train", 24), ("validation", 6), ("test", 6)):
             for task in MODULES[domain].generate_tasks(seed, count, split, difficulty):
-                _, reward = play_expert(environment, MODULES[domain].expert, task)
+                _, reward = run_expert(environment, MODULES[domain].expert, task)
                 assert reward == 1.0, task
                 played += 1
     assert played == 432 * len(seeds)
@@ -153,7 +153,7 @@ def test_doing_nothing_earns_nothing_on_every_task():
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_policies_that_never_look_stay_below_their_bounds(domain, seed):
     tasks = make_tasks(domain, 90, seed, split="test")
-    floor = floors(embedded(), {domain: tasks})[domain]
+    floor = baselines(embedded(), {domain: tasks})[domain]
     assert floor["nothing"] == 0
     assert 0.05 < floor["transfer"] <= 0.12
     assert floor["every_tool"] <= 0.05
@@ -164,7 +164,7 @@ def test_policies_that_never_look_stay_below_their_bounds(domain, seed):
     "difficulty", ["easy", pytest.param("medium", marks=pytest.mark.proof), "hard"]
 )  # the test above is of medium tasks
 def test_always_transferring_stays_low_at_every_difficulty(domain, difficulty):
-    floor = floors(embedded(), {domain: make_tasks(domain, 90, difficulty=difficulty)})[domain]
+    floor = baselines(embedded(), {domain: make_tasks(domain, 90, difficulty=difficulty)})[domain]
     assert floor["nothing"] == 0
     assert floor["transfer"] <= 0.12
     assert floor["every_tool"] <= 0.05
@@ -622,13 +622,13 @@ def test_episodes_never_alter_a_task():
     tasks = deepcopy(list(some_of_all(12)))
     before = repr(tasks)
     for task in tasks:
-        play_expert(CLASSES[task.domain](), MODULES[task.domain].expert, task)
+        run_expert(CLASSES[task.domain](), MODULES[task.domain].expert, task)
         replay(task, expert_messages(task))
         row = task.row()
         row["prompt"].clear()
         row["payload"] = ""
     for domain in EMBEDDED_DOMAINS:
-        floors(embedded(), {domain: [task for task in tasks if task.domain == domain]})
+        baselines(embedded(), {domain: [task for task in tasks if task.domain == domain]})
     assert repr(tasks) == before
 
 
@@ -792,8 +792,8 @@ def test_unknown_splits_and_difficulties_are_refused(split, difficulty):
 def test_a_demonstrator_is_repeatable_and_leaves_every_choice_likely(domain):
     expert, environment = MODULES[domain].expert, CLASSES[domain]()
     tasks = make_tasks(domain, 300)
-    played = [play_expert(environment, expert, task, rule_share=0.3, seed=5) for task in tasks]
-    again = [play_expert(environment, expert, task, rule_share=0.3, seed=5) for task in tasks[:60]]
+    played = [run_expert(environment, expert, task, rule_share=0.3, seed=5) for task in tasks]
+    again = [run_expert(environment, expert, task, rule_share=0.3, seed=5) for task in tasks[:60]]
     assert played[:60] == again
     success = sum(reward for _, reward in played) / len(played)
     assert 0.3 < success < 0.65

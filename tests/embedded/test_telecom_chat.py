@@ -13,7 +13,7 @@ from pipeline.embedded.telecom_chat import (
     TelecomChatEnvironment,
     asked_for,
 )
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool, tool_methods
 from pipeline.preflight.prepare import prepare
 
@@ -175,8 +175,8 @@ def test_the_expert_speaks_and_earns_everything_and_nothing_without_its_remedy(d
     """On every branch; what it asks for in words are actions of telecom's `ask_user`."""
     left_out = {}
     for task in tasks(150, difficulty=difficulty):
-        messages, reward = play_expert(TelecomChatEnvironment(), telecom_chat.expert, task)
-        theirs, _ = play_expert(telecom.TelecomEnvironment(), telecom.expert, task)
+        messages, reward = run_expert(TelecomChatEnvironment(), telecom_chat.expert, task)
+        theirs, _ = run_expert(telecom.TelecomEnvironment(), telecom.expert, task)
         assert reward == 1.0, messages
         assert len(messages) == len(theirs)
         spoken = [m["content"] for m in messages if m["content"] in REQUESTS.values()]
@@ -209,7 +209,7 @@ class DeafEnvironment(TelecomChatEnvironment):
 def reward_without(wanted, task):
     environment = DeafEnvironment()
     environment.unheard = wanted
-    return play_expert(environment, telecom_chat.expert, task)[1]
+    return run_expert(environment, telecom_chat.expert, task)[1]
 
 
 def test_asking_for_all_remedies_at_once_earns_nothing():

@@ -139,7 +139,7 @@ SMALL = [
     *("--max-turns", "2", "--max-tokens-per-turn", "12"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
     *("--domains", "airline,retail", "--max-steps", "4", "--save-steps", "1"),
-    *("--save-total-limit", "9", "--report-to", "none", "--no-drop-dead-groups"),
+    *("--save-total-limit", "9", "--report-to", "none", "--no-drop-zero-std-groups"),
     *("--beta", "0.1", "--entropy-coef", "0.05", "--learning-rate", "3e-3", "--lora-r", "4"),
 ]
 RESUME = ["--resume-from-checkpoint"]

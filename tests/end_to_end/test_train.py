@@ -50,7 +50,7 @@ SMALL = [
 
 TRAIN = [
     *(*SHORT, "--warm-start-batch-size", "4", "--max-tokens-per-turn", "24", "--max-steps", "3"),
-    *("--no-drop-dead-groups", "--entropy-coef", "0.05"),  # almost untrained, it earns nothing
+    *("--no-drop-zero-std-groups", "--entropy-coef", "0.05"),  # almost untrained, it earns nothing
 ]
 
 
@@ -138,7 +138,7 @@ def test_results_hold_every_evaluation_in_order(two_ranks: tuple[Path, str]) -> 
             assert 0 <= success["greedy"] <= 1
             assert (success["num_tasks"], success["num_trials"]) == (2, 1)
     kinds = {"nothing", "transfer", "every_tool", "unread", "unread_by_family"}
-    assert set(found["floors"]["telecom"]) == kinds
+    assert set(found["baselines"]["telecom"]) == kinds
     assert found["split"] == "test"
     assert found["training"]["retail"]["episodes_per_rank"] == [8, 8]
 
@@ -216,7 +216,7 @@ def test_one_rank_and_two_ranks_are_the_same_training(
             "reward/mean",
             "rollout/sampled_tokens",
             "rollout/turns",
-            "rollout/dead_groups",
+            "rollout/frac_reward_zero_std",
         ):
             assert a[key] == pytest.approx(b[key], abs=1e-9), (a["step"], key)
     last = "checkpoints/stage-3-telecom/model.safetensors"
@@ -237,7 +237,7 @@ def test_settings_of_the_loss_run_with_few_tasks_mixed_and_in_bf16(tmp_path: Pat
     arguments += ["--max-steps", "2", "--mixed-precision", "bf16", "--warm-start-steps", "0"]
     losses = ["--beta", "0.04", "--num-iterations", "2", "--scale-rewards", "batch"]
     losses += ["--loss-type", "grpo", "--entropy-coef", "0.05"]  # untrained, it earns nothing
-    extra = ["--permute-rewards", "--no-drop-dead-groups", "--gradient-checkpointing"]
+    extra = ["--permute-rewards", "--no-drop-zero-std-groups", "--gradient-checkpointing"]
     extra += ["--max-tokens-per-microbatch", "300"]
     play(*SMALL, *arguments, *losses, *extra, "--output-dir", "out", cwd=tmp_path)
     records = metrics(tmp_path / "out")

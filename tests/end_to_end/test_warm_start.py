@@ -11,7 +11,7 @@ from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, Config, 
 from pipeline.data.demonstrations import read_demonstrations
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.domains import Domain, environments_of
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model
@@ -81,7 +81,7 @@ def test_labels_stand_exactly_on_what_the_assistant_says():
 def test_a_row_holds_the_tokens_of_the_rollout_that_says_the_same(domain):
     module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
     tasks = module.generate_tasks(3, 30, "train", "medium")
-    played = [play_expert(environment(), module.expert, task, 0.5)[0] for task in tasks]
+    played = [run_expert(environment(), module.expert, task, 0.5)[0] for task in tasks]
     scripts = {
         n: [m for m in messages if m["role"] == "assistant"] for n, messages in enumerate(played)
     }
@@ -116,7 +116,7 @@ def test_every_domain_has_its_share_of_the_rows():
 def expert_rows(domain, count, share, seed=1):
     module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
     played = [
-        play_expert(environment(), module.expert, task, share, seed)
+        run_expert(environment(), module.expert, task, share, seed)
         for task in module.generate_tasks(0, count, "train", "medium")
     ]
     rows = [encode(chat(), messages, tool_schemas(environment)) for messages, _ in played]

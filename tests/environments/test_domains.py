@@ -15,9 +15,9 @@ from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
 from pipeline.data.tasks import save_tasks
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.domains import generated
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
-from pipeline.evaluation.baselines import floors
+from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, demonstration_rows, warm_start
@@ -245,7 +245,7 @@ def test_the_demonstrations_are_what_a_rollout_would_hold(own):
     """With what `reset` adds to the request, and a tool's words that are no JSON."""
     (bank,) = load_domains(own().data).values()
     task = generated(own().data, bank, 2, "train")[1]
-    messages, reward = play_expert(bank.environment(), bank.expert, task)
+    messages, reward = run_expert(bank.environment(), bank.expert, task)
     assert reward == 1.0
     said = [(message["role"], message["content"]) for message in messages]
     assert said == [
@@ -260,7 +260,7 @@ def test_the_demonstrations_are_what_a_rollout_would_hold(own):
         ("assistant", "Done."),
     ]
     assert task.prompt[-1]["content"] == "freeze it"
-    wrong = [play_expert(bank.environment(), bank.expert, task, 0.0, seed)[1] for seed in range(20)]
+    wrong = [run_expert(bank.environment(), bank.expert, task, 0.0, seed)[1] for seed in range(20)]
     assert 0.0 in wrong
 
 
@@ -320,9 +320,9 @@ def test_own_words_are_tokens_of_the_tiny_model(own):
 def test_policies_that_never_look_are_measured_where_a_domain_says_what_shows_the_record(own):
     domains = load_domains(own().data)
     tasks = {"bank": generated(own().data, domains["bank"], 5, "test")}
-    assert floors(domains, tasks)["bank"]["unread"] == 1.0  # nothing depends on the record
+    assert baselines(domains, tasks)["bank"]["unread"] == 1.0  # nothing depends on the record
     silent = {"bank": Domain(name="bank", environment=domains["bank"].environment)}
-    assert set(floors(silent, tasks)["bank"]) == {"nothing", "transfer", "every_tool"}
+    assert set(baselines(silent, tasks)["bank"]) == {"nothing", "transfer", "every_tool"}
 
 
 # What is refused

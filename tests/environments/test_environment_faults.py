@@ -480,7 +480,7 @@ def test_a_rollout_that_is_stopped_at_any_pass_leaves_no_conversation_open(concu
         key: [id for turn in range(3) for id in chat().message_ids(say("a" * (key + turn)))]
         for key in range(6)
     }
-    limits = LIMITS.model_copy(update={"max_turns": 3, "max_live_episodes": 4})
+    limits = LIMITS.model_copy(update={"max_turns": 3, "max_concurrent_episodes": 4})
     starts = [Start(task=make_task(f"t{n}"), trial=0, key=n) for n in range(6)]
     stops_at, passes = [math.inf], 0
 

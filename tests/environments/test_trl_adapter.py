@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.environments.domains import environments_of
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.environments.trl_adapter import factories, outcome_reward, rows_without_user
 from pipeline.models.tiny import tiny_model
@@ -96,7 +96,7 @@ def test_an_experts_transcript_earns_everything(domain):
     environment = factories(CLASSES)[domain]()
     endings = Counter()
     for task, row in zip(*alone(domain), strict=True):
-        messages, _ = play_expert(CLASSES[domain](), MODULES[domain].expert, task)
+        messages, _ = run_expert(CLASSES[domain](), MODULES[domain].expert, task)
         said = [message for message in messages if message["role"] == "assistant"]
         completion = played(environment, row, said)
         assert completion == messages[2:]
@@ -197,7 +197,7 @@ class Actor(Qwen3ForCausalLM):
 
 def script_of(task):
     """The tokens of the expert's whole episode, as our rollouts would put them together."""
-    messages, _ = play_expert(CLASSES[task.domain](), MODULES[task.domain].expert, task)
+    messages, _ = run_expert(CLASSES[task.domain](), MODULES[task.domain].expert, task)
     ids = chat().prompt_ids(messages[:2], tool_schemas(CLASSES[task.domain]))
     if messages[-1]["role"] == "tool":
         messages.append(say("Goodbye."))

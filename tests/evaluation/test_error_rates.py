@@ -31,7 +31,7 @@ def test_a_share_above_the_limit_is_a_problem_that_names_domain_and_counts():
     shares.add("retail", 6, 5)
     says(
         shares.problem(0.5, 16),
-        "rollout.max_error_share",
+        "rollout.max_error_rate",
         "14 of 16 episodes of retail (88 %)",
         "mend the environment",
     )
@@ -117,7 +117,7 @@ def played_step(rank):
 
 def stopped(ranks, shares, limit, *arguments):
     try:
-        stop_on_errors(ranks, shares, config_of(max_error_share=limit).rollout, *arguments)
+        stop_on_errors(ranks, shares, config_of(max_error_rate=limit).rollout, *arguments)
     except RuntimeError as error:
         return str(error)
     return None
@@ -154,7 +154,7 @@ def test_errors_of_all_that_all_ranks_played_are_counted():
         },
         "stopped": [
             None,
-            "rollout.max_error_share: 1 of 4 episodes of desk (25 %) ended in environment errors "
+            "rollout.max_error_rate: 1 of 4 episodes of desk (25 %) ended in environment errors "
             "since the stage began; the last: desk/1-desk: KeyError: 'x'; mend the environment, or "
             "raise the limit",
         ],

@@ -17,7 +17,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.embedded import telecom
 from pipeline.environments import Domain
 from pipeline.environments.tools import call_tool, tool_schemas
-from pipeline.evaluation.baselines import floors, most_solved
+from pipeline.evaluation.baselines import baselines, most_solved
 from pipeline.evaluation.evaluate import evaluate, failed_trials, success
 from pipeline.rollout.rollout import Rollout
 from scripts.proofs.grid import make_trajectory
@@ -288,12 +288,12 @@ class Office(Desk):
 def test_the_floor_of_transferring_takes_the_best_single_reason():
     reasons = ["lost", "lost", "lost", "angry"]
     tasks = [make_task(f"t{n}", payload=f'{{"reason": "{r}"}}') for n, r in enumerate(reasons)]
-    found = floors(domain_of("office", Office), {"office": tasks})
+    found = baselines(domain_of("office", Office), {"office": tasks})
     assert found == {"office": {"nothing": 0.0, "transfer": 0.75, "every_tool": 0.25}}
 
 
 def test_a_domain_without_a_transfer_has_none():
-    found = floors(domain_of("desk", Desk), {"desk": [make_task()]})
+    found = baselines(domain_of("desk", Desk), {"desk": [make_task()]})
     assert found == {"desk": {"nothing": 1.0, "transfer": 0.0, "every_tool": 1.0}}
 
 
@@ -308,10 +308,10 @@ def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
             return super().reset(**row)
 
     failing = [make_task(f"t{n}", payload=f'{{"fails": "{f}"}}') for n, f in enumerate(FAILURES)]
-    found = floors(domain_of("desk", Broken), {"desk": failing}, 5)
+    found = baselines(domain_of("desk", Broken), {"desk": failing}, 5)
     assert found["desk"]["nothing"] == found["desk"]["every_tool"] == 0.25
     calls.clear()
-    found = floors(
+    found = baselines(
         domain_of("desk", Broken), {"desk": [make_task("fine"), *[make_task("hangs")] * 9]}, 0.2
     )
     assert found["desk"]["nothing"] == 0.1
@@ -324,7 +324,7 @@ FAILURES = ("reset", "get_reward", "nothing", "reset")
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
     tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 150, "test", "medium")
-    floor = floors(embedded(domain), {domain: tasks})[domain]
+    floor = baselines(embedded(domain), {domain: tasks})[domain]
     assert floor["nothing"] == 0.0
     assert floor["transfer"] <= 0.12
     assert floor["every_tool"] <= 0.05
@@ -343,14 +343,14 @@ def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_no
         call_tool(environment, "ask_user", {"action": telecom.REMEDIES[fault]})
         environment.final_message = "Done."
         rewards.append(environment.get_reward())
-    found = floors(embedded("telecom"), {"telecom": tasks})["telecom"]
+    found = baselines(embedded("telecom"), {"telecom": tasks})["telecom"]
     assert found["unread"] == fmean(rewards) == 45 / 120
 
 
 @pytest.mark.proof
 def test_of_more_tasks_it_solves_as_large_a_share():
     more = telecom.generate_tasks(1, 400, "test", "medium")
-    found = floors(embedded("telecom"), {"telecom": more})["telecom"]
+    found = baselines(embedded("telecom"), {"telecom": more})["telecom"]
     assert found["unread"] >= 0.377
 
 
@@ -370,11 +370,11 @@ def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(d
             earned[schema["name"], values] = fmean(
                 blindly(environment(), task, lookups, schema["name"], arguments) for task in tasks
             )
-    unread = floors(domains, {domain: tasks})[domain]["unread"]
+    unread = baselines(domains, {domain: tasks})[domain]["unread"]
     assert len(earned) > 5
     assert 0.05 < max(earned.values()) <= unread
-    turned = floors(domains, {domain: tasks[::-1]})[domain]
-    assert turned == floors(domains, {domain: tasks})[domain]
+    turned = baselines(domains, {domain: tasks[::-1]})[domain]
+    assert turned == baselines(domains, {domain: tasks})[domain]
 
 
 def blindly(environment, task, lookups, tool, arguments):

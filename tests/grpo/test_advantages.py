@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.grpo.algorithm import dead_groups, group_advantages, in_baseline
+from pipeline.grpo.algorithm import group_advantages, in_baseline, zero_std_groups
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0])  # two groups of four
 
@@ -44,12 +44,12 @@ def test_advantages_of_a_group_do_not_depend_on_other_groups():
 
 def test_a_group_is_dead_where_all_siblings_earned_the_same():
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
-    assert dead_groups(rewards, 2).tolist() == [True, True, False, False, True, True]
+    assert zero_std_groups(rewards, 2).tolist() == [True, True, False, False, True, True]
 
 
 def test_a_rank_without_groups_has_no_advantages():
     assert values(torch.tensor([]), 8) == []
-    assert dead_groups(torch.tensor([]), 8).tolist() == []
+    assert zero_std_groups(torch.tensor([]), 8).tolist() == []
     assert in_baseline(torch.tensor([], dtype=torch.bool), 8).tolist() == []
 
 
@@ -72,13 +72,13 @@ def test_what_is_left_out_has_no_part_in_its_groups_mean_and_deviation():
     "counted", [~torch.tensor(LEFT_OUT), in_baseline(torch.tensor(LEFT_OUT), 4)]
 )
 def test_a_group_is_dead_where_fewer_than_two_count_or_those_earned_the_same(counted):
-    assert dead_groups(MIXED, 4, counted)[::4].tolist() == [False, True, True, False]
+    assert zero_std_groups(MIXED, 4, counted)[::4].tolist() == [False, True, True, False]
 
 
 def test_an_outage_beside_seven_solved_is_no_signal():
     rewards, outage = torch.tensor([1.0] * 7 + [0.0]), torch.tensor([False] * 7 + [True])
     assert values(rewards, 8, counted=in_baseline(outage, 8)) == [0.0] * 8
-    assert dead_groups(rewards, 8, ~outage).all()
+    assert zero_std_groups(rewards, 8, ~outage).all()
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e30])

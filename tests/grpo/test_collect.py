@@ -1,4 +1,4 @@
-"""Dead groups are replaced by others of their domain, the same ones on any number of ranks."""
+"""Zero-std groups are replaced by others of their domain, the same ones on any number of ranks."""
 
 import json
 import shutil
@@ -162,8 +162,8 @@ EXPECTED = {  # of the first seven groups above
     "reward/left": 3 / 8,
     "reward/right": 1 / 6,
     "rollout/episodes": 14,
-    "rollout/dead_groups": 5 / 7,
-    "rollout/dead_groups/left": 3 / 4,
+    "rollout/frac_reward_zero_std": 5 / 7,
+    "rollout/frac_reward_zero_std/left": 3 / 4,
     "rollout/all_failed": 4 / 7,
     "rollout/all_failed/left": 2 / 4,
     "rollout/all_failed/right": 2 / 3,
@@ -247,7 +247,10 @@ def test_breaking_it_is_no_signal_where_nothing_was_worse_and_an_outage_never_is
     ):
         _, advantages, kept, metrics = office(*said)
         assert any(kept) == any(advantages) == (not dead), said
-        assert metrics["rollout/dead_groups"] == dead and metrics["rollout/too_few_left"] == few
+        assert (
+            metrics["rollout/frac_reward_zero_std"] == dead
+            and metrics["rollout/too_few_left"] == few
+        )
     assert "reward/mean" not in metrics and "reward/left" not in metrics
 
 
@@ -304,8 +307,8 @@ def test_the_control_permutes_among_the_episodes_that_train_and_the_others_keep_
 
 
 def test_replacing_groups_and_training_on_them_all_the_same_is_refused():
-    with pytest.raises(UserError, match="drop_dead_groups: got false with dynamic_sampling"):
-        parse(["--dynamic-sampling", "--no-drop-dead-groups"])
+    with pytest.raises(UserError, match="drop_zero_std_groups: got false with dynamic_sampling"):
+        parse(["--dynamic-sampling", "--no-drop-zero-std-groups"])
 
 
 # Whole runs: a tiny model that has learnt to say one of two words, and a coin that likes one
@@ -335,7 +338,9 @@ def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
     assert sum(line["rollout/replaced_groups"] for line in metrics(tmp_path / "1")) > 4
     assert sum(line["rollout/left_out"] for line in metrics(tmp_path / "1")) > 4
     for line in metrics(tmp_path / "1"):
-        assert (1 - line["rollout/dead_groups"]) * 12 < line["train/trained_episodes"] <= 12
+        assert (
+            (1 - line["rollout/frac_reward_zero_std"]) * 12 < line["train/trained_episodes"] <= 12
+        )
 
     for before, after in ((1, 2), (2, 1)):
         cut = tmp_path / f"{before}-{after}"

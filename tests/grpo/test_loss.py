@@ -259,8 +259,8 @@ def test_the_entropy_bonus_has_a_gradient():
 
 def test_the_gap_to_the_sampler_is_summed_and_its_largest_kept():
     _, stats, _ = loss_of(RATIOS, ADVANTAGES, FIFTHS)
-    assert stats.logprob_gap.item() == close(2 * math.log(1.5) + 2 * math.log(2))
-    assert stats.max_logprob_gap.item() == close(math.log(2))
+    assert stats.sampling_logp_difference.item() == close(2 * math.log(1.5) + 2 * math.log(2))
+    assert stats.sampling_logp_difference_max.item() == close(math.log(2))
 
 
 def test_a_token_of_weight_zero_is_in_no_statistic():
@@ -272,7 +272,9 @@ def test_a_token_of_weight_zero_is_in_no_statistic():
     )
     assert stats.entropy == 0.5
     assert stats.kl.item() == close(1 - math.log(2))
-    assert stats.clipped == stats.logprob_gap == stats.max_logprob_gap == 0.0
+    assert (
+        stats.clipped == stats.sampling_logp_difference == stats.sampling_logp_difference_max == 0.0
+    )
     assert stats.loss.item() == close(-1.0 + 0.5 * (1 - math.log(2)) - 0.05)
 
 

@@ -189,7 +189,15 @@ SMALL = [
     *("--tasks-per-step", "2", "--num-generations", "3", "--tasks-per-domain", "12"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
     *("--max-turns", "2", "--max-tokens-per-turn", "12", "--warm-start-steps", "0"),
-    *("--domains", "airline", "--max-steps", "3", "--report-to", "none", "--no-drop-dead-groups"),
+    *(
+        "--domains",
+        "airline",
+        "--max-steps",
+        "3",
+        "--report-to",
+        "none",
+        "--no-drop-zero-std-groups",
+    ),
     *("--learning-rate", "3e-3"),
 ]
 
@@ -218,10 +226,10 @@ def play(where, flags):
 def printed(tmp_path_factory):
     """Runs on two ranks, in fp32 and in bf16."""
     where = tmp_path_factory.mktemp("gaps")
-    flags = {"exact": [], "strict": ["--logprob-gap-limit", "1e-9"]}
+    flags = {"exact": [], "strict": ["--max-sampling-logp-difference", "1e-9"]}
     halves = {
         "bf16": ["--mixed-precision", "bf16"],
-        "bf16-strict": ["--mixed-precision", "bf16", "--logprob-gap-limit", "1e-4"],
+        "bf16-strict": ["--mixed-precision", "bf16", "--max-sampling-logp-difference", "1e-4"],
     }
     first, other, seen = {}, {}, {}
     for part in (flags, halves):
@@ -235,7 +243,10 @@ def printed(tmp_path_factory):
 def gaps(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     trained = [line for line in lines if line["kind"] == "train"]
-    return [(line["train/logprob_gap"], line["train/logprob_gap_mean"]) for line in trained]
+    return [
+        (line["train/sampling_logp_difference_max"], line["train/sampling_logp_difference_mean"])
+        for line in trained
+    ]
 
 
 def test_mixed_precision_bf16_reaches_training_and_sampler(printed):
@@ -268,8 +279,8 @@ def test_a_gap_past_the_limit_is_told_once_a_run(printed):
             warning,
             "step 1:",
             f" {largest:.2g} ",
-            f"logprob_gap_limit {limit}",
-            "train/logprob_gap",
+            f"max_sampling_logp_difference {limit}",
+            "train/sampling_logp_difference_max",
         )
     for name in ("exact", "bf16"):
         assert [line for line in first[name] if line.startswith("warning")] == []

@@ -39,7 +39,12 @@ def test_an_update_moves_the_parameters_and_reports_it():
     assert statistics["train/entropy"] > 0 and statistics["train/grad_norm"] > 0
     assert 0 <= statistics["train/clip_ratio"] < 0.5
     assert statistics["train/loss"] == statistics["train/policy_loss"]
-    assert 0 < statistics["train/logprob_gap_mean"] < statistics["train/logprob_gap"] < 1
+    assert (
+        0
+        < statistics["train/sampling_logp_difference_mean"]
+        < statistics["train/sampling_logp_difference_max"]
+        < 1
+    )
     assert "train/kl" not in statistics
 
 
@@ -210,7 +215,7 @@ def test_a_resumed_update_adds_the_terms_of_three_ranks_up_in_the_same_order():
     ],
 )
 def test_the_learning_rate_of_a_stage_warms_up_and_falls_to_its_end_share(kind, expected):
-    settings = GRPOSettings(warmup_steps=5, lr_scheduler_type=kind, lr_end_share=0.1)
+    settings = GRPOSettings(warmup_steps=5, lr_scheduler_type=kind, min_lr_rate=0.1)
     found = {done: learning_rate_at(done, 105, 1.0, settings) for done in expected}
     assert found == pytest.approx(expected, abs=1e-6)
 

@@ -16,7 +16,7 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
 from pipeline.embedded.generation import IDS
 from pipeline.environments.domains import Domain, environments_of
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from tests.support import ROOT
@@ -41,7 +41,7 @@ def conversations(count=60, domains=EMBEDDED_DOMAINS):
         module = import_module(f"pipeline.embedded.{domain}")
         for difficulty in ("easy", "medium", "hard"):
             for task in module.generate_tasks(0, count, "train", difficulty):
-                messages, _ = play_expert(CLASSES[domain](), module.expert, task)
+                messages, _ = run_expert(CLASSES[domain](), module.expert, task)
                 yield domain, messages
 
 

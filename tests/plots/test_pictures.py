@@ -9,7 +9,7 @@ from PIL import Image
 
 from pipeline.plots.pictures import pictures_of, save
 from pipeline.plots.plots import smooth
-from pipeline.plots.training import dead_groups
+from pipeline.plots.training import zero_std_groups
 from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
     THREE,
@@ -53,7 +53,7 @@ def test_pictures_of_a_sequential_run_are_whole(tmp_path):
     draw(folder)
     for name in ("learning_curves", "stage_performance", "transfer"):
         assert_is_a_whole_picture(folder / f"{name}.png", 3)
-    for name in ("accuracy_matrix", "tools", "stop_reasons", "dead_groups", "time_and_memory"):
+    for name in ("accuracy_matrix", "tools", "stop_reasons", "zero_std_groups", "time_and_memory"):
         assert_nothing_is_cut_off(folder / f"{name}.png")
 
 
@@ -100,7 +100,7 @@ def test_groups_of_which_too_few_were_left_have_a_layer_of_their_own(tmp_path):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[0]["rollout/too_few_left"] = 0.25
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (legend,) = dead_groups(load_run(folder)).legends
+    (legend,) = zero_std_groups(load_run(folder)).legends
     assert [line.get_text() for line in legend.get_texts()][-1] == "fewer than two left"
 
 

@@ -143,7 +143,7 @@ def test_the_cache_holds_the_episodes_of_a_step_or_of_an_evaluation_but_no_more_
     assert episodes() == 24 * 8
     assert episodes(data={"eval_tasks_per_domain": 50}) == 3 * 50 * 2
     assert episodes(data={"eval_tasks_per_domain": 51}, run={"num_gpus": 2}) == 3 * 51
-    assert episodes(rollout={"max_live_episodes": 10}) == 10
+    assert episodes(rollout={"max_concurrent_episodes": 10}) == 10
 
 
 def test_a_reference_policy_and_less_to_train_change_the_sum():
@@ -247,7 +247,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum():
     message = refusal(validate, config(rollout={"max_tokens": 10**9}))
     assert re.match(r"memory: each rank needs \d+\.\d GiB \(weights \(fp32\) 0\.0 \+ ", message)
     assert re.search(r" \+ key-value cache \d+\.\d \+ ", message)
-    assert re.search(r"\) and has \d+\.\d; lower max_live_episodes", message)
+    assert re.search(r"\) and has \d+\.\d; lower max_concurrent_episodes", message)
 
 
 def test_ranks_share_the_machines_memory(monkeypatch):

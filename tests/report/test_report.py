@@ -79,7 +79,7 @@ On 100 tasks of each domain (test split); before: after the warm start, after: a
     ):
         assert part in text
     assert "trajectories" not in text, "a file that is not there"
-    for name in ("accuracy_matrix", "tools", "stop_reasons", "dead_groups", "time_and_memory"):
+    for name in ("accuracy_matrix", "tools", "stop_reasons", "zero_std_groups", "time_and_memory"):
         assert f"({name}.png)" in text
         assert (folder / f"{name}.png").stat().st_size > 5_000
 

@@ -12,7 +12,7 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.environments.domains import environments_of
-from pipeline.environments.experts import play_expert
+from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
@@ -402,7 +402,7 @@ def test_every_episode_has_an_environment_of_its_own_and_cannot_alter_the_task()
 
 
 def test_no_more_than_max_live_episodes_are_open_at_once_and_order_is_kept():
-    limits = LIMITS.model_copy(update={"max_live_episodes": 3})
+    limits = LIMITS.model_copy(update={"max_concurrent_episodes": 3})
     scripts = [[call("look", item="lamp")] * (n % 3) + [say("done")] for n in range(8)]
     trajectories, sampler = play_all(scripts, limits)
     assert sampler.most_open == 3
@@ -422,7 +422,7 @@ def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
     tasks = module.generate_tasks(5, 40, "train", "medium")
     scripts = {}
     for number, task in enumerate(tasks):
-        messages, reward = play_expert(environments[domain](), module.expert, task)
+        messages, reward = run_expert(environments[domain](), module.expert, task)
         assert reward == 1.0
         scripts[number] = [m for m in messages if m["role"] == "assistant"]
     rollout = Rollout(ScriptedSampler(scripts), chat(), environments, RolloutSettings())

@@ -20,7 +20,11 @@ STOPS = {
     "rollout/stop/max_turns": 0.25,
     "rollout/stop/timeout": 0.0,
 }
-DEAD = {"rollout/dead_groups": 0.5, "rollout/all_failed": 0.375, "rollout/all_solved": 0.125}
+DEAD = {
+    "rollout/frac_reward_zero_std": 0.5,
+    "rollout/all_failed": 0.375,
+    "rollout/all_solved": 0.125,
+}
 TIMES = {
     "perf/step_s": 2.0,
     "perf/sample_s": 1.25,
@@ -127,7 +131,7 @@ def make_run(
         "evaluations": evaluations,
         "validations": validations,
         "task_families": {d: {f"task-{i:02}": "refund" for i in range(100)} for d in domains},
-        "floors": {d: {"nothing": 0.0, "transfer": 0.11, "every_tool": 0.02} for d in domains},
+        "baselines": {d: {"nothing": 0.0, "transfer": 0.11, "every_tool": 0.02} for d in domains},
         "training": {
             stage: {"episodes": 120, "tools": {domains[0]: {"look_up": [40, 10]}}}
             for stage in stages
