@@ -244,8 +244,8 @@ class GRPOSettings(Section):
     permute_rewards: bool = Field(False, description="control: permute the rewards of each step")
     max_sampling_logp_difference: PositiveFloat | None = Field(
         None,
-        description="warn if train/sampling_logp_difference_max is larger; null: 1e-3 in fp32, 0.5 in "
-        "bf16",
+        description="warn if train/sampling_logp_difference_max exceeds it; null: 1e-3 in fp32, "
+        "0.5 in bf16",
     )
 
     @property
