@@ -1,9 +1,10 @@
-"""The parts of a run that need no rank: tasks, environments, tokenizer, chat format, stages."""
+"""The parts of a run without weights: tasks, environments, tokenizer, chat format, stages."""
 
 from __future__ import annotations
 
 import heapq
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,31 +69,28 @@ class Prepared:
 
 
 def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
-    """Load and check everything but the weights.
+    """Load and check everything but the weights. Raises UserError for the user's mistakes.
 
-    `with_tiny_tokenizer`: for a model whose own cannot be reached. Raises UserError for the user's
-    mistakes.
+    `with_tiny_tokenizer` replaces the tokenizer of a model that cannot be reached.
     """
-    data = config.data
-    domains = load_domains(data)
-
-    def held_back(count: int, split: str) -> dict[str, list[Task]]:
-        return {name: generated(data, domain, count, split) for name, domain in domains.items()}
-
-    validation = held_back(max(config.evaluation.eval_steps_tasks, 1), "validation")
-    held_out = held_back(data.eval_tasks_per_domain, data.eval_split)
-    train: dict[str, Sequence[Task]] = {}
-    longest: dict[str, list[Task]] = {}
+    data, limits, domains = config.data, config.rollout, load_domains(config.data)
+    num_validated = max(config.evaluation.eval_steps_tasks, 1)
+    validation, held_out = (
+        {name: generated(data, domain, count, split) for name, domain in domains.items()}
+        for count, split in (
+            (num_validated, "validation"),
+            (data.eval_tasks_per_domain, data.eval_split),
+        )
+    )
+    train, longest = dict[str, Sequence[Task]](), dict[str, list[Task]]()
     for name, domain in domains.items():
         train[name], longest[name] = train_tasks(config, domain, held_out[name])
     graded, sizes = _graded(config, domains), {name: len(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + _longest(tasks)
         sizes[name] = min(sizes[name], len(tasks))
-    if with_tiny_tokenizer:
-        tokenizer: Any = tiny_tokenizer(domains.values())
-    else:
-        tokenizer = load_tokenizer(config.model, domains.values())
+    tokenizer: Any = tiny_tokenizer(domains.values()) if with_tiny_tokenizer else None
+    tokenizer = tokenizer or load_tokenizer(config.model, domains.values())
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
     check_demonstrations(config, domains, chat)
     prepared = Prepared(
@@ -106,20 +104,13 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         tokenizer=tokenizer,
         chat=chat,
     )
-    _refuse_long_prompts(config, prepared)
+    for name, tokens in prepared.longest_prompts().items():
+        if tokens + limits.max_tokens_per_turn > limits.max_tokens:
+            raise UserError(
+                f"max_tokens: got {limits.max_tokens}, but a prompt of {name} has {tokens} "
+                f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
+            )
     return prepared
-
-
-def _refuse_long_prompts(config: Config, prepared: Prepared) -> None:
-    limits = config.rollout
-    for domain, tasks in prepared.longest.items():
-        for task in tasks:  # the first that is too long ends it: others may be as long
-            tokens = len(prepared.prompt_ids(domain, task))
-            if tokens + limits.max_tokens_per_turn > limits.max_tokens:
-                raise UserError(
-                    f"max_tokens: got {limits.max_tokens}, but a prompt of {domain} has {tokens} "
-                    f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
-                )
 
 
 def train_tasks(
@@ -127,19 +118,18 @@ def train_tasks(
 ) -> tuple[Sequence[Task], list[Task]]:
     """The training tasks of a domain, and a list of those with the most text.
 
-    Each row of a source is read once: it is validated, compared with the held-out tasks, and its
-    prompt is measured. Up to NUM_TRIED tasks, evenly spread, are tried in the environment, and
-    played by the domain's expert if it has one and their payload a goal.
+    Reads each row of a source once, to validate it, to compare it with the held-out tasks and to
+    measure its prompt. Up to NUM_TRIED tasks, evenly spread, are tried in the environment, and the
+    domain's expert plays tasks that have a goal.
     """
     data, count = config.data, config.data.tasks_per_domain
     source = data.tasks.get(domain.name)
     if source is None:
         tasks: Sequence[Task] = generated(data, domain, count, "train")
         return tasks, _longest(tasks)
-    by_request: dict[str, list[tuple[list[Message], Any]]] = {}
+    by_request = defaultdict(list)  # because payloads are slow to compare
     for task in held_out:
-        content = (list(task.prompt), json.loads(task.payload))
-        by_request.setdefault(task.prompt[-1]["content"], []).append(content)
+        by_request[task.prompt[-1]["content"]].append((list(task.prompt), json.loads(task.payload)))
     lengths: list[int] = []
 
     def visit(row: Row) -> None:
@@ -154,8 +144,8 @@ def train_tasks(
         lengths.append(_num_characters(prompt))
 
     tasks = open_tasks(domain.name, source, data.dataset_train_split, visit)[:count]
-    limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
     for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
+        limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
         try_task(domain, task, source, limit, success)
     return tasks, _longest(tasks, lengths)
 
