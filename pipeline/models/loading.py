@@ -67,20 +67,15 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
         attn_implementation=settings.attn_implementation,
         use_safetensors=True,
         device_map=device,
-        ignore_mismatched_sizes=True,  # refused below
+        ignore_mismatched_sizes=True,  # an error below
         output_loading_info=True,
     )
-    if misfits := sorted(info["mismatched_keys"]):
-        name, found, wanted = misfits[0]
+    problem = f"lacks {min(info['missing_keys'])}" if info["missing_keys"] else ""
+    for name, found, wanted in sorted(info["mismatched_keys"])[:1]:
+        problem = f"holds {name} as {list(found)} and not the {list(wanted)}"
+    if problem:  # transformers would draw these weights at random
         raise UserError(
-            f"model: {folder} holds {name} as {list(found)}, but its config.json asks for "
-            f"{list(wanted)}; take both from one model"
-        )
-    if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
-        more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
-        raise UserError(
-            f"model: {folder} lacks {missing[0]}{more} that its config.json asks for; take both "
-            "from one model"
+            f"model: {folder} {problem} that its config.json asks for; take both from one model"
         )
     if unused := sorted(info["unexpected_keys"]):
         warnings.warn(
@@ -108,15 +103,12 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
             raise
         shape = Qwen3Config(**SHAPES[name])
 
-    def make(_: str, **options: Any) -> Any:
-        return AutoModelForCausalLM.from_config(
-            shape,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
-        )
+    def make(_: str, local_files_only: bool, **options: Any) -> Any:
+        return AutoModelForCausalLM.from_config(shape, **options)
 
+    attention = {"attn_implementation": settings.attn_implementation}
     with torch.device("meta"):
-        return _from_files(make, base, "model", settings)
+        return _from_files(make, base, "model", settings, **attention)
 
 
 def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
@@ -136,9 +128,7 @@ def on_gpu() -> bool:
 
 def uses_bf16(settings: ModelSettings) -> bool:
     """Whether forward passes run under bf16 autocast here."""
-    if settings.mixed_precision == "auto":
-        return on_gpu()
-    return settings.mixed_precision == "bf16"
+    return on_gpu() if settings.mixed_precision == "auto" else settings.mixed_precision == "bf16"
 
 
 def _from_files(

@@ -78,7 +78,7 @@ def _check_targets(model: Any, targets: list[str]) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """The model inside one with adapters, its layers still wrapped; any other model unchanged."""
+    """The base of a model with adapters, its layers still wrapped; any other model unchanged."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -96,53 +96,48 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     Holds one product at a time. UserError if an adapter cannot be merged.
     """
     layers = _layers(model)
-    adapters = {p for layer in layers.values() for p in _pair(layer)}
-    for name, parameter in model.get_base_model().named_parameters():
-        if parameter not in adapters:
-            layer = layers.get(parameter)
-            merged = parameter + layer.get_delta_weight("default") if layer else parameter
-            yield name.replace(".base_layer", ""), merged
+    for name, parameter in _plain_parameters(model).items():
+        layer = layers.get(name)
+        yield name, parameter + layer.get_delta_weight("default") if layer else parameter
 
 
-def _pair(layer: Any) -> list[nn.Parameter]:
-    """A and B, whose names depend on the kind of layer."""
-    parts = [getattr(layer, name) for name in layer.adapter_layer_names]
-    return [p for part in parts if "default" in part for p in part.parameters()]
+def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
+    """The parameters of the base, under the names of the plain model; tied parameters once."""
+    named = model.get_base_model().named_parameters()
+    return {name.replace(".base_layer", ""): p for name, p in named if ".lora_" not in name}
 
 
-def _layers(model: PeftModel) -> dict[nn.Parameter, Any]:
-    """Each parameter with adapters, and PEFT's layer around it.
+def _layers(model: PeftModel) -> dict[str, Any]:
+    """PEFT's layers with adapters, by the name of the adapted parameter in the plain model.
 
-    UserError if an adapter shares its parameter, or a parameter outside the adapters is trained.
+    UserError if two adapters share a parameter, or a parameter outside the adapters is trained.
     """
     from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import ParamWrapper  # of fused experts and routers
 
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-    by_parameter: dict[nn.Parameter, Any] = {}
-    for layer in layers:
-        is_fused = isinstance(layer, ParamWrapper)
-        by_parameter[layer.get_param() if is_fused else layer.get_base_layer().weight] = layer
-    adapters = {p for layer in by_parameter.values() for p in _pair(layer)}
-    trained = {p for p in model.parameters() if p.requires_grad}
-    if len(by_parameter) < len(layers) or trained - adapters:
+    base, parameters = model.get_base_model(), _plain_parameters(model)
+    layers = {  # PEFT wraps fused experts and routers by the names of their parameters
+        f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
+        for name, layer in base.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+    if layers.keys() - parameters or any(p.requires_grad for p in parameters.values()):
         raise UserError(
-            f"lora_target_modules: got layers of {type(model.get_base_model()).__name__} whose "
-            f"adapters cannot be merged into its weights for sampling (only {len(by_parameter)} of "
-            f"its {len(layers)} can be merged); name linear layers of its attention"
+            f"lora_target_modules: got layers of {type(base).__name__} whose adapters cannot be "
+            "merged into its weights for sampling; name linear layers of its attention"
         )
-    return by_parameter
+    return layers
 
 
 @torch.no_grad()
 def disturb(model: PeftModel, seed: int) -> None:
     """Give adapters random values that show in the logits and keep the model's scale."""
-    layers = _layers(model)
-    generator = torch.Generator(next(iter(layers)).device).manual_seed(seed)
-    for weight, layer in layers.items():
-        a, b = _pair(layer)
+    parameters = _plain_parameters(model)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, layer in _layers(model).items():
+        a, b = (p for part in layer.adapter_layer_names for p in getattr(layer, part).parameters())
         b.normal_(generator=generator)  # the factor makes the product a third of the weight's size
-        b.mul_(weight.norm() / (3 * layer.scaling["default"] * a.norm() * len(b) ** 0.5))
+        size = parameters[name].norm()
+        b.mul_(size / (3 * layer.scaling["default"] * a.norm() * len(b) ** 0.5))
 
 
 def is_adapter(folder: str | Path) -> bool:

@@ -13,7 +13,7 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
-from pipeline.models.layers import refuse_unlayered
+from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
 from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank, num_trained
 from pipeline.preflight.prepare import Prepared, prepare
@@ -71,7 +71,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
         name = lora.base_of(name)
     model = empty_model(config, parts.tokenizer)
     if config.grpo.gradient_checkpointing:
-        refuse_unlayered(model)
+        recompute_layers(model)  # refuses a model without layers
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")

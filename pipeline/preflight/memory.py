@@ -66,14 +66,14 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
 
 
 def _cached_per_token(shape: Any) -> int:
-    """Numbers of a token in a layer's cache: keys and values, or the latent vector of both."""
+    """Numbers per token in a layer's cache: keys and values, or the latent vector of both."""
     if latent := getattr(shape, "kv_lora_rank", None):
         return int(latent + shape.qk_rope_head_dim)
     return 2 * _keys_per_token(shape)
 
 
 def _keys_per_token(shape: Any) -> int:
-    """Numbers in the keys of a token in a layer; linear attention has none."""
+    """Numbers per token in the keys of a layer; linear attention has none."""
     heads = widest(shape, "num_attention_heads")
     head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return (widest(shape, "num_key_value_heads") or heads) * head_dim
@@ -87,16 +87,17 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
     memory |= {"gradients (fp32)": trained, "AdamW (fp32, two moments)": moments}
     if grpo.beta > 0:
         memory["reference policy (fp32)"] = trained
+    if not config.warm_start.steps:
+        return memory
     warm_start = {  # trains every weight, and shards nothing
         "gradients of the warm start": 4.0 * num_parameters,
         "AdamW of the warm start": 8.0 * num_parameters,
     }
-    needs_more = sum(warm_start.values()) > sum(memory.values())
-    return warm_start if config.warm_start.steps and needs_more else memory
+    return max(memory, warm_start, key=lambda needs: sum(needs.values()))
 
 
 def num_trained(config: Config, model: Any) -> int:
-    """Weights that GRPO trains. With LoRA, `model` (without weights) gets its adapters here."""
+    """The number of weights that GRPO trains; with LoRA, `model` gets its adapters here."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):

@@ -7,10 +7,11 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import Row
@@ -26,11 +27,10 @@ from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
-from pipeline.models.tiny import tiny_tokenizer
 from pipeline.sft import check_demonstrations
 
-NUM_TRIED = 1000  # tasks of a source that are tried in their environment before a run
-NUM_LONGEST = 64  # prompts that are tokenized to find the longest
+NUM_TRIED = 1000  # tasks per source to try in their environment before a run
+NUM_LONGEST = 64  # prompts per domain to tokenize for the longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Prepared:
     domains: dict[str, Domain]
     train: dict[str, Sequence[Task]]
     validation: dict[str, list[Task]]  # for evaluations inside a stage
-    held_out: dict[str, list[Task]]  # for the evaluations that results.json reports
-    graded: dict[tuple[str, str], list[Task]]  # by domain and difficulty, where stages have one
+    held_out: dict[str, list[Task]]  # for the evaluations in results.json
+    graded: dict[tuple[str, str], list[Task]]  # by domain and difficulty, if stages have one
     longest: dict[str, list[Task]]  # the training tasks with the most text
     stages: list[Stage]
     tokenizer: Any
@@ -62,10 +62,7 @@ class Prepared:
 
     def longest_prompts(self) -> dict[str, int]:
         """Tokens of the longest prompt of each domain."""
-        return {
-            domain: max(len(self.prompt_ids(domain, task)) for task in tasks)
-            for domain, tasks in self.longest.items()
-        }
+        return {d: max(len(self.prompt_ids(d, t)) for t in ts) for d, ts in self.longest.items()}
 
 
 def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
@@ -74,14 +71,12 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     `with_tiny_tokenizer` replaces the tokenizer of a model that cannot be reached.
     """
     data, limits, domains = config.data, config.rollout, load_domains(config.data)
-    num_validated = max(config.evaluation.eval_steps_tasks, 1)
-    validation, held_out = (
-        {name: generated(data, domain, count, split) for name, domain in domains.items()}
-        for count, split in (
-            (num_validated, "validation"),
-            (data.eval_tasks_per_domain, data.eval_split),
-        )
-    )
+
+    def held_back(count: int, split: str) -> dict[str, list[Task]]:
+        return {name: generated(data, domain, count, split) for name, domain in domains.items()}
+
+    validation = held_back(max(config.evaluation.eval_steps_tasks, 1), "validation")
+    held_out = held_back(data.eval_tasks_per_domain, data.eval_split)
     train, longest = dict[str, Sequence[Task]](), dict[str, list[Task]]()
     for name, domain in domains.items():
         train[name], longest[name] = train_tasks(config, domain, held_out[name])
@@ -89,8 +84,8 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + _longest(tasks)
         sizes[name] = min(sizes[name], len(tasks))
-    tokenizer: Any = tiny_tokenizer(domains.values()) if with_tiny_tokenizer else None
-    tokenizer = tokenizer or load_tokenizer(config.model, domains.values())
+    settings = ModelSettings() if with_tiny_tokenizer else config.model
+    tokenizer = load_tokenizer(settings, domains.values())
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
     check_demonstrations(config, domains, chat)
     prepared = Prepared(
@@ -153,16 +148,15 @@ def train_tasks(
 def _graded(config: Config, domains: Mapping[str, Domain]) -> dict[tuple[str, str], list[Task]]:
     """Training tasks of each domain and each difficulty that the curriculum names."""
     data, difficulties, graded = config.data, config.curriculum.difficulties, {}
-    for name, domain in domains.items() if difficulties else ():
+    for name, difficulty in product(domains, difficulties or ()):
         if name in data.tasks:
             raise UserError(
                 f"difficulties: got {','.join(difficulties)}, but the tasks of {name} come from "
                 f"{shown(data.tasks[name])}, which has none; take one of the two out"
             )
-        for difficulty in difficulties:
-            settings = data.model_copy(update={"difficulty": difficulty})
-            tasks = generated(settings, domain, data.tasks_per_domain, "train")
-            graded[name, str(difficulty)] = tasks
+        settings = data.model_copy(update={"difficulty": difficulty})
+        tasks = generated(settings, domains[name], data.tasks_per_domain, "train")
+        graded[name, str(difficulty)] = tasks
     return graded
 
 
@@ -171,7 +165,10 @@ def _num_characters(prompt: Sequence[Message]) -> int:
 
 
 def _longest(tasks: Sequence[Task], lengths: Sequence[int] | None = None) -> list[Task]:
-    """The tasks with the most characters (`lengths`, where known), which have the most tokens."""
+    """The tasks with the most characters, as an estimate of the tasks with the most tokens.
+
+    `lengths` has the characters of each task, if they are known.
+    """
     lengths = lengths or [_num_characters(task.prompt) for task in tasks]
     order = heapq.nlargest(NUM_LONGEST, range(len(tasks)), key=lengths.__getitem__)
     return [tasks[index] for index in order]

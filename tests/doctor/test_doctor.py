@@ -18,9 +18,8 @@ from accelerate import Accelerator
 from pipeline.config.settings import Config
 from pipeline.distributed import gradients as distributed
 from pipeline.distributed.watchdog import ToldElsewhere
-from pipeline.doctor import checks
 from pipeline.doctor import main as doctor
-from pipeline.doctor.checks import (
+from pipeline.doctor.main import (
     Check,
     Finding,
     judge_all_reduce,
@@ -88,7 +87,7 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
 
 def examine(fault=None, names=ROWS, deadline_s=30.0, output_dir=None):
     """The doctor on this rank, smaller: its exit code and what it printed."""
-    checks.EXCHANGED["cpu"], checks.SAMPLES["cpu"] = 1 << 12, 1 << 10
+    doctor.EXCHANGED["cpu"], doctor.SAMPLES["cpu"] = 1 << 12, 1 << 10
     if fault is not None:
         fault(int(os.environ["RANK"]))
     some = [check for check in doctor.CHECKS if check.name in names]
@@ -145,7 +144,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(environment):
 
 def wrong_sum(rank):
     if rank == 1:
-        checks.sum_over_ranks = lambda tensor: distributed.sum_over_ranks(tensor) + 0.25
+        doctor.sum_over_ranks = lambda tensor: distributed.sum_over_ranks(tensor) + 0.25
 
 
 def gradients_not_averaged(rank):
@@ -159,12 +158,12 @@ def another_torch(rank):
 
 def error_on_rank_1(rank):
     if rank == 1:
-        checks.version = lambda name: {}[name]
+        doctor.version = lambda name: {}[name]
 
 
 def error_before_the_exchange(rank):
     if rank == 1:
-        checks.sum_over_ranks = lambda tensor: {}["cable"]
+        doctor.sum_over_ranks = lambda tensor: {}["cable"]
 
 
 def out_of_memory(rank):
