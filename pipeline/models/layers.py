@@ -27,21 +27,17 @@ def widest(shape: Any, name: str) -> int:
     return max(getattr(layer, name, None) or 0 for layer in layers)
 
 
-def refuse_unlayered(model: Any) -> None:
-    """UserError if a model has no layers that `recompute_layers` could compute again."""
-    if not outer_layers(model):
+def recompute_layers(model: Any) -> None:
+    """Keep only the inputs of layers for the backward pass, which computes the layers again.
+
+    The results stay equal to the bit. The switch of transformers works only in training mode, with
+    dropout and noise in routers. UserError if the model has no such layers.
+    """
+    layers = outer_layers(model)
+    if not layers:
         raise UserError(
             f"gradient_checkpointing: got true, but {type(model).__name__} has no layers that can "
             "be computed again; set it false"
         )
-
-
-def recompute_layers(model: Any) -> None:
-    """Keep only the inputs of layers for the backward pass, which computes the layers again.
-
-    The results stay equal to the bit. transformers' own switch works only in training mode, which
-    turns on dropout and the noise of routers as well.
-    """
-    refuse_unlayered(model)
-    for layer in outer_layers(model):
+    for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

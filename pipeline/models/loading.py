@@ -1,8 +1,7 @@
-"""Loading a tokenizer and a model, and where and in which precision it computes."""
+"""Loading a tokenizer and a model, with its weights or without, and the device and precision."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from pipeline.config.settings import ModelSettings
+from pipeline.config.settings import Config, ModelSettings
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
@@ -22,6 +21,16 @@ from pipeline.models.files import problem_of_name
 from pipeline.models.lora import quiet
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
+# Shapes of hub models in shipped recipes, to estimate their memory without the hub.
+# Source: the config.json of each model on the Hugging Face hub.
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-4B": {
+        **{"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728},
+        **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"head_dim": 128, "tie_word_embeddings": True},
+    }
+}
+
 
 def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> Any:
     """The tokenizer of a model; UserError if it has none.
@@ -30,15 +39,7 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
     """
     if settings.model == "tiny":
         return tiny_tokenizer(domains)
-    return from_files(
-        settings.model,
-        "tokenizer",
-        lambda: AutoTokenizer.from_pretrained(
-            settings.model,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=not hub_reachable(),
-        ),
-    )
+    return _from_files(AutoTokenizer.from_pretrained, settings.model, "tokenizer", settings)
 
 
 def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
@@ -51,38 +52,30 @@ def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
 def load_folder(folder: str | Path, settings: ModelSettings, device: str | None = None) -> Any:
     """A causal language model with fp32 parameters from a folder or a hub id.
 
-    The adapters of a LoRA checkpoint come merged into their base model. On the device `meta` the
-    files are checked, and no weights read. UserError if the files hold no safetensors, lack
-    weights of the model or hold them in another shape.
+    Adapters of a LoRA checkpoint are merged into their base model. On the device `meta` the files
+    are checked, and no weights are read. UserError if the files have no safetensors, or if weights
+    are missing or have another shape than the model's.
     """
     if lora.is_adapter(folder):
         return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
-    model, info = from_files(
+    model, info = _from_files(
+        AutoModelForCausalLM.from_pretrained,
         str(folder),
         "model",
-        lambda: AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=True,
-            local_files_only=not hub_reachable(),
-            device_map=device,
-            ignore_mismatched_sizes=True,  # refused below
-            output_loading_info=True,
-        ),
+        settings,
+        dtype=torch.float32,
+        attn_implementation=settings.attn_implementation,
+        use_safetensors=True,
+        device_map=device,
+        ignore_mismatched_sizes=True,  # an error below
+        output_loading_info=True,
     )
-    if misfits := sorted(info["mismatched_keys"]):
-        name, found, wanted = misfits[0]
+    problem = f"lacks {min(info['missing_keys'])}" if info["missing_keys"] else ""
+    for name, found, wanted in sorted(info["mismatched_keys"])[:1]:
+        problem = f"holds {name} as {list(found)} and not the {list(wanted)}"
+    if problem:  # transformers would draw these weights at random
         raise UserError(
-            f"model: {folder} holds {name} as {list(found)}, but its config.json asks for "
-            f"{list(wanted)}; take both from one model"
-        )
-    if missing := sorted(info["missing_keys"]):  # which transformers would draw at random
-        more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
-        raise UserError(
-            f"model: {folder} lacks {missing[0]}{more} that its config.json asks for; take both "
-            "from one model"
+            f"model: {folder} {problem} that its config.json asks for; take both from one model"
         )
     if unused := sorted(info["unexpected_keys"]):
         warnings.warn(
@@ -91,6 +84,31 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
             stacklevel=1,  # Python shows a warning once for each line that warns
         )
     return model
+
+
+def empty_model(config: Config, tokenizer: Any = None) -> Any:
+    """The recipe's model without its weights.
+
+    The tiny model has the vocabulary of `tokenizer`, by default that of the default domains.
+    """
+    settings, name = config.model, config.model.model
+    if name == "tiny":
+        with torch.device("meta"):
+            return tiny_model(tokenizer or tiny_tokenizer(), 0)
+    base = lora.base_of(name) if lora.is_adapter(name) else name
+    try:
+        shape = _from_files(AutoConfig.from_pretrained, base, "configuration", settings)
+    except UserError:
+        if name not in SHAPES:
+            raise
+        shape = Qwen3Config(**SHAPES[name])
+
+    def make(_: str, local_files_only: bool, **options: Any) -> Any:
+        return AutoModelForCausalLM.from_config(shape, **options)
+
+    attention = {"attn_implementation": settings.attn_implementation}
+    with torch.device("meta"):
+        return _from_files(make, base, "model", settings, **attention)
 
 
 def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
@@ -110,19 +128,19 @@ def on_gpu() -> bool:
 
 def uses_bf16(settings: ModelSettings) -> bool:
     """Whether forward passes run under bf16 autocast here."""
-    if settings.mixed_precision == "auto":
-        return on_gpu()
-    return settings.mixed_precision == "bf16"
+    return on_gpu() if settings.mixed_precision == "auto" else settings.mixed_precision == "bf16"
 
 
-def from_files(name: str, what: str, load: Callable[[], Any]) -> Any:
-    """The result of `load`, which reads the files of a model; UserError if it fails."""
-    remedy = "give a folder made by save_pretrained"
-    reason = problem_of_name(name)
+def _from_files(
+    load: Callable[..., Any], name: str, what: str, settings: ModelSettings, **options: Any
+) -> Any:
+    """The result of a `from_pretrained`; UserError if it fails."""
+    reason, remedy = problem_of_name(name), "give a folder made by save_pretrained"
+    options["trust_remote_code"] = settings.trust_remote_code
     if not reason:
         try:
-            with quiet(bars=not os.path.isdir(name)):  # of downloads
-                return load()
+            with quiet():
+                return load(name, local_files_only=not hub_reachable(), **options)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # libraries raise anything for files that they do not expect

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftModel:
     """The model with fresh adapters, whose product is zero; the model itself is frozen.
 
-    `base` is the folder or hub id of its weights. Raises UserError if `lora_target_modules` names
-    anything but linear layers between embeddings and output layer.
+    `base`: the folder or hub id of its weights. UserError if `lora_target_modules` names anything
+    but linear layers between embeddings and output layer.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -55,21 +55,22 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
                 f"lora_target_modules: got {', '.join(targets)}, which PEFT cannot give adapters "
                 f"to in {type(model).__name__} ({reason_of(error)}); name other linear layers"
             ) from None
-    config.base_model_name_or_path = base  # PEFT puts the model's own idea of its name there
+    config.base_model_name_or_path = base  # PEFT entered another name
     _layers(attached)
     return attached.eval()  # new modules are in training mode
 
 
 def _check_targets(model: Any, targets: list[str]) -> None:
-    """UserError for a name that PEFT would ignore, or would take for the output layer, too."""
+    """UserError for a name that PEFT would ignore, or would also find in the output layer."""
     head = model.get_output_embeddings()
-    named = [(f".{name}", layer) for name, layer in model.named_modules()]
-    is_linear = (nn.Linear, Conv1D)
-    linear = [name for name, layer in named if isinstance(layer, is_linear) and layer is not head]
+    is_linear = {  # of each module, by its name
+        f".{name}": isinstance(module, nn.Linear | Conv1D) and module is not head
+        for name, module in model.named_modules()
+    }
     for target in targets:
-        count = sum(name.endswith(f".{target}") for name, _ in named)
-        if count == 0 or count != sum(name.endswith(f".{target}") for name in linear):
-            known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+        found = [linear for name, linear in is_linear.items() if name.endswith(f".{target}")]
+        if not found or not all(found):
+            known = dict.fromkeys(n.rpartition(".")[2] for n, linear in is_linear.items() if linear)
             raise UserError(
                 f"lora_target_modules: got {target!r}; give linear layers below the output layer, "
                 f"here {', '.join(known)}, or all-linear by itself"
@@ -77,7 +78,7 @@ def _check_targets(model: Any, targets: list[str]) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """The model inside one with adapters, its layers still wrapped; any other model unchanged."""
+    """The base of a model with adapters, its layers still wrapped; any other model unchanged."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -92,57 +93,51 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and parameters of the plain model, in its own order, LoRA's products added to them.
 
-    One product is held at a time. UserError if an adapter would be left out.
+    Holds one product at a time. UserError if an adapter cannot be merged.
     """
     layers = _layers(model)
-    adapters = {p for layer in layers.values() for p in _pair(layer)}
-    for name, parameter in model.get_base_model().named_parameters():
-        if parameter not in adapters:
-            layer = layers.get(parameter)
-            merged = parameter + layer.get_delta_weight("default") if layer else parameter
-            yield name.replace(".base_layer", ""), merged
+    for name, parameter in _plain_parameters(model).items():
+        layer = layers.get(name)
+        yield name, parameter + layer.get_delta_weight("default") if layer else parameter
 
 
-def _pair(layer: Any) -> list[nn.Parameter]:
-    """A and B, whichever names this kind of layer has for them."""
-    parts = [getattr(layer, name) for name in layer.adapter_layer_names]
-    return [p for part in parts if "default" in part for p in part.parameters()]
+def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
+    """The parameters of the base, under the names of the plain model; tied parameters once."""
+    named = model.get_base_model().named_parameters()
+    return {name.replace(".base_layer", ""): p for name, p in named if ".lora_" not in name}
 
 
-def _layers(model: PeftModel) -> dict[nn.Parameter, Any]:
-    """Each parameter that has adapters, and PEFT's layer that holds them.
+def _layers(model: PeftModel) -> dict[str, Any]:
+    """PEFT's layers with adapters, by the name of the adapted parameter in the plain model.
 
-    Fused experts and routers have no `weight` of a linear layer: PEFT names their parameter.
-    UserError where parameters are trained that are no such adapters.
+    UserError if two adapters share a parameter, or a parameter outside the adapters is trained.
     """
     from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import ParamWrapper
 
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-    by_parameter: dict[nn.Parameter, Any] = {}
-    for layer in layers:
-        is_fused = isinstance(layer, ParamWrapper)
-        by_parameter[layer.get_param() if is_fused else layer.get_base_layer().weight] = layer
-    adapters = {p for layer in by_parameter.values() for p in _pair(layer)}
-    trained = {p for p in model.parameters() if p.requires_grad}
-    if len(by_parameter) < len(layers) or trained - adapters:
+    base, parameters = model.get_base_model(), _plain_parameters(model)
+    layers = {  # PEFT wraps fused experts and routers by the names of their parameters
+        f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
+        for name, layer in base.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+    if layers.keys() - parameters or any(p.requires_grad for p in parameters.values()):
         raise UserError(
-            f"lora_target_modules: got layers of {type(model.get_base_model()).__name__} whose "
-            f"adapters cannot be merged into its weights for sampling (only {len(by_parameter)} of "
-            f"its {len(layers)} can be merged); name linear layers of its attention"
+            f"lora_target_modules: got layers of {type(base).__name__} whose adapters cannot be "
+            "merged into its weights for sampling; name linear layers of its attention"
         )
-    return by_parameter
+    return layers
 
 
 @torch.no_grad()
 def disturb(model: PeftModel, seed: int) -> None:
     """Give adapters random values that show in the logits and keep the model's scale."""
-    layers = _layers(model)
-    generator = torch.Generator(next(iter(layers)).device).manual_seed(seed)
-    for weight, layer in layers.items():
-        a, b = _pair(layer)
-        b.normal_(generator=generator)  # and then the product is a third of the weight's size
-        b.mul_(weight.norm() / (3 * layer.scaling["default"] * a.norm() * len(b) ** 0.5))
+    parameters = _plain_parameters(model)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, layer in _layers(model).items():
+        a, b = (p for part in layer.adapter_layer_names for p in getattr(layer, part).parameters())
+        b.normal_(generator=generator)  # the factor makes the product a third of the weight's size
+        size = parameters[name].norm()
+        b.mul_(size / (3 * layer.scaling["default"] * a.norm() * len(b) ** 0.5))
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -152,7 +147,7 @@ def is_adapter(folder: str | Path) -> bool:
 def base_of(folder: str | Path) -> str:
     """The folder or hub id of the model that an adapter folder belongs to.
 
-    A checkpoint beside the folder, which moves together with it, comes before a recorded path.
+    A checkpoint of the recorded name beside the folder comes first: runs may be moved.
     """
     name = read_json(Path(folder) / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
@@ -172,7 +167,7 @@ def base_of(folder: str | Path) -> str:
 def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Settings and weights of an adapter folder; UserError unless they are plain LoRA's.
 
-    PEFT would load a pickle, and import modules that other kinds of adapters name.
+    PEFT itself would load a pickle, and import the modules that other kinds of adapters name.
     """
     path = Path(folder) / "adapter_model.safetensors"
     config = read_json(Path(folder) / ADAPTER_CONFIG)
@@ -189,32 +184,22 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters alone, as PEFT does.
-
-    No config.json: with it transformers would look for a whole model here.
-    """
+    """Write the adapters alone. With a config.json transformers would look for a whole model."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty form of a model card
-
-
-def load(model: PeftModel, folder: Path) -> None:
-    """Take over the adapters of a checkpoint; UserError if names or shapes are others."""
-    if not _take(model, read_adapters(folder)[1]):
-        raise UserError(f"lora_target_modules: not those of the adapters in {folder}; give its own")
+    (folder / "README.md").unlink(missing_ok=True)  # an empty form of a model card
 
 
 @torch.no_grad()
-def _take(model: PeftModel, saved: dict[str, torch.Tensor]) -> bool:
-    """Copy adapters to where they were saved from; False if names or shapes are others.
+def load(model: PeftModel, folder: str | Path) -> None:
+    """Take over the adapters of a checkpoint; UserError if names or shapes differ.
 
     PEFT's own loading renames keys for some architectures, and may lose adapters by it.
     """
-    adapters = adapters_of(model)
+    saved, adapters = read_adapters(folder)[1], adapters_of(model)
     if {n: w.shape for n, w in saved.items()} != {n: w.shape for n, w in adapters.items()}:
-        return False
+        raise UserError(f"lora_target_modules: not those of the adapters in {folder}; give its own")
     for name, values in adapters.items():
         values.copy_(saved[name])
-    return True
 
 
 def check_settings(folder: Path, settings: ModelSettings) -> None:
@@ -227,16 +212,13 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
     """The plain model with an adapter folder's products added to its weights."""
-    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+    from peft import LoraConfig, PeftModel
 
-    _, saved = read_adapters(folder)
+    read_adapters(folder)
     try:
         with torch.random.fork_rng(), quiet():
             model = PeftModel(base_model, LoraConfig.from_pretrained(str(folder)))
-            if not _take(model, saved):  # adapters of other software, with its own names
-                result: Any = set_peft_model_state_dict(model, saved)
-                if lost := [name for name in result.missing_keys if ".lora_" in name]:
-                    raise ValueError(f"they leave {lost[0]} without values")
+            load(model, folder)
             merged = model.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -247,20 +229,17 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
 
 
 @contextmanager
-def quiet(bars: bool = False) -> Iterator[None]:
-    """Without log lines of transformers, warnings of PEFT and, by default, progress bars."""
-    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+def quiet() -> Iterator[None]:
+    """Turn off log lines and progress bars of transformers, and two warnings of PEFT."""
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()  # and it stays off, as in `pipeline.train`
     with warnings.catch_warnings():
-        # PEFT 0.21 asks transformers 5.23 by an old name.
+        # PEFT 0.21 uses an old name in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # Fused experts are parameters, to which it applies the pattern nevertheless.
+        # PEFT applies the pattern to fused experts, too, which are no modules.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
         logging.set_verbosity_error()
-        if not bars:
-            logging.disable_progress_bar()
         try:
             yield
         finally:
             logging.set_verbosity(verbosity)
-            if had_bars:
-                logging.enable_progress_bar()

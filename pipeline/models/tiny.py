@@ -1,16 +1,15 @@
-"""The embedded default model: a tiny Qwen3 and its tokenizer, made here, not downloaded.
+"""The embedded default model: a tiny Qwen3 and its tokenizer, made here and not downloaded.
 
-The tokenizer splits text into the words of the domains (`Domain.words`), one token each, and all
-other text into bytes (byte-level BPE without merges). The chat template is a compact form of
-Qwen's. It shows the first line of the policy and the names of the tools, because a model of half
-a million parameters cannot read prose: it learns the rules from demonstrations and reward. Models
-that are loaded see the whole policy.
+The tokenizer makes one token of each word of the domains (`Domain.words`), and splits all other
+text into bytes (byte-level BPE without merges). The chat template is a compact form of Qwen's. It
+shows only the first line of the policy and the names of the tools: a model of half a million
+parameters cannot read prose, and learns the rules from demonstrations and reward.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,6 +56,7 @@ RESPONSE_TEMPLATE = {
     },
 }
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ROLES = ("system\n", "user\n", "assistant\n", "tool\n")
 TAGS = ("<tool_call>", "</tool_call>")
 SYNTAX = ("system", "\ntools:", '\n{"name": "', '"}}\n', '"}', '": "', '", "', '{"error": "')
 ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", ", ", "no ")
@@ -64,14 +64,15 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
     """Byte-level tokenizer with a token for each word of these and of the default domains."""
-    chunks = sorted(set(_chunks(domains)), key=lambda chunk: (-len(chunk), chunk))
+    always = load_domains(DataSettings())  # the same tokens in every run
+    every = {**always, **{domain.name: domain for domain in domains}}.values()
+    texts = {*ROLES, *SYNTAX, *ERRORS, *(word for domain in every for word in domain.words())}
+    chunks = sorted(texts, key=lambda chunk: (-len(chunk), chunk))
     pattern = "|".join([*(re.escape(c) for c in chunks), r"[A-Za-z_]+", r"[0-9]", r"[^A-Za-z0-9_]"])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["".join(piece for piece, _ in byte_level.pre_tokenize_str(chunk)) for chunk in chunks]
-    vocabulary = {
-        token: i for i, token in enumerate([*alphabet, *(w for w in words if w not in alphabet)])
-    }
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*alphabet, *words]))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
@@ -116,12 +117,3 @@ def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.div_((2 * config.num_hidden_layers) ** 0.5)
     return model
-
-
-def _chunks(domains: Iterable[Domain]) -> Iterator[str]:
-    """All texts that become one token."""
-    yield from (f"{role}\n" for role in ("system", "user", "assistant", "tool"))
-    yield from (*SYNTAX, *ERRORS)
-    always = load_domains(DataSettings()).values()  # their tokens do not depend on the run
-    for domain in {domain.name: domain for domain in (*always, *domains)}.values():
-        yield from domain.words()

@@ -1,4 +1,4 @@
-"""Weights passed from the trained model to the copy of it that samples."""
+"""The way of trained weights from the trained model to its copy in the sampler."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs of the trained weights: the model's own tensors, no copies.
 
-    Every parameter under the model's own name, tied ones once. Of a model with LoRA only the
-    adapters, under PEFT's names, which are those of `adapter_model.safetensors`.
+    A plain model gives every parameter under its own name, tied parameters once. A model with LoRA
+    gives only the adapters, under the names in `adapter_model.safetensors`.
     """
     if has_adapters(model):
         yield from lora.adapters_of(model).items()
@@ -28,11 +28,11 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class SamplingCopy:
-    """A plain copy of a model, `model`, which takes over the pairs of `trained_weights`.
+    """A plain copy of a model, in `model`, with the weights of `trained_weights`.
 
     A copy of a plain model takes every parameter. A copy of a model with LoRA takes the adapters
-    and adds their products to the weights of the frozen base, at the base's precision. Weights
-    that need no other type are shared.
+    and adds their products to the weights of the frozen base, at the base's precision. The copy
+    shares all weights of equal type with the original.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,7 +46,7 @@ class SamplingCopy:
         self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Give the parameters a type; weights that are loaded later get it as well."""
+        """Convert the parameters to a type; later weights are converted, too."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
 
@@ -55,7 +55,7 @@ class SamplingCopy:
         """Take over trained weights.
 
         ValueError if a name is unknown, missing or given twice, or a shape differs; some weights
-        may be the new ones then.
+        may have changed by then.
         """
         if self._adapted is not None:
             for own, tensor in _paired(self._adapters, weights):
@@ -75,14 +75,14 @@ def _paired(
     for name, tensor in weights:
         if name not in left:
             twice = "is given twice" if name in own else "is not one of the sampler's"
-            raise ValueError(f"weights: {name} {twice}; give those of the model it was made from")
+            raise ValueError(f"weights: {name} {twice}; give those of the original model")
         if tensor.shape != left[name].shape:
             shapes = f"{list(tensor.shape)}, but {list(left[name].shape)} is the sampler's"
             raise ValueError(f"weights: {name} has the shape {shapes}")
         yield left.pop(name), tensor
     if left:
-        names = f"{next(iter(left))} and {len(left) - 1} more are"
-        raise ValueError(f"weights: {names if len(left) > 1 else f'{next(iter(left))} is'} missing")
+        more = f"and {len(left) - 1} more are" if len(left) > 1 else "is"
+        raise ValueError(f"weights: {next(iter(left))} {more} missing")
 
 
 def has_adapters(model: Any) -> bool:

@@ -1,9 +1,10 @@
-"""`--check`, and what every rank checks before it computes: settings, tasks, model, memory."""
+"""`--check`, and the checks on every rank before it computes: settings, tasks, model, memory."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.settings import Config
@@ -12,27 +13,22 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
-from pipeline.models.layers import refuse_unlayered
-from pipeline.models.loading import load_folder, refuse_other_vocabulary
-from pipeline.models.shapes import SHAPES, empty_model
+from pipeline.models.layers import recompute_layers
+from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
 from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank, num_trained
 from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.preflight.stand_in import try_architecture
 
 
 def validate(config: Config) -> Prepared:
-    """Check everything but the run's folder that can be refused before a rank computes.
-
-    Raises UserError.
-    """
+    """Check everything but the run's folder before a rank computes. Raises UserError."""
     parts = prepare(config)
     _, notes = check_model(config, parts)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"warning: {note}", flush=True)
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
-    need = sum(memory.values())
-    if need > have:
+    if (need := sum(memory.values())) > have:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
         raise UserError(
             f"memory: each rank needs {need / GIB:.1f} GiB ({terms}) and has "
@@ -43,7 +39,7 @@ def validate(config: Config) -> Prepared:
 
 
 def main(config: Config) -> int:
-    """Check a recipe and print what it would do; nothing is written and no weights are loaded."""
+    """Check a recipe and print its plan; writes nothing and loads no weights."""
     check_folder(config)
     lines = [f"recipe {config.recipe}: model {config.model.model}"]
     try:
@@ -57,19 +53,17 @@ def main(config: Config) -> int:
     why, notes = check_model(config, parts)
     slow = f"through generate, every message from the start again (slower): {why}"
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
-    print("\n".join([*lines, *(f"model: {note}" for note in notes)]))
-    _print_tasks_and_stages(config, parts)
-    _print_prompts(config, parts)
-    _print_memory(config, parts)
+    lines += [f"model: {note}" for note in notes]
+    print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]))
     return 0
 
 
 def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
-    """Why its conversations must be sampled through `generate`, and lines to print about it.
+    """Why `generate` must sample the model (None: it need not), and notes about the model.
 
-    Its weights are not loaded. Raises UserError where the files of its folder do not fit each
-    other, where a small model of its kind is not trained on what it samples, and where the run's
-    folder has no room for two checkpoints of it, the one that is written and the one before.
+    Loads no weights. Raises UserError if the files of the model's folder do not fit each other, if
+    a small model of its kind samples other log-probabilities than training computes, or if the
+    run's folder has no room for two checkpoints: the new one and the one before.
     """
     name = config.model.model
     if lora.is_adapter(name):
@@ -77,7 +71,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
         name = lora.base_of(name)
     model = empty_model(config, parts.tokenizer)
     if config.grpo.gradient_checkpointing:
-        refuse_unlayered(model)
+        recompute_layers(model)  # refuses a model without layers
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")
@@ -85,58 +79,51 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     if config.grpo.use_grpo:
         size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)
         refuse_full_disk(config, max(size, 12.0 * num_trained(config, model)))
-    is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # once a machine
+    is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine
     return why, try_architecture(config, model) if is_tried else []
 
 
 def refuse_full_disk(config: Config, size: float) -> None:
-    """UserError where the run's file system has no room for two files of `size` bytes.
-
-    A file system that reports no size is taken to have no limit.
-    """
+    """UserError if the run's file system has no room for two files of `size` bytes."""
     folder = folder_of(config)
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
-    if disk.total > 0 and disk.free < 2 * size:
+    if disk.total > 0 and disk.free < 2 * size:  # some file systems report no size
         raise UserError(
             f"output_dir: two checkpoints take {2 * size / GIB:.1f} GiB, and there are "
             f"{disk.free / GIB:.1f} free for {str(folder)!r}; make room, or name another folder"
         )
 
 
-def _print_tasks_and_stages(config: Config, parts: Prepared) -> None:
-    print("tasks")
+def _plan(config: Config, parts: Prepared) -> Iterator[str]:
+    """Lines about tasks, stages and prompts."""
+    yield "tasks"
     for domain, tasks in parts.train.items():
         counts = count_by(tasks, "family").items()
         families = ", ".join(f"{printable(name)} {count}" for name, count in counts)
         held_out = f"{len(parts.held_out[domain])} {config.data.eval_split}"
-        print(f"  {domain}: {len(tasks)} to train ({families}), {held_out}")
-    size = config.rollout.num_generations
-    print(f"stages ({config.curriculum.curriculum}; groups of {size} episodes)")
+        yield f"  {domain}: {len(tasks)} to train ({families}), {held_out}"
+    limits = config.rollout
+    yield f"stages ({config.curriculum.curriculum}; groups of {limits.num_generations} episodes)"
     if not config.grpo.use_grpo:
-        print("  none: evaluation only")
+        yield "  none: evaluation only"
     for stage in parts.stages if config.grpo.use_grpo else ():
         joined = " or " if stage.turns else " + "
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())
-        print(f"  {stage.name}: {stage.num_steps} steps of {groups} groups")
-
-
-def _print_prompts(config: Config, parts: Prepared) -> None:
-    limits = config.rollout
+        yield f"  {stage.name}: {stage.num_steps} steps of {groups} groups"
     in_turn = f"{limits.max_tokens_per_turn} a turn"
-    print(f"prompts (limits: {limits.max_tokens} tokens an episode, {in_turn})")
-    for name, longest in parts.longest_prompts().items():
-        print(f"  {name}: longest prompt {longest} tokens")
-    for name, tasks in parts.train.items():
-        task = tasks[0]
-        text = parts.tokenizer.decode(parts.prompt_ids(name, task))
-        print(printable(f"\n--- a prompt of {name} ({task.id}) ---\n{text}"))
+    yield f"prompts (limits: {limits.max_tokens} tokens an episode, {in_turn})"
+    for domain, longest in parts.longest_prompts().items():
+        yield f"  {domain}: longest prompt {longest} tokens"
+    for domain, tasks in parts.train.items():
+        text = parts.tokenizer.decode(parts.prompt_ids(domain, tasks[0]))
+        yield printable(f"\n--- a prompt of {domain} ({tasks[0].id}) ---\n{text}")
 
 
-def _print_memory(config: Config, parts: Prepared) -> None:
+def _memory(config: Config, parts: Prepared) -> Iterator[str]:
     need = memory_per_rank(config, parts.tokenizer)
     total, have = sum(need.values()), memory_of_a_rank(config)
-    verdict = "fits" if total <= have else "does not fit: a run would be refused here"
-    print("\nmemory per rank, estimated")
-    for name, size in {**need, "sum": total}.items():
-        end = f", of {have / GIB:.1f} GiB that a rank has here: {verdict}" if name == "sum" else ""
-        print(f"  {name:<34}{size / GIB:8.2f} GiB{end}")
+    fits = "fits" if total <= have else "does not fit: a run would be refused here"
+    yield "\nmemory per rank, estimated"
+    yield from (f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in need.items())
+    verdict = f"of {have / GIB:.1f} GiB that a rank has here: {fits}"
+    yield f"  {'sum':<34}{total / GIB:8.2f} GiB, {verdict}"

@@ -1,4 +1,4 @@
-"""The memory that a rank needs, estimated, and what it has."""
+"""The memory that a rank needs, estimated, and the memory that it has."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pipeline.config.settings import Config
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.models import lora
 from pipeline.models.layers import widest
-from pipeline.models.loading import on_gpu, uses_bf16
-from pipeline.models.shapes import empty_model
+from pipeline.models.loading import empty_model, on_gpu, uses_bf16
 
 GIB = 1 << 30
 
@@ -37,78 +36,68 @@ def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
     }
     if config.grpo.use_grpo:
         memory |= _memory_of_training(config, model, num_parameters)
-        memory["activations of a micro-batch"] = _activations(config, shape, size)
+        memory["activations of a micro-batch"] = _activations(config, shape, size, groups)
     return memory
 
 
-def _activations(config: Config, shape: Any, size: int) -> float:
-    """Bytes of a micro-batch, with numbers of `size` bytes.
+def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
+    """Bytes of a micro-batch, with numbers of `size` bytes and this many groups per rank and step.
 
     Per token and layer, about 16 tensors of the hidden size and 3 of the intermediate size stay for
-    the backward pass; and once three float32 copies of the logits of one chunk.
+    the backward pass. Three float32 copies of the logits of one chunk are added once.
     """
-    grpo, layers = config.grpo, shape.num_hidden_layers
-    trained = _tokens_of_a_step(config)
-    tokens = max(config.rollout.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
+    grpo, limits, layers = config.grpo, config.rollout, shape.num_hidden_layers
+    if grpo.dynamic_sampling:  # one rank may have all groups; balancing leaves it one more group
+        balances = grpo.balance_ranks and not config.run.deterministic
+        groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
+    episodes = groups * limits.num_generations
+    if config.warm_start.steps:
+        episodes = max(episodes, -(-config.warm_start.batch_size // (config.run.num_gpus or 1)))
+    trained = episodes * limits.max_tokens  # tokens of a step, if all episodes have full length
+    tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
     kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
     if grpo.share_prefixes and not grpo.padding_free:  # keys and values that attention gathers
         gathered = min(tokens * KEYS_PER_TOKEN, trained)
         kept += gathered * layers * 2 * _keys_per_token(shape) * size
-    if grpo.gradient_checkpointing:  # one layer's, and every layer's input
+    if grpo.gradient_checkpointing:  # the activations of one layer, and the inputs of all layers
         kept = kept // layers + tokens * layers * shape.hidden_size * size
     return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
 
 
 def _cached_per_token(shape: Any) -> int:
-    """Numbers of a token in a layer's cache: keys and values, or the latent vector of both."""
+    """Numbers per token in a layer's cache: keys and values, or the latent vector of both."""
     if latent := getattr(shape, "kv_lora_rank", None):
         return int(latent + shape.qk_rope_head_dim)
     return 2 * _keys_per_token(shape)
 
 
 def _keys_per_token(shape: Any) -> int:
-    """Numbers in the keys of a token in a layer; linear attention has none."""
+    """Numbers per token in the keys of a layer; linear attention has none."""
     heads = widest(shape, "num_attention_heads")
     head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return (widest(shape, "num_key_value_heads") or heads) * head_dim
 
 
-def _tokens_of_a_step(config: Config) -> int:
-    """Tokens of the episodes that a rank trains on in a step, if all have full length.
-
-    With dynamic sampling all groups that are kept may lie on one rank; balancing evens them out
-    to within a group. The warm start's demonstrations count where they are more.
-    """
-    limits, grpo, num_ranks = config.rollout, config.grpo, config.run.num_gpus or 1
-    groups = -(-limits.tasks_per_step // num_ranks)
-    if grpo.dynamic_sampling:
-        balances = grpo.balance_ranks and not config.run.deterministic
-        groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
-    episodes = groups * limits.num_generations
-    if config.warm_start.steps:
-        episodes = max(episodes, -(-config.warm_start.batch_size // num_ranks))
-    return episodes * limits.max_tokens
-
-
 def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:
-    """Bytes that come with trained weights, in GRPO or the warm start, whichever needs more."""
+    """Bytes for trained weights, in GRPO or the warm start: the larger of the two."""
     grpo, trained = config.grpo, 4.0 * num_trained(config, model)
     moments = 2 * trained / (config.run.num_gpus or 1 if grpo.shard_optimizer else 1)
     memory = {"LoRA adapters (fp32)": trained} if config.model.use_peft else {}
     memory |= {"gradients (fp32)": trained, "AdamW (fp32, two moments)": moments}
     if grpo.beta > 0:
         memory["reference policy (fp32)"] = trained
+    if not config.warm_start.steps:
+        return memory
     warm_start = {  # trains every weight, and shards nothing
         "gradients of the warm start": 4.0 * num_parameters,
         "AdamW of the warm start": 8.0 * num_parameters,
     }
-    needs_more = sum(warm_start.values()) > sum(memory.values())
-    return warm_start if config.warm_start.steps and needs_more else memory
+    return max(memory, warm_start, key=lambda needs: sum(needs.values()))
 
 
 def num_trained(config: Config, model: Any) -> int:
-    """Weights that GRPO trains. With LoRA, `model` (without weights) gets its adapters here."""
+    """The number of weights that GRPO trains; with LoRA, `model` gets its adapters here."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):

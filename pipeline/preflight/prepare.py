@@ -1,15 +1,17 @@
-"""The parts of a run that need no rank: tasks, environments, tokenizer, chat format, stages."""
+"""The parts of a run without weights: tasks, environments, tokenizer, chat format, stages."""
 
 from __future__ import annotations
 
 import heapq
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import Row
@@ -25,11 +27,10 @@ from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
-from pipeline.models.tiny import tiny_tokenizer
 from pipeline.sft import check_demonstrations
 
-NUM_TRIED = 1000  # tasks of a source that are tried in their environment before a run
-NUM_LONGEST = 64  # prompts that are tokenized to find the longest
+NUM_TRIED = 1000  # tasks per source to try in their environment before a run
+NUM_LONGEST = 64  # prompts per domain to tokenize for the longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,8 @@ class Prepared:
     domains: dict[str, Domain]
     train: dict[str, Sequence[Task]]
     validation: dict[str, list[Task]]  # for evaluations inside a stage
-    held_out: dict[str, list[Task]]  # for the evaluations that results.json reports
-    graded: dict[tuple[str, str], list[Task]]  # by domain and difficulty, where stages have one
+    held_out: dict[str, list[Task]]  # for the evaluations in results.json
+    graded: dict[tuple[str, str], list[Task]]  # by domain and difficulty, if stages have one
     longest: dict[str, list[Task]]  # the training tasks with the most text
     stages: list[Stage]
     tokenizer: Any
@@ -61,38 +62,30 @@ class Prepared:
 
     def longest_prompts(self) -> dict[str, int]:
         """Tokens of the longest prompt of each domain."""
-        return {
-            domain: max(len(self.prompt_ids(domain, task)) for task in tasks)
-            for domain, tasks in self.longest.items()
-        }
+        return {d: max(len(self.prompt_ids(d, t)) for t in ts) for d, ts in self.longest.items()}
 
 
 def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
-    """Load and check everything but the weights.
+    """Load and check everything but the weights. Raises UserError for the user's mistakes.
 
-    `with_tiny_tokenizer`: for a model whose own cannot be reached. Raises UserError for the user's
-    mistakes.
+    `with_tiny_tokenizer` replaces the tokenizer of a model that cannot be reached.
     """
-    data = config.data
-    domains = load_domains(data)
+    data, limits, domains = config.data, config.rollout, load_domains(config.data)
 
     def held_back(count: int, split: str) -> dict[str, list[Task]]:
         return {name: generated(data, domain, count, split) for name, domain in domains.items()}
 
     validation = held_back(max(config.evaluation.eval_steps_tasks, 1), "validation")
     held_out = held_back(data.eval_tasks_per_domain, data.eval_split)
-    train: dict[str, Sequence[Task]] = {}
-    longest: dict[str, list[Task]] = {}
+    train, longest = dict[str, Sequence[Task]](), dict[str, list[Task]]()
     for name, domain in domains.items():
         train[name], longest[name] = train_tasks(config, domain, held_out[name])
     graded, sizes = _graded(config, domains), {name: len(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + _longest(tasks)
         sizes[name] = min(sizes[name], len(tasks))
-    if with_tiny_tokenizer:
-        tokenizer: Any = tiny_tokenizer(domains.values())
-    else:
-        tokenizer = load_tokenizer(config.model, domains.values())
+    settings = ModelSettings() if with_tiny_tokenizer else config.model
+    tokenizer = load_tokenizer(settings, domains.values())
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
     check_demonstrations(config, domains, chat)
     prepared = Prepared(
@@ -106,20 +99,13 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         tokenizer=tokenizer,
         chat=chat,
     )
-    _refuse_long_prompts(config, prepared)
+    for name, tokens in prepared.longest_prompts().items():
+        if tokens + limits.max_tokens_per_turn > limits.max_tokens:
+            raise UserError(
+                f"max_tokens: got {limits.max_tokens}, but a prompt of {name} has {tokens} "
+                f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
+            )
     return prepared
-
-
-def _refuse_long_prompts(config: Config, prepared: Prepared) -> None:
-    limits = config.rollout
-    for domain, tasks in prepared.longest.items():
-        for task in tasks:  # the first that is too long ends it: others may be as long
-            tokens = len(prepared.prompt_ids(domain, task))
-            if tokens + limits.max_tokens_per_turn > limits.max_tokens:
-                raise UserError(
-                    f"max_tokens: got {limits.max_tokens}, but a prompt of {domain} has {tokens} "
-                    f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
-                )
 
 
 def train_tasks(
@@ -127,19 +113,18 @@ def train_tasks(
 ) -> tuple[Sequence[Task], list[Task]]:
     """The training tasks of a domain, and a list of those with the most text.
 
-    Each row of a source is read once: it is validated, compared with the held-out tasks, and its
-    prompt is measured. Up to NUM_TRIED tasks, evenly spread, are tried in the environment, and
-    played by the domain's expert if it has one and their payload a goal.
+    Reads each row of a source once, to validate it, to compare it with the held-out tasks and to
+    measure its prompt. Up to NUM_TRIED tasks, evenly spread, are tried in the environment, and the
+    domain's expert plays tasks that have a goal.
     """
     data, count = config.data, config.data.tasks_per_domain
     source = data.tasks.get(domain.name)
     if source is None:
         tasks: Sequence[Task] = generated(data, domain, count, "train")
         return tasks, _longest(tasks)
-    by_request: dict[str, list[tuple[list[Message], Any]]] = {}
+    by_request = defaultdict(list)  # because payloads are slow to compare
     for task in held_out:
-        content = (list(task.prompt), json.loads(task.payload))
-        by_request.setdefault(task.prompt[-1]["content"], []).append(content)
+        by_request[task.prompt[-1]["content"]].append((list(task.prompt), json.loads(task.payload)))
     lengths: list[int] = []
 
     def visit(row: Row) -> None:
@@ -154,8 +139,8 @@ def train_tasks(
         lengths.append(_num_characters(prompt))
 
     tasks = open_tasks(domain.name, source, data.dataset_train_split, visit)[:count]
-    limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
     for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
+        limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
         try_task(domain, task, source, limit, success)
     return tasks, _longest(tasks, lengths)
 
@@ -163,16 +148,15 @@ def train_tasks(
 def _graded(config: Config, domains: Mapping[str, Domain]) -> dict[tuple[str, str], list[Task]]:
     """Training tasks of each domain and each difficulty that the curriculum names."""
     data, difficulties, graded = config.data, config.curriculum.difficulties, {}
-    for name, domain in domains.items() if difficulties else ():
+    for name, difficulty in product(domains, difficulties or ()):
         if name in data.tasks:
             raise UserError(
                 f"difficulties: got {','.join(difficulties)}, but the tasks of {name} come from "
                 f"{shown(data.tasks[name])}, which has none; take one of the two out"
             )
-        for difficulty in difficulties:
-            settings = data.model_copy(update={"difficulty": difficulty})
-            tasks = generated(settings, domain, data.tasks_per_domain, "train")
-            graded[name, str(difficulty)] = tasks
+        settings = data.model_copy(update={"difficulty": difficulty})
+        tasks = generated(settings, domains[name], data.tasks_per_domain, "train")
+        graded[name, str(difficulty)] = tasks
     return graded
 
 
@@ -181,7 +165,10 @@ def _num_characters(prompt: Sequence[Message]) -> int:
 
 
 def _longest(tasks: Sequence[Task], lengths: Sequence[int] | None = None) -> list[Task]:
-    """The tasks with the most characters (`lengths`, where known), which have the most tokens."""
+    """The tasks with the most characters, as an estimate of the tasks with the most tokens.
+
+    `lengths` has the characters of each task, if they are known.
+    """
     lengths = lengths or [_num_characters(task.prompt) for task in tasks]
     order = heapq.nlargest(NUM_LONGEST, range(len(tasks)), key=lengths.__getitem__)
     return [tasks[index] for index in order]

@@ -1,9 +1,9 @@
-"""A small model of the recipe's architecture, on which sampling and training are compared.
+"""A small model of the recipe's architecture, to compare sampling with training before a run.
 
-Training is right only if the sampler's log-probabilities are those of the training forward. Caches,
-masks, positions, routers, dropout and adapters may break that, each in other architectures. So
-before a run a model with the same kinds of layers, but few, narrow and random ones, samples a short
-conversation under the recipe's settings, and an update's forward pass computes it again.
+Training is right only if the sampler's log-probabilities equal those of the training forward.
+Caches, masks, positions, routers, dropout and adapters may break this in some architectures. A
+model with the same kinds of layers, but few, narrow and random layers, samples short conversations
+under the recipe's settings, and an update's forward pass computes them again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,40 +32,40 @@ from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
-# Largest difference of a log-probability, in nats, at float32. Rounding stays below the first;
+# Largest differences of a log-probability, in nats, at float32. Rounding stays below the first.
 # transformers' own `generate` differs by more for some layers, and is refused above the second.
 MOST_NATS, MOST_NATS_OF_GENERATE = 5e-4, 0.05
 MOST_PARAMETERS = 300_000_000  # of a stand-in; a larger one is not made
-VOCABULARY = 256
 TURNS, REPLY, MESSAGE = 3, 5, 6  # of a conversation; tokens of a reply and of a message
-# Settings that change the size of a layer and not its kind, and what they shrink to. Windows become
-# shorter than the conversation.
-SMALLER = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), 256),
-    **dict.fromkeys(("shared_expert_intermediate_size", "block_ff_dim", "n_inner"), 256),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), 8),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),  # so that there are several
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), 16),
-    "linear_num_heads": 2,
-    "first_k_dense_replace": 1,
-    "vocab_size_per_layer_input": VOCABULARY,
+SMALLER = {  # sizes of layers, by the names of settings; windows are shorter than a conversation
+    1: ("n_group", "topk_group", "first_k_dense_replace"),
+    2: ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "linear_num_heads"),
+    8: (
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        *("sliding_window", "window_size", "attention_chunk_size"),
+    ),
+    16: ("mamba_chunk_size", "chunk_size", "mamba_d_state", "ssm_state_size"),
+    256: (
+        *("intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "n_inner"),
+        *("shared_expert_intermediate_size", "block_ff_dim"),
+        *("vocab_size", "vocab_size_per_layer_input"),
+    ),
 }
 
 
 def try_architecture(config: Config, empty: Any) -> list[str]:
-    """Lines to print about a model of this kind under this recipe; `empty` has no weights.
+    """Notes about a model of this kind under this recipe; `empty` has no weights.
 
-    Raises UserError where what is sampled is not what would be trained, or either fails.
+    Raises UserError if sampling and training fail or differ.
     """
     try:
         model = stand_in(empty)
     except Exception as error:
         return [f"not tried: a small model of this architecture ({reason_of(error)})"]
     notes = [fix_rotary(model, config.rollout.max_tokens), _positions(config, model)]
-    name, remedy = type(model).__name__, _remedy(config)
+    settings = {"share_prefixes": config.grpo.share_prefixes, "use_peft": config.model.use_peft}
+    remedies = [f"set {name} false" for name, is_on in settings.items() if is_on]
+    name, remedy = type(model).__name__, " or ".join([*remedies, "use another model"])
     try:
         refuse_changed_logits(model)
         gap = gap_of(config, model)
@@ -75,7 +76,8 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
             f"model: got {name}, which fails in a trial of sampling and training "
             f"({reason_of(error)}); {remedy}"
         ) from None
-    if gap > (MOST_NATS_OF_GENERATE if _generates(model) else MOST_NATS):
+    is_served = unserved(model.config.get_text_config()) is None
+    if gap > (MOST_NATS if is_served else MOST_NATS_OF_GENERATE):
         raise UserError(
             f"model: got {name}, for which log-probabilities of sampled tokens and of training "
             f"differ by {gap:.2g} nats in a trial (at most {MOST_NATS:g} is rounding); {remedy}"
@@ -88,27 +90,18 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
     return [note for note in notes if note]
 
 
-def _remedy(config: Config) -> str:
-    settings = {"share_prefixes": config.grpo.share_prefixes, "use_peft": config.model.use_peft}
-    remedies = [f"set {name} false" for name, is_on in settings.items() if is_on]
-    return " or ".join([*remedies, "use another model"])
-
-
-def _generates(model: Any) -> bool:
-    return unserved(model.config.get_text_config()) is not None
-
-
 def gap_of(config: Config, model: Any) -> float:
     """The largest difference between sampled and recomputed log-probabilities, in nats.
 
-    The model gets the recipe's adapters, with weights that are not zero, and its gradient
-    checkpointing; where the recipe trains, a backward pass must work.
+    The model gets the recipe's adapters, with random weights, and its gradient checkpointing. If
+    the recipe trains, a backward pass must work.
     """
     grpo, rollout = config.grpo, config.rollout
     model = copy.deepcopy(model)
     if config.model.use_peft:
         model = lora.attach(model, config.model, "", config.run.seed)
-    kind = GenerateSampler if _generates(model) else RowSampler
+    is_served = unserved(model.config.get_text_config()) is None
+    kind = RowSampler if is_served else GenerateSampler
     sampler: Sampler = kind(model, 0, rollout.temperature, torch.float32)
     if config.model.use_peft:
         lora.disturb(model, 1)
@@ -131,31 +124,29 @@ def gap_of(config: Config, model: Any) -> float:
 
 
 def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
-    """Conversations of several turns: two that begin alike, and a shorter one beside them."""
+    """Conversations of several turns: two with the same prompt, and one with a shorter prompt."""
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])
-    # Of each conversation: its tokens, whether they were sampled, and their log-probabilities.
-    completions: list[list[tuple[int, bool, float]]] = [[] for _ in prompts]
+    blank = partial(Trajectory, domain="", task_id="")
+    rows = [blank(prompt_ids=p, completion_ids=[], loss_mask=[], logprobs=[]) for p in prompts]
+
+    def append(row: Trajectory, ids: list[int], logprobs: list[float] | None = None) -> None:
+        row.completion_ids.extend(ids)
+        row.loss_mask.extend([logprobs is not None] * len(ids))
+        row.logprobs.extend(logprobs or [0.0] * len(ids))
+
     for turn in range(TURNS):
         for number, episode in enumerate(episodes if turn else ()):
             reply = _ids(number * turn, REPLY + number, vocabulary)
             sampler.extend(episode, reply)
-            completions[number] += [(token, False, 0.0) for token in reply]
+            append(rows[number], reply)
         messages = sampler.sample(episodes, [MESSAGE] * len(episodes))
-        for message, completion in zip(messages, completions, strict=True):
+        for row, message in zip(rows, messages, strict=True):
             assert message is not None
-            sampled = zip(message.ids, message.logprobs, strict=True)
-            completion += [(token, True, logprob) for token, logprob in sampled]
+            append(row, message.ids, message.logprobs)
     for episode in episodes:
         sampler.close(episode)
-    names = ("completion_ids", "loss_mask", "logprobs")
-    columns: list[dict[str, Any]] = [
-        dict(zip(names, map(list, zip(*c, strict=True)), strict=True)) for c in completions
-    ]
-    return [
-        Trajectory(domain="", task_id="", prompt_ids=prompt, **parts)
-        for prompt, parts in zip(prompts, columns, strict=True)
-    ]
+    return rows
 
 
 def _ids(number: int, count: int, vocabulary: int) -> list[int]:
@@ -164,33 +155,28 @@ def _ids(number: int, count: int, vocabulary: int) -> list[int]:
 
 @torch.no_grad()
 def _positions(config: Config, model: Any) -> str:
-    """A note on rotary positions; UserError where learned ones do not reach `max_tokens`."""
-    limit = config.rollout.max_tokens
+    """A note on rotary positions; UserError if learned positions do not reach `max_tokens`."""
+    limit, ids = config.rollout.max_tokens, torch.ones((1, 1), dtype=torch.int64)
     trained = getattr(_text(model.config), "max_position_embeddings", None)
-    if _computes(model, 0) and not _computes(model, limit - 1):
-        raise UserError(
-            f"max_tokens: got {limit}, but the model has positions for "
-            f"{trained or 'fewer'} tokens; lower max_tokens, or use another model"
-        )
+    for position in (0, limit - 1):
+        try:
+            model.get_decoder()(ids, position_ids=position * ids, use_cache=False)
+        except Exception:  # libraries raise different errors
+            if position == 0:  # the model takes no positions
+                break
+            raise UserError(
+                f"max_tokens: got {limit}, but the model has positions for "
+                f"{trained or 'fewer'} tokens; lower max_tokens, or use another model"
+            ) from None
     note = f"max_tokens is {limit}, and the model was made for {trained} tokens "
     note += "(max_position_embeddings): what it says beyond may be poor"
     return note if isinstance(trained, int) and limit > trained else ""
 
 
-def _computes(model: Any, position: int) -> bool:
-    """Whether a token can have this position; libraries raise different errors where it cannot."""
-    ids = torch.ones((1, 1), dtype=torch.int64)
-    try:
-        model.get_decoder()(ids, position_ids=torch.full_like(ids, position), use_cache=False)
-    except Exception:
-        return False
-    return True
-
-
 def stand_in(empty: Any) -> Any:
     """A model like `empty`, with few small layers and random weights.
 
-    Raises whatever its code raises where it cannot be made so small, or does not compute.
+    Raises any exception of the model's code if it cannot be made so small, or does not compute.
     """
     if empty.num_parameters() < 10_000_000:
         return _made(empty, copy.deepcopy(empty.config))
@@ -201,35 +187,36 @@ def stand_in(empty: Any) -> Any:
 
 
 def _made(empty: Any, shape: Any) -> Any:
-    shape.tie_word_embeddings = False  # or a token's own logit would outweigh all others
+    shape.tie_word_embeddings = False  # else a token's own logit would outweigh all others
     with torch.device("meta"):
         size = type(empty)._from_config(copy.deepcopy(shape)).num_parameters()
     if size > MOST_PARAMETERS:
         raise ValueError(f"it would have {size / 1e6:.0f} M parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = type(empty)._from_config(
-            shape, attn_implementation=empty.config._attn_implementation, dtype=torch.float32
+        attention = empty.config._attn_implementation
+        model = (
+            type(empty)
+            ._from_config(shape, attn_implementation=attention, dtype=torch.float32)
+            .eval()
         )
-    model.eval()
     _fill(model.parameters(), 0)
     for seed, layer in enumerate((model.get_input_embeddings(), model.get_output_embeddings())):
-        # So that logits are spread, without peaks.
-        _fill([layer.weight], seed + 2, 3 / math.sqrt(layer.weight.shape[-1]))
+        _fill([layer.weight], seed + 2, 3 / math.sqrt(layer.weight.shape[-1]))  # no peaks in logits
     with torch.no_grad():
         model(torch.tensor([_ids(0, 5, layer.weight.shape[0])]), use_cache=False)
     return model
 
 
 def _narrowed(config: Any) -> Any:
-    """The same layers with fewer heads of the same size."""
+    """Fewer heads of the same size, and a smaller width."""
     text = _text(config)
     heads, width = text.num_attention_heads, text.hidden_size
     per_key = heads // (getattr(text, "num_key_value_heads", None) or heads)  # heads that share it
     few = min(heads, 2 * per_key)
-    # Whether the width does not follow from the heads.
     is_free = vars(text).get("head_dim") is not None or hasattr(text, "kv_lora_rank")
     text.num_attention_heads = few
+    # In some architectures the width follows from the heads.
     text.hidden_size = min(width, 256) if is_free else width // heads * few
     if vars(text).get("num_key_value_heads"):
         text.num_key_value_heads = few // per_key
@@ -237,7 +224,7 @@ def _narrowed(config: Any) -> Any:
 
 
 def _shrunk(config: Any) -> Any:
-    """Fewer layers, but each kind of them; fewer tokens, experts and intermediate features."""
+    """Fewer layers, but at least one of each kind; fewer tokens, experts and features."""
     config = copy.deepcopy(config)
     text = _text(config)
     count = text.num_hidden_layers
@@ -246,21 +233,20 @@ def _shrunk(config: Any) -> Any:
         for name, value in vars(text).items()
         if isinstance(value, list | tuple | str) and len(value) == count and name != "architectures"
     }
-    derived = [getattr(text, name, None) or [0] for name in ("layer_types", "layers_block_type")]
-    kinds_of_layers = [list(kinds) for kinds in (*by_layer.values(), *derived)]
-    # The first layers that contain each kind.
-    few = max([2, *(1 + kinds.index(kind) for kinds in kinds_of_layers for kind in kinds)])
+    derived = (getattr(text, name, None) or () for name in ("layer_types", "layers_block_type"))
+    every = map(list, (*by_layer.values(), *derived))
+    few = max([2, *(1 + kinds.index(kind) for kinds in every for kind in kinds)])  # has each kind
     for name, value in by_layer.items():
         setattr(text, name, value[:few])
     text.num_hidden_layers = min(few, count)
-    for name, most in SMALLER.items():
-        size = getattr(text, name, None)
-        if isinstance(size, int) and size > most:
-            setattr(text, name, most)
-    if keys := getattr(text, "linear_num_key_heads", 0):  # which several values share
+    for most, names in SMALLER.items():
+        for name in names:
+            size = getattr(text, name, None)
+            if isinstance(size, int) and size > most:
+                setattr(text, name, most)
+    if keys := getattr(text, "linear_num_key_heads", 0):  # several values share each key
         text.linear_num_value_heads = 2 * text.linear_num_value_heads // keys
         text.linear_num_key_heads = 2
-    text.vocab_size = min(text.vocab_size, VOCABULARY)
     for owner in (config, text):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(owner, name, 0)
@@ -273,7 +259,7 @@ def _text(config: Any) -> Any:
 
 @torch.no_grad()
 def _fill(parameters: Iterable[torch.Tensor], seed: int, std: float | None = None) -> None:
-    """Draw weights large enough that a wrong term shows; vectors, such as norms', stay."""
+    """Draw weights so large that a wrong term shows. Vectors, such as those of norms, stay."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         if parameter.dim() > 1:

@@ -58,7 +58,7 @@ def _alone_on_cpu_without_network(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    for module in ("models.loading", "models.shapes", "data.datasets"):
+    for module in ("models.loading", "data.datasets"):
         monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
 
 

@@ -18,11 +18,17 @@ from accelerate import Accelerator
 from pipeline.config.settings import Config
 from pipeline.distributed import gradients as distributed
 from pipeline.distributed.watchdog import ToldElsewhere
-from pipeline.doctor import links, machine
 from pipeline.doctor import main as doctor
-from pipeline.doctor.links import judge_all_reduce, judge_fit
-from pipeline.doctor.machine import judge_bf16, judge_devices, judge_versions
-from pipeline.doctor.table import Check, Finding, named
+from pipeline.doctor.main import (
+    Check,
+    Finding,
+    judge_all_reduce,
+    judge_bf16,
+    judge_devices,
+    judge_fit,
+    judge_versions,
+    named,
+)
 from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from tests.support.warm import play
@@ -81,14 +87,14 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
 
 def examine(fault=None, names=ROWS, deadline_s=30.0, output_dir=None):
     """The doctor on this rank, smaller: its exit code and what it printed."""
-    links.EXCHANGED["cpu"], links.SAMPLES["cpu"] = 1 << 12, 1 << 10
+    doctor.EXCHANGED["cpu"], doctor.SAMPLES["cpu"] = 1 << 12, 1 << 10
     if fault is not None:
         fault(int(os.environ["RANK"]))
-    checks = [check for check in doctor.CHECKS if check.name in names]
+    some = [check for check in doctor.CHECKS if check.name in names]
     config = Config.model_validate({"run": {"output_dir": output_dir}})
     with redirect_stdout(io.StringIO()) as said:
         try:
-            code = doctor.main(config, connect, checks, deadline_s)
+            code = doctor.main(config, connect, some, deadline_s)
         except ToldElsewhere as error:
             code = error.exit_code
     return code, said.getvalue()
@@ -138,7 +144,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(environment):
 
 def wrong_sum(rank):
     if rank == 1:
-        links.sum_over_ranks = lambda tensor: distributed.sum_over_ranks(tensor) + 0.25
+        doctor.sum_over_ranks = lambda tensor: distributed.sum_over_ranks(tensor) + 0.25
 
 
 def gradients_not_averaged(rank):
@@ -152,12 +158,12 @@ def another_torch(rank):
 
 def error_on_rank_1(rank):
     if rank == 1:
-        machine.version = lambda name: {}[name]
+        doctor.version = lambda name: {}[name]
 
 
 def error_before_the_exchange(rank):
     if rank == 1:
-        links.sum_over_ranks = lambda tensor: {}["cable"]
+        doctor.sum_over_ranks = lambda tensor: {}["cable"]
 
 
 def out_of_memory(rank):
@@ -223,8 +229,8 @@ def hang(stderr, stdout):
     for number, name in ((2, stderr), (1, stdout)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sleeping = Check("bf16", lambda place: time.sleep(600 * place.ranks.rank), judge_bf16, "sleep")
-    checks = [doctor.CHECKS[1], sleeping, doctor.CHECKS[-1]]
-    doctor.main(Config(), connect, checks, 3.0)
+    some = [doctor.CHECKS[1], sleeping, doctor.CHECKS[-1]]
+    doctor.main(Config(), connect, some, 3.0)
 
 
 def test_a_check_that_hangs_is_named_with_what_to_try_and_ended(tmp_path):

@@ -24,7 +24,7 @@ from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference
 from pipeline.models import lora
-from pipeline.models.layers import outer_layers, recompute_layers, refuse_unlayered
+from pipeline.models.layers import outer_layers, recompute_layers
 from pipeline.models.loading import load_folder
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
@@ -118,7 +118,7 @@ def test_layers_are_the_outermost_and_a_model_without_any_is_refused():
     model = small_model()
     assert outer_layers(model) == list(model.model.layers)
     with pytest.raises(UserError, match=r"^gradient_checkpointing: got true, but Linear "):
-        refuse_unlayered(torch.nn.Linear(2, 2))
+        recompute_layers(torch.nn.Linear(2, 2))
 
 
 # In a run

@@ -14,7 +14,7 @@ from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models import lora
-from pipeline.models.shapes import empty_model
+from pipeline.models.loading import empty_model
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
 from pipeline.preflight.check import validate
@@ -34,7 +34,7 @@ OTHER_RECIPES = [path for path in RECIPES if path.stem not in OF_OTHER_TESTS]
 def on_cpu_without_network(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for module in ("models.loading", "models.shapes", "data.datasets"):
+    for module in ("models.loading", "data.datasets"):
         monkeypatch.setattr(f"pipeline.{module}.hub_reachable", lambda: False)
 
 
