@@ -28,12 +28,14 @@ from pipeline.evaluation.evaluate import (
     evaluation_metrics,
     failed_trials,
     in_words,
+    plateau,
     refuse_failed_trials,
+    scored,
     success,
+    validation_metrics,
 )
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.results import training_summary, write_results
-from pipeline.evaluation.validation import plateau, scored, validation_metrics
 from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
-from pipeline.evaluation.evaluate import add_counts
+from pipeline.evaluation.evaluate import grouped, tool_counts
 from pipeline.evaluation.transfer import summary
 from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
@@ -43,9 +44,7 @@ def write_results(
         "success_threshold": config.evaluation.success_threshold,
         "evaluations": state.evaluations,
         "validations": state.validations,
-        "task_families": {
-            domain: {task.id: task.family for task in tasks} for domain, tasks in held_out.items()
-        },
+        "task_families": {d: {task.id: task.family for task in of} for d, of in held_out.items()},
         "training": state.training,
         "curriculum": described,
         **facts,
@@ -64,19 +63,13 @@ def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
     errors among them.
     """
     records = [record for shard in gathered for record in shard]
-    stops = {str(r): sum(record.stop_reason == r for record in records) for r in StopReason}
-    rewards: dict[str, list[float]] = {}
-    tools: dict[str, dict[str, list[int]]] = {}
-    for record in records:
-        if not record.left_out:
-            rewards.setdefault(record.domain, []).append(record.reward)
-        of_domain = tools.setdefault(record.domain, {})
-        for name, counts in record.tools.items():
-            add_counts(of_domain.setdefault(name, [0, 0]), counts)
+    counted = grouped((r for r in records if not r.left_out), lambda r: r.domain)
+    stops = Counter(record.stop_reason for record in records)
+    tools = {d: tool_counts(of) for d, of in grouped(records, lambda r: r.domain).items()}
     return {
         "episodes": len(records),
         "episodes_per_rank": [len(shard) for shard in gathered],
-        "reward": {domain: fmean(of) for domain, of in rewards.items()},
-        "stop_reasons": {reason: count for reason, count in stops.items() if count},
+        "reward": {domain: fmean(r.reward for r in of) for domain, of in counted.items()},
+        "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
         "tools": tools,
     }

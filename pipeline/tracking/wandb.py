@@ -12,7 +12,7 @@ import netrc
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,17 @@ from pipeline.files.console import say
 from pipeline.files.durable import write_text
 from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of
-from pipeline.tracking.trackers import Record, numbers
 from pipeline.tracking.wandb_results import send_results
 
 FINISH_S = 20.0  # for the last upload
 FAILED_S = 5.0  # the same after a failure, because other ranks wait for the error message
 ID_FILE = Path("wandb", "run-id")  # in the run folder
+Record = Mapping[str, Any]
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """The numbers of a record that trackers get: their names have a group, as in `train/loss`."""
+    return {key: v for key, v in record.items() if "/" in key and isinstance(v, int | float)}
 
 
 class WandbFeed:
@@ -64,7 +69,7 @@ class WandbFeed:
 
     def metrics(self, record: Record) -> None:
         self._line += 1
-        self._log({**numbers(record), "step": record["step"]})
+        self._log(_row(record))
 
     def timings(self, record: Record) -> None:
         self._log(numbers(record))
@@ -117,13 +122,17 @@ def remember_id(folder: Path, run_id: str) -> None:
     write_text(folder / ID_FILE, run_id + "\n")
 
 
+def _row(record: Record) -> dict[str, float]:
+    return {**numbers(record), "step": record["step"]}
+
+
 def rows_of(metrics: Sequence[Record], timings: Sequence[Record]) -> list[dict[str, float]]:
     """A row for each line of metrics, with the timings of the same evaluation, or else step."""
 
     def key(record: Record) -> tuple[Any, ...]:
         return record.get("kind"), record["step"], record.get("after")
 
-    rows = [{**numbers(record), "step": record["step"]} for record in metrics]
+    rows = [*map(_row, metrics)]
     of_line = dict(zip(map(key, metrics), rows, strict=True))
     of_step = {row["step"]: row for row in rows}
     for record in timings:
@@ -181,7 +190,7 @@ def has_wandb_key() -> bool:
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
-    """Run the command; returns the exit code: 0 done, 1 a fault, 2 the user's mistake."""
+    """Run the command; returns 0 if it is done, 1 after a fault, 2 after a mistake of the user."""
     try:
         command()
     except UserError as error:

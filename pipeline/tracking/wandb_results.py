@@ -19,7 +19,7 @@ HAS_THEM = "the run folder has them"
 MAX_STEPS, MAX_EPISODES = 50, 200  # in the table
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
 COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
-REPORT_FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
+FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
 
 
 def send_results(run: Any, folder: Path) -> None:
@@ -27,14 +27,14 @@ def send_results(run: Any, folder: Path) -> None:
     import wandb
 
     pictures = sorted(folder.glob("*.png"))
+    files = [path for name in FILES if (path := folder / name).is_file()]
     with may_fail("W&B did not get the final numbers", HAS_THEM):
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         run.summary.update(final_numbers(results))
     with may_fail("W&B did not get the report and the pictures", HAS_THEM):
         artifact = wandb.Artifact(f"report-{run.id}", type="report")
-        for path in [*pictures, *(folder / name for name in REPORT_FILES)]:
-            if path.is_file():
-                artifact.add_file(str(path.resolve()), policy="immutable")  # without a copy
+        for path in [*pictures, *files]:
+            artifact.add_file(str(path.resolve()), policy="immutable")  # without a copy
         run.log_artifact(artifact)
         run.summary.update({f"plots/{path.stem}": wandb.Image(str(path)) for path in pictures})
     with may_fail("W&B did not get the table of episodes", HAS_THEM):
