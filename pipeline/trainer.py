@@ -253,7 +253,7 @@ class Trainer:
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")  # the run stops below
-        rates, when = ErrorRates.of(sampled), f"in the evaluation after {after}"
+        rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
         found = success(sampled, greedy, trials, settings.success_threshold)
@@ -285,7 +285,7 @@ class Trainer:
         self.log.metrics({"kind": "validation", **keys, **metrics})
         seconds = {"perf/validation_s": time.perf_counter() - begun}
         self.log.timings({"kind": "validation", **keys, **seconds})
-        rates = ErrorRates.of(records)
+        rates = ErrorRates(records)
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 
     def ends_early(self, stage: Stage) -> bool:

@@ -25,10 +25,10 @@ from pipeline.environments.tools import (
     tool_schemas,
 )
 
-LOOKUPS = ("find", "get")  # the names of tools that change nothing begin so
+LOOKUPS = ("find", "get")  # beginnings of the names of tools that change nothing
 ID = re.compile(r"\w*\d\w*")  # a word with a digit
 Schemas = Sequence[dict[str, Any]]
-Trace = tuple[tuple[str, str], ...]  # each step, and the outcome that the policy sees
+Trace = tuple[tuple[str, str], ...]  # each step, and its outcome for the policy
 
 
 def baselines(
@@ -119,10 +119,10 @@ async def _play_blind(
 
 
 def _trace(domain: Domain, task: Task) -> Trace | None:
-    """The expert's steps on a task and their outcomes; the lookup of the record has none.
+    """The expert's steps on a task and their outcomes; the record's lookup has an empty outcome.
 
-    If the goal or an earlier outcome names an id, its role stands for it: `<record>`, `<free>`.
-    None if the task has no goal or the expert does not earn the reward.
+    Ids that the goal or an earlier outcome names are replaced by roles such as `<record>`. None
+    if the task has no goal or the expert does not earn the reward.
     """
     goal = goal_of(task)
     if goal is None or domain.expert is None:

@@ -15,22 +15,16 @@ from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 
 class ErrorRates:
-    """Episodes and errors of each domain over all ranks; every rank holds the same `counts`.
+    """Episodes and errors of each domain over all ranks; every rank has the same `counts`.
 
     `last` holds the text of this rank's last error of each domain; checkpoints leave it out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: Iterable[RunRecord] = ()) -> None:
         self.counts: dict[str, list[int]] = {}  # by domain: episodes, errors
         self.last: dict[str, str] = {}
-
-    @classmethod
-    def of(cls, records: Iterable[RunRecord]) -> ErrorRates:
-        """The rates of the records of all ranks."""
-        rates = cls()
         for record in records:
-            rates.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
-        return rates
+            self.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a checkpoint."""
@@ -69,7 +63,7 @@ def stop_on_errors(
 ) -> None:
     """Raise RuntimeError, on every rank the same, if a domain has too many errors.
 
-    `trajectories` are this rank's; the message names the last error among them. All ranks hold the
+    `trajectories` are this rank's; the message names the last error among them. All ranks have the
     same counts, so they communicate only before they raise.
     """
     for t in trajectories:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -70,7 +70,7 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     """Raise RuntimeError, on every rank, if the environment of a trial failed each time.
 
-    Scored as a failure of the policy, the trial would count as forgetting.
+    If such a trial counted as a failure of the policy, it would look like forgetting.
     """
     if failed := failed_trials(records):
         raise RuntimeError(
@@ -80,18 +80,16 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
         )
 
 
-def grouped(
-    records: Iterable[RunRecord], name: Callable[[RunRecord], str]
-) -> dict[str, list[RunRecord]]:
-    """The records by their name, in order of first appearance."""
+def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunRecord]]:
+    """The records by the values of these fields, joined by `/`, in order of first appearance."""
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
-        groups.setdefault(name(record), []).append(record)
+        groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
     return groups
 
 
 def tool_counts(records: Iterable[RunRecord]) -> dict[str, list[int]]:
-    """Of each tool, the number of calls, and of calls that ended in an error."""
+    """The numbers of calls and of failed calls of each tool."""
     sums: dict[str, list[int]] = {}
     for name, (calls, errors) in chain(*(record.tools.items() for record in records)):
         before = sums.get(name, [0, 0])
@@ -111,10 +109,10 @@ def success(
     episode is a success with a reward of `threshold` or more; if a domain has a reward other than 0
     and 1, the mean rewards are added.
     """
-    of_greedy = grouped(greedy, lambda r: r.domain)
+    of_greedy = grouped(greedy, "domain")
     return {
         domain: _success(records, of_greedy[domain], num_trials, threshold)
-        for domain, records in grouped(sampled, lambda r: r.domain).items()
+        for domain, records in grouped(sampled, "domain").items()
     }
 
 
@@ -130,15 +128,14 @@ def _success(
             "num_tasks": len({record.task_id for record in sampled}),
         }
 
-    def by(name: Callable[[RunRecord], str]) -> dict[str, Success]:
-        of_greedy, groups = grouped(greedy, name), sorted(grouped(sampled, name).items())
+    def by(*names: str) -> dict[str, Success]:
+        of_greedy, groups = grouped(greedy, *names), sorted(grouped(sampled, *names).items())
         return {key: rates(of, of_greedy[key]) for key, of in groups if key not in ("", "/")}
 
-    found = rates(sampled, greedy)
+    found, tasks = rates(sampled, greedy), grouped(sampled, "task_id")
     if is_graded(record.reward for record in (*sampled, *greedy)):
         found["reward"] = fmean(record.reward for record in sampled)
         found["greedy_reward"] = fmean(record.reward for record in greedy)
-    tasks = grouped(sampled, lambda r: r.task_id)
     tools: dict[str, dict[str, list[int]]] = {}
     for task, records in tasks.items():
         for tool, counts in tool_counts(records).items():
@@ -148,8 +145,8 @@ def _success(
         "num_trials": num_trials,
         "tasks": {task: [record.reward for record in records] for task, records in tasks.items()},
         "tools": dict(sorted(tools.items())),
-        "families": by(lambda r: r.family),
-        "branches": by(lambda r: f"{r.family}/{r.branch}"),
+        "families": by("family"),
+        "branches": by("family", "branch"),
     }
 
 
@@ -164,7 +161,7 @@ def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
 
 
 def in_words(rates: Mapping[str, Success]) -> str:
-    """`airline 0.41  retail 0.38`, with mean rewards where they are not all 0 or 1."""
+    """`airline 0.41  retail 0.38`, with mean rewards if some reward is neither 0 nor 1."""
     return "  ".join(
         f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
         for d, r in rates.items()
@@ -178,7 +175,7 @@ def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
     """Rewards by domain and task, without domains in which the environment of a trial failed."""
     return {
         domain: {record.task_id: record.reward for record in of}
-        for domain, of in grouped(records, lambda r: r.domain).items()
+        for domain, of in grouped(records, "domain").items()
         if not failed_trials(of)
     }
 

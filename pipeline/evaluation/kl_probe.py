@@ -2,7 +2,7 @@
 
 At the end of each stage the policy plays a few validation tasks of the stage's domains. Later
 validations estimate KL(policy at that stage's end || policy now), per token, on the tokens of these
-episodes, which are kept. Nothing is sampled for it.
+kept episodes, without new samples.
 """
 
 from __future__ import annotations
@@ -80,11 +80,10 @@ class KLProbe:
         sums = [0.0] * len(episodes)
         for rank, shard in enumerate(shards):
             sums[rank :: len(shards)] = shard
-        left = iter(sums)
-        return {
-            domain: sum(next(left) for _ in of) / sum(t.num_sampled_tokens for t in of)
-            for domain, of in self.episodes.items()
-        }
+        kl, left = {}, iter(sums)
+        for domain, of in self.episodes.items():
+            kl[domain] = sum(next(left) for _ in of) / sum(t.num_sampled_tokens for t in of)
+        return kl
 
     @torch.no_grad()
     def _sums(self, trajectories: Sequence[Trajectory], updater: Updater) -> list[float]:

@@ -29,10 +29,10 @@ def write_results(
     facts: Mapping[str, Any],
     is_final: bool,
 ) -> None:
-    """Write `results.json` and `curriculum.json`; `facts` go into the first as they are.
+    """Write `results.json` and `curriculum.json`; `results.json` also gets all `facts`.
 
-    The transfer numbers take seconds, so a file that is not final has none: the report of an
-    unfinished run computes them from the evaluations.
+    The transfer numbers take seconds, so only the final file has them; the report of an unfinished
+    run computes them from the evaluations.
     """
     described = describe(stages, config)
     write_text(folder / "curriculum.json", json.dumps(described, indent=1))
@@ -59,13 +59,12 @@ def write_results(
 def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
     """The training episodes of a stage, from the records of each rank.
 
-    Mean rewards are of episodes that are not left out; the counts of a tool are its calls, and the
-    errors among them.
+    Mean rewards are over the episodes that are not left out.
     """
     records = [record for shard in gathered for record in shard]
-    counted = grouped((r for r in records if not r.left_out), lambda r: r.domain)
+    counted = grouped((r for r in records if not r.left_out), "domain")
     stops = Counter(record.stop_reason for record in records)
-    tools = {d: tool_counts(of) for d, of in grouped(records, lambda r: r.domain).items()}
+    tools = {d: tool_counts(of) for d, of in grouped(records, "domain").items()}
     return {
         "episodes": len(records),
         "episodes_per_rank": [len(shard) for shard in gathered],

@@ -17,7 +17,7 @@ from pipeline.evaluation import transfer_metrics as metrics
 from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
 
 BEFORE_GRPO = ("start", "warm_start")
-SUCCESS = 1.0  # the threshold of runs from before it was a setting
+SUCCESS = 1.0  # the threshold of old runs, which had no such setting
 
 Results = Mapping[str, Any]
 Evaluations = Sequence[Sequence[Mapping[str, Any]]]  # `points_of` of each run
@@ -49,8 +49,7 @@ def summary(runs: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
     kinds = ("domains", "families", "tools")
     matrices = {kind: _matrix(runs, kind, over_seeds) for kind in kinds}
     of_domains, areas, threshold = matrices["domains"], _areas(runs), threshold_of(runs)
-    numbers = {name: estimate(samples) for name, samples in of_domains.numbers().items()}
-    numbers["area_under_curve"] = estimate(metrics.mean(areas.values()))
+    area = {"area_under_curve": metrics.mean(areas.values())}
     evaluations, passes, rewards = [points_of(run) for run in runs], {}, {}
     for domain in of_domains.names:
         passes[domain] = _passes(evaluations, domain, threshold)
@@ -61,10 +60,10 @@ def summary(runs: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
         "points": of_domains.points,
         "num_seeds": len(runs),
         "episodes": of_domains.num_episodes,
-        "metrics": {name: number for name, number in numbers.items() if number is not None},
+        "metrics": _estimates({**of_domains.numbers(), **area}),
         **{kind: _of_columns(matrix) for kind, matrix in matrices.items()},
         "stages": _of_stages(runs, of_domains),
-        "area_under_curve": {domain: estimate(samples) for domain, samples in areas.items()},
+        "area_under_curve": _estimates(areas),
         "passes": passes,
         "rewards": rewards,
     }
@@ -83,10 +82,15 @@ def _of_columns(matrix: Matrix) -> dict[str, Any]:
         ],
         "effects": [[estimate(of[:, c]) for c in columns] for of in np.moveaxis(steps, 1, 0)],
         **{
-            metric: {names[c]: number for c, of in found.items() if (number := estimate(of))}
+            metric: _estimates({names[c]: of for c, of in found.items()})
             for metric, found in metrics.of_columns(samples, own).items()
         },
     }
+
+
+def _estimates(samples: Mapping[str, Floats | None]) -> dict[str, Number]:
+    """The estimates of all numbers that are defined."""
+    return {name: number for name, of in samples.items() if (number := estimate(of)) is not None}
 
 
 def _cell(samples: Floats, num_tasks: int) -> Number | None:
@@ -113,12 +117,11 @@ def _matrix(runs: Sequence[Results], kind: str, over_seeds: bool) -> Matrix:
     """The accuracy matrix of runs that differ in their seed only; `kind` as in `summary`."""
     evaluations = [points_of(run) for run in runs]
     points, *others = [[entry["after"] for entry in entries] for entries in evaluations]
-    for names in others:
-        if names != points:
-            raise UserError(
-                f"report: runs with other stages cannot be put together ({', '.join(points)}; "
-                f"{', '.join(names)}); give seeds of one curriculum"
-            )
+    if different := [names for names in others if names != points]:
+        raise UserError(
+            f"report: runs with other stages cannot be put together ({', '.join(points)}; "
+            f"{', '.join(different[0])}); give seeds of one curriculum"
+        )
     own = {row["name"]: row["own"] for row in runs[0]["curriculum"]["stages"]} if points[1:] else {}
     if unknown := [point for point in points[1:] if point not in own]:
         raise UserError(
@@ -227,7 +230,7 @@ def _means(totals: Floats, domain: str, over_seeds: bool = True) -> list[Number 
 def _areas(runs: Sequence[Results]) -> dict[str, Floats]:
     """Area under the curve of each domain's validation success, [B].
 
-    The curve has the steps that all runs validated at.
+    The curve consists of the steps at which all runs were validated.
     """
     areas, threshold = {}, threshold_of(runs)
     validations = [{v["step"]: v["success"] for v in run.get("validations", [])} for run in runs]
@@ -265,9 +268,10 @@ def differences(
 
     Raises UserError if they were not evaluated on the same tasks, with the same threshold.
     """
-    evaluations, _ = [points_of(run) for run in (*runs, *others)], threshold_of((*runs, *others))
+    together = [*runs, *others]
+    threshold_of(together)
+    evaluations = [points_of(run) for run in together]
     for domain in dict.fromkeys(d for of in evaluations for e in of for d in e["success"]):
         _tasks(evaluations, domain)
     mine, theirs = (_matrix(of, "domains", over_seeds).numbers() for of in (runs, others))
-    numbers = {name: estimate(mine[name] - theirs[name]) for name in mine if name in theirs}
-    return {name: number for name, number in numbers.items() if number is not None}
+    return _estimates({name: mine[name] - theirs[name] for name in mine if name in theirs})

@@ -34,10 +34,7 @@ Stages = Sequence[Collection[int]]  # the columns that each stage trained, witho
 
 
 def succeeded(reward: Any, threshold: float) -> Any:
-    """Whether a trial with this reward (or each of an array) reaches the threshold.
-
-    The comparison ignores the rounding error of a sum of parts.
-    """
+    """Whether a reward, or each of an array, reaches the threshold, up to the rounding of sums."""
     return reward >= threshold - 1e-9 * abs(threshold)
 
 
@@ -46,19 +43,17 @@ def is_graded(rewards: Iterable[float]) -> bool:
     return any(reward not in (0, 1) for reward in rewards)
 
 
-def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:
-    """The chance that at least one of k trials succeeds, unbiased (Chen et al. 2021, equation 1).
+# Unbiased estimates, for 1 <= k <= num_trials: pass@k of Chen et al. 2021 (arXiv 2107.03374,
+# equation 1), and pass^k of Yao et al. 2024 (tau-bench, arXiv 2406.12045, section 5).
 
-    arXiv 2107.03374; 1 <= k <= num_trials.
-    """
+
+def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:
+    """The chance that at least one of k trials succeeds."""
     return 1 - comb(num_trials - num_successes, k) / comb(num_trials, k)
 
 
 def pass_hat_k(num_successes: int, num_trials: int, k: int) -> float:
-    """pass^k, the chance that all of k trials succeed, unbiased (Yao et al. 2024, tau-bench).
-
-    arXiv 2406.12045, section 5; 1 <= k <= num_trials.
-    """
+    """The chance that all of k trials succeed."""
     return comb(num_successes, k) / comb(num_trials, k)
 
 
@@ -137,7 +132,7 @@ def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
     - forgetting: max over t < T of R[t, c] minus R[T, c], for the columns of backward transfer
       (Chaudhry et al. 2018, equation 3, with the point before GRPO among t). The maximum of noisy
       numbers is too high on average, in the bootstrap once more: both are above zero without any
-      forgetting, so this interval is no test of zero. The interval of backward transfer is one.
+      forgetting, so this interval is no test of zero; the interval of backward transfer is.
     """
     end = len(own)
     found: dict[str, dict[int, Floats]] = {name: {} for name in OF_COLUMNS}

@@ -1,8 +1,8 @@
 """What a run writes while it runs: the metrics files and the trackers.
 
 `metrics.jsonl` holds only what the seed determines, `timings.jsonl` the rest. These files are the
-truth; trackers get the numbers of every line under the same names, and a resumed run sends what a
-tracker lacks. This module imports no torch, and a tracker's package only if the settings name it.
+truth; trackers get the numbers of every line under the same names, and a resumed run sends the
+lines that a tracker lacks. Imports no torch, and a tracker's package only if the settings name it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,15 +22,8 @@ from pipeline.files.console import say
 from pipeline.files.durable import LinesFile, finite, sync
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
-from pipeline.tracking.wandb import (
-    ID_FILE,
-    Record,
-    WandbFeed,
-    has_wandb_key,
-    known_id,
-    numbers,
-    remember_id,
-)
+from pipeline.tracking import wandb as feed
+from pipeline.tracking.wandb import Record, WandbFeed, numbers
 
 
 class TensorBoard:
@@ -74,12 +67,7 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        *,
-        is_main: bool,
-        state: Mapping[str, Any] | None = None,
+        self, folder: Path, config: Config, *, is_main: bool, state: Record | None = None
     ) -> None:
         self._folder = folder
         self._results: Path | None = None
@@ -99,11 +87,11 @@ class RunLog:
             self._files[name] = LinesFile(folder / name, sizes.get(name, 0))
         sync(folder)
         if state is None:
-            (folder / ID_FILE).unlink(missing_ok=True)
-        elif state.get("tracker_run_id") and known_id(folder) is None:
-            remember_id(folder, state["tracker_run_id"])
+            (folder / feed.ID_FILE).unlink(missing_ok=True)
+        elif state.get("tracker_run_id") and feed.known_id(folder) is None:
+            feed.remember_id(folder, state["tracker_run_id"])
         for package in config.tracking.report_to:
-            if package == "wandb" and "WANDB_MODE" not in os.environ and not has_wandb_key():
+            if package == "wandb" and "WANDB_MODE" not in os.environ and not feed.has_wandb_key():
                 say(
                     "W&B: no API key, so nothing is sent; once there is one, "
                     f"bash scripts/wandb_sync.sh {folder} sends this run"
@@ -120,15 +108,15 @@ class RunLog:
     @property
     def tracker_run_id(self) -> str | None:
         """W&B's id of the run, which a resumed run keeps."""
-        return known_id(self._folder)
+        return feed.known_id(self._folder)
 
     def metrics(self, record: Record) -> None:
         """Append a line that the seed determines."""
-        self._write(METRICS, "metrics", record)
+        self._write(METRICS, record)
 
     def timings(self, record: Record) -> None:
         """Append a line of times, memory or hosts."""
-        self._write(TIMINGS, "timings", {**record, "time": time.time()})
+        self._write(TIMINGS, {**record, "time": time.time()})
 
     def sync(self) -> None:
         """Sync the files to the disk."""
@@ -158,12 +146,12 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
-    def _write(self, name: str, method: str, record: Record) -> None:
+    def _write(self, name: str, record: Record) -> None:
         if name in self._files:
             assert "step" in record, f"{name}: a record without a step: {dict(record)}"
             clean = finite(record)
             self._files[name].append(json.dumps(clean, allow_nan=False))
-            self._feed(method, clean)
+            self._feed(name.removesuffix(".jsonl"), clean)
 
     def _feed(self, method: str, *arguments: object) -> None:
         for tracker in list(self._trackers):

@@ -38,7 +38,7 @@ class Meter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the part of a step inside."""
+        """Measure the code inside this context."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before = self._counters()
@@ -46,14 +46,14 @@ class Meter:
         self._spent = {name: value - before[name] for name, value in self._counters().items()}
 
     def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The line of `timings.jsonl` for the measured step, in which this rank played these.
+        """The line of `timings.jsonl` for the measured step; `trajectories` are this rank's.
 
-        Seconds are means over the ranks. `environment` is a part of `sample`, and exchanging
-        gradients a part of `update`; `wait`, for other ranks, is a part of no other. Tokens per
-        second are those of all ranks together, in the step or in the phase. FLOP/s (see `work_of`)
-        and MFU are a rank's. Memory is the largest peak of a rank: on its GPU in the step, or
-        without a GPU so far in the run. `exchanged_bytes` is the sum over ranks of the bytes sent,
-        gradients included.
+        Seconds are means over the ranks. `environment` is a part of `sample`, and the exchange of
+        gradients a part of `update`; neither has `wait`, the time spent waiting for other ranks.
+        Tokens per second are sums over the ranks, divided by the time of the step or phase. FLOP/s
+        (see `work_of`) and MFU are per rank. Memory is the largest peak of a rank: on its GPU in
+        the step, or without a GPU so far in the run. `exchanged_bytes` is the sum over ranks of the
+        bytes sent, gradients included.
         """
         spent, work = self._spent, self._work
         lengths = [t.num_tokens for t in trajectories]
@@ -118,9 +118,9 @@ def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dic
 def profiled(
     step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
 ) -> Iterator[None]:
-    """Write the trace of the optimizer step inside into the folder, if it is one of `steps`.
+    """Write a trace of the code inside into the folder, if `step` is one of `steps`.
 
-    There is one file a rank; the phases are ranges in it.
+    Each rank writes one file, in which the phases are named ranges.
     """
     if step not in steps:
         yield
@@ -136,8 +136,8 @@ def profiled(
         print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
 
 
-# Dense bf16 FLOP/s from public tables; read the card's own datasheet before quoting MFU. The first
-# key whose words are all in CUDA's name of the device counts.
+# Dense bf16 FLOP/s from public tables; read the card's own datasheet before quoting MFU. A key
+# matches if CUDA's name of the device has all its words; the first match counts.
 PEAKS = {
     **{"B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "H100 NVL": 835e12},
     **{"H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A40": 150e12, "A30": 165e12},

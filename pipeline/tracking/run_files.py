@@ -42,7 +42,7 @@ class RunData:
 
     @property
     def points(self) -> list[str]:
-        """Names of the evaluations that the transfer numbers are made from."""
+        """Names of the evaluations behind the transfer numbers."""
         return [after_name(after) for after in self.transfer.get("points", [])]
 
     @property
@@ -68,10 +68,9 @@ def load_run(folder: Path) -> RunData:
     """Read a run folder; UserError if it holds no run."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
-    curriculum = {"stages": [], "replay": 0.0} | _read_json(folder / "curriculum.json")
-    results = {"evaluations": []} | _read_json(folder / "results.json")
-    # "floors": the name in results of earlier versions
-    results = {"baselines": results.get("floors", {}), **results}
+    curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0)
+    results = _read_json(folder / "results.json", evaluations=[])
+    results.setdefault("baselines", results.get("floors", {}))  # their name in earlier versions
     metrics, timings = read_metrics(folder)
     train = _of_training(metrics)
     trained = {record["stage"] for record in train}
@@ -88,10 +87,9 @@ def load_run(folder: Path) -> RunData:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The file's mapping; empty if there is no file."""
+def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+        return {**missing, **(json.loads(path.read_text("utf-8")) if path.is_file() else {})}
     except (ValueError, TypeError, RecursionError):
         raise UserError(f"report: {path} is not what a run writes; restore it") from None
 

@@ -14,8 +14,8 @@ from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# Metrics of groups without a signal, by how these groups ended; `few`: fewer than two of their
-# episodes are not left out.
+# Metrics of groups without a signal, by how these groups ended; `few`: all episodes are left out,
+# or all but one.
 ENDS = ("failed", "solved", "few")
 DEAD = {
     "frac_reward_zero_std": ENDS,
@@ -33,8 +33,7 @@ def rollout_metrics(
     The means are reward (of episodes that are not left out), zero-std groups, stop reasons and
     tokens, also by domain. Further episodes of dynamic sampling are only counted, so that runs
     with and without it can be compared. Errors and left-out episodes are counted among all.
-    The second value is, by domain, the number of all episodes and of those that ended in an error
-    of their environment.
+    The second value has, for each domain, the numbers of all episodes and of environment errors.
     """
     size, domains = config.rollout.num_generations, config.data.domains
     counts = _counts(batch, size, domains, config.evaluation.success_threshold)
@@ -112,7 +111,7 @@ def _end(group: Sequence[Trajectory], threshold: float) -> str:
 def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Means over the updates of one step that were not skipped, or over all if all were.
 
-    The gap to the sampler is that of the first update.
+    The difference from the sampler is taken from the first update.
     """
     done = [row for row in updates if not row["train/skipped"]] or updates
     means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}

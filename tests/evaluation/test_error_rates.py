@@ -84,7 +84,7 @@ def test_counts_survive_a_checkpoint_and_go_on():
 def test_records_of_an_evaluation_are_counted_by_domain():
     played = [make_trajectory(domain="retail", **FAILED), make_trajectory(domain="retail")]
     played.append(make_trajectory(domain="airline"))
-    shares = ErrorRates.of(t.record() for t in played)
+    shares = ErrorRates(t.record() for t in played)
     assert shares.counts == {"retail": [2, 1], "airline": [1, 0]}
 
 
