@@ -28,12 +28,14 @@ from pipeline.evaluation.evaluate import (
     evaluation_metrics,
     failed_trials,
     in_words,
+    plateau,
     refuse_failed_trials,
+    scored,
     success,
+    validation_metrics,
 )
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.results import training_summary, write_results
-from pipeline.evaluation.validation import plateau, scored, validation_metrics
 from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
@@ -251,7 +253,7 @@ class Trainer:
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")  # the run stops below
-        rates, when = ErrorRates.of(sampled), f"in the evaluation after {after}"
+        rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
         found = success(sampled, greedy, trials, settings.success_threshold)
@@ -283,7 +285,7 @@ class Trainer:
         self.log.metrics({"kind": "validation", **keys, **metrics})
         seconds = {"perf/validation_s": time.perf_counter() - begun}
         self.log.timings({"kind": "validation", **keys, **seconds})
-        rates = ErrorRates.of(records)
+        rates = ErrorRates(records)
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 
     def ends_early(self, stage: Stage) -> bool:

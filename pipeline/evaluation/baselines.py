@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice, pairwise, product
+from itertools import chain, islice, pairwise, product
 from statistics import fmean
 from typing import Any
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.data.tasks import Message, Task
+from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of, run_expert
 from pipeline.environments.timeouts import Calls, Guard
@@ -25,9 +25,10 @@ from pipeline.environments.tools import (
     tool_schemas,
 )
 
-LOOKUPS = ("find", "get")  # the names of tools that change nothing begin so
+LOOKUPS = ("find", "get")  # beginnings of the names of tools that change nothing
 ID = re.compile(r"\w*\d\w*")  # a word with a digit
-Trace = tuple[tuple[str, str], ...]  # each step, and the outcome that the policy sees
+Schemas = Sequence[dict[str, Any]]
+Trace = tuple[tuple[str, str], ...]  # each step, and its outcome for the policy
 
 
 def baselines(
@@ -44,18 +45,19 @@ def baselines(
     `call_timeout` seconds for a call, earns nothing.
     """
     calls = Calls(call_timeout, lambda _: None)
-    return {name: _baselines_of(calls, domains[name], tasks[name]) for name in tasks}
+    return {name: _of_domain(calls, domains[name], tasks[name]) for name in tasks}
 
 
-def _baselines_of(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
-    environment_class = domain.environment
-
-    def mean_reward(schemas: Sequence[dict[str, Any]]) -> float:
-        play = partial(_play_blind, environment_class, schemas)
+def _of_domain(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
+    def mean_reward(schemas: Schemas) -> float:
+        play = partial(_play_blind, domain.environment, schemas)
         return fmean(_result(calls, task, play) or 0.0 for task in tasks)
 
-    record_tools = getattr(environment_class, "record_tools", ())
-    schemas = [schema["function"] for schema in tool_schemas(environment_class)]
+    async def trace(task: Task, guard: Guard) -> Any:
+        return await guard("expert", partial(_trace, domain, task))
+
+    record_tools = getattr(domain.environment, "record_tools", ())
+    schemas = [schema["function"] for schema in tool_schemas(domain.environment)]
     lookups = [s for s in schemas if record_tools and s["name"].startswith(LOOKUPS)]
     transfers = [schema for schema in schemas if schema["name"].startswith("transfer")][:1]
     parameters = [p for s in transfers for p in s["parameters"]["properties"].values()]
@@ -67,11 +69,13 @@ def _baselines_of(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[s
         "every_tool": mean_reward(schemas),
     }
     if record_tools and domain.expert is not None:
-
-        async def trace(task: Task, guard: Guard) -> Any:
-            return await guard("expert", partial(_trace, domain, task))
-
-        rewards |= _best_blind([_result(calls, task, trace) for task in tasks], tasks)
+        families: dict[str, list[Trace]] = defaultdict(list)
+        for task in tasks:
+            if (found := _result(calls, task, trace)) is not None:
+                families[task.family].append(found)
+        # The best policy for all requests, and the best one for each family.
+        rewards["unread"] = most_solved([*chain(*families.values())]) / len(tasks)
+        rewards["unread_by_family"] = sum(map(most_solved, families.values())) / len(tasks)
     return rewards
 
 
@@ -88,7 +92,7 @@ def _result(calls: Calls, task: Task, play: Callable[[Task, Guard], Awaitable[An
 
 
 async def _play_blind(
-    environment_class: type[Any], schemas: Sequence[dict[str, Any]], task: Task, guard: Guard
+    environment_class: type[Any], schemas: Schemas, task: Task, guard: Guard
 ) -> float:
     """The reward after calling the tools in turn, lookups first, and a closing word.
 
@@ -115,10 +119,10 @@ async def _play_blind(
 
 
 def _trace(domain: Domain, task: Task) -> Trace | None:
-    """The expert's steps on a task and their outcomes, without that of the lookup of the record.
+    """The expert's steps on a task and their outcomes; the record's lookup has an empty outcome.
 
-    An id that the goal or an earlier outcome names is written as its role: `<record>`, `<free>`.
-    None if the task has no goal or the expert does not earn the reward.
+    Ids that the goal or an earlier outcome names are replaced by roles such as `<record>`. None
+    if the task has no goal or the expert does not earn the reward.
     """
     goal = goal_of(task)
     if goal is None or domain.expert is None:
@@ -127,57 +131,38 @@ def _trace(domain: Domain, task: Task) -> Trace | None:
     if reward < 1:
         return None
     roles = {value: f"<{key}>" for key, value in goal.items() if key != "family"}
+
+    def by_role(text: str) -> str:
+        return re.sub(r"\w+", lambda word: roles.get(word[0], word[0]), text)
+
     trace = []
-    episode: Sequence[Message] = [*messages[len(task.prompt) :], {"role": "user", "content": ""}]
-    for message, answer in pairwise(episode):
-        if message["role"] == "assistant":
-            is_record = answer.get("name", "").startswith(domain.environment.record_tools)
-            step = _step(message, roles)
-            trace.append((step, "" if is_record else _outcome(answer["content"], roles)))
+    for message, answer in pairwise([*messages[len(task.prompt) :], {"content": ""}]):
+        if message["role"] != "assistant":
+            continue
+        step, outcome = by_role(message["content"]), ""
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            arguments = {key: roles.get(of, of) for key, of in function["arguments"].items()}
+            step = f"{function['name']} {json.dumps(arguments, sort_keys=True)}"
+        if not answer.get("name", "").startswith(domain.environment.record_tools):
+            text = answer["content"]
+            values = json.loads(text) if text.startswith("{") else {"answer": text}
+            for key, value in sorted(values.items()):
+                for an_id in ID.findall(value):
+                    roles.setdefault(an_id, f"<{key}>")
+            outcome = json.dumps({key: by_role(of) for key, of in sorted(values.items())})
+        trace.append((step, outcome))
     return tuple(trace)
 
 
-def _step(message: Message, roles: dict[str, str]) -> str:
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        arguments = {name: roles.get(value, value) for name, value in function["arguments"].items()}
-        return f"{function['name']} {json.dumps(arguments, sort_keys=True)}"
-    return _by_role(message["content"], roles)
-
-
-def _outcome(content: str, roles: dict[str, str]) -> str:
-    """The outcome of a step, after each new id in it has got its key as its role."""
-    values = json.loads(content) if content.startswith("{") else {"answer": content}
-    for key, value in sorted(values.items()):
-        for an_id in ID.findall(value):
-            roles.setdefault(an_id, f"<{key}>")
-    return json.dumps({key: _by_role(value, roles) for key, value in sorted(values.items())})
-
-
-def _by_role(text: str, roles: dict[str, str]) -> str:
-    return re.sub(r"\w+", lambda word: roles.get(word[0], word[0]), text)
-
-
 def most_solved(traces: Sequence[Trace], at: int = 0) -> int:
-    """How many of these tasks one policy solves that has taken their first `at` steps."""
+    """The most tasks that one policy solves, among tasks that share their first `at` steps."""
     nexts: dict[str, dict[str, list[Trace]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         if at < len(trace):
             step, outcome = trace[at]
             nexts[step][outcome].append(trace)
     solved = [
-        sum(most_solved(alike, at + 1) for alike in outcomes.values())
-        for outcomes in nexts.values()
+        sum(most_solved(of, at + 1) for of in outcomes.values()) for outcomes in nexts.values()
     ]
     return max([sum(len(trace) == at for trace in traces), *solved])
-
-
-def _best_blind(traces: Sequence[Trace | None], tasks: Sequence[Task]) -> dict[str, float]:
-    """The share of tasks solved by the best policy for all requests, and by one for each family."""
-    families: dict[str, list[Trace]] = defaultdict(list)
-    for trace, task in zip(traces, tasks, strict=True):
-        if trace is not None:
-            families[task.family].append(trace)
-    unread = most_solved([trace for group in families.values() for trace in group])
-    by_family = sum(map(most_solved, families.values()))
-    return {"unread": unread / len(tasks), "unread_by_family": by_family / len(tasks)}

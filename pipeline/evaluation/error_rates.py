@@ -7,33 +7,24 @@ episodes of a domain end so, rewards are no longer about the policy, and the run
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
-STAGE = "since the stage began"
 
-
-@dataclass
 class ErrorRates:
-    """Episodes and errors of each domain over all ranks; every rank holds the same.
+    """Episodes and errors of each domain over all ranks; every rank has the same `counts`.
 
     `last` holds the text of this rank's last error of each domain; checkpoints leave it out.
     """
 
-    counts: dict[str, list[int]] = field(default_factory=dict)  # by domain: episodes, errors
-    last: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, records: Iterable[RunRecord]) -> ErrorRates:
-        """The rates of the records of all ranks."""
-        rates = cls()
+    def __init__(self, records: Iterable[RunRecord] = ()) -> None:
+        self.counts: dict[str, list[int]] = {}  # by domain: episodes, errors
+        self.last: dict[str, str] = {}
         for record in records:
-            rates.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
-        return rates
+            self.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a checkpoint."""
@@ -47,20 +38,13 @@ class ErrorRates:
         before = self.counts.get(domain, [0, 0])
         self.counts[domain] = [before[0] + episodes, before[1] + errors]
 
-    def remember(self, trajectories: Iterable[Trajectory]) -> None:
-        """Keep the text of the last error of each domain among this rank's episodes."""
-        for t in trajectories:
-            if t.stop_reason is StopReason.ENVIRONMENT_ERROR:
-                kind = f" (left out: {t.left_out})" if t.left_out else ""
-                self.last[t.domain] = f"{t.domain}/{t.task_id}: {t.error}{kind}"
-
-    def problem(self, limit: float, at_least: int, when: str = STAGE) -> str | None:
+    def problem(self, limits: RolloutSettings, when: str) -> str | None:
         """A message about the first domain whose rate is above the limit; None if none is.
 
-        Domains with fewer than `at_least` episodes are not checked.
+        Domains with fewer episodes than two groups are not checked.
         """
         for domain, (episodes, errors) in self.counts.items():
-            if episodes >= at_least and errors > limit * episodes:
+            if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
                 last = f"; the last: {self.last[domain]}" if domain in self.last else ""
                 return (
                     f"rollout.max_error_rate: {errors} of {episodes} episodes of {domain} "
@@ -75,17 +59,18 @@ def stop_on_errors(
     rates: ErrorRates,
     limits: RolloutSettings,
     trajectories: Sequence[Trajectory] = (),
-    when: str = STAGE,
+    when: str = "since the stage began",
 ) -> None:
     """Raise RuntimeError, on every rank the same, if a domain has too many errors.
 
-    `trajectories` are this rank's; the message names the last error among them. All ranks hold the
+    `trajectories` are this rank's; the message names the last error among them. All ranks have the
     same counts, so they communicate only before they raise.
     """
-    rates.remember(trajectories)
-    limit, at_least = limits.max_error_rate, 2 * limits.num_generations
-    if rates.problem(limit, at_least, when) is None:
-        return
-    for last in ranks.all_gather_objects(rates.last, "environment errors"):
-        rates.last |= last
-    raise RuntimeError(rates.problem(limit, at_least, when))
+    for t in trajectories:
+        if t.stop_reason is StopReason.ENVIRONMENT_ERROR:
+            kind = f" (left out: {t.left_out})" if t.left_out else ""
+            rates.last[t.domain] = f"{t.domain}/{t.task_id}: {t.error}{kind}"
+    if rates.problem(limits, when) is not None:
+        for last in ranks.all_gather_objects(rates.last, "environment errors"):
+            rates.last |= last
+        raise RuntimeError(rates.problem(limits, when))

@@ -1,11 +1,14 @@
-"""Evaluation: the same held-out tasks, before the first stage and after each, or stand-alone."""
+"""Evaluation on held-out tasks, and validation inside a stage, every `eval_steps` steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage, on_plateau
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
@@ -15,6 +18,7 @@ from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 Success = dict[str, Any]
 ATTEMPTS = 3  # to play a trial whose environment fails
+METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
 
 def evaluate(
@@ -32,47 +36,41 @@ def evaluate(
     whose environment fails is played again, at most ATTEMPTS times (see `failed_trials`). Raises
     RuntimeError if a trial is missing or double, and Interrupted if the run is told to stop.
     """
-    mine = [tasks[index] for index in ranks.shard(len(tasks))]
     starts = [
         Start(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
-        for task in mine
+        for task in (tasks[index] for index in ranks.shard(len(tasks)))
         for k in range(num_trials)
     ]
     trajectories = rollout(starts, greedy=greedy)
-    ranks.agree("end of evaluation")
     for attempt in range(1, ATTEMPTS + 1):
-        gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
-        if attempt == ATTEMPTS or not failed_trials(record for part in gathered for record in part):
-            break
-        failed = [i for i, t in enumerate(trajectories) if _has_failed(t)]
-        again = rollout([starts[i] for i in failed], greedy=greedy)
         ranks.agree("end of evaluation")
+        mine = [t.record() for t in trajectories]
+        records = list(chain(*ranks.all_gather_objects(mine, "evaluation")))
+        if attempt == ATTEMPTS or not failed_trials(records):
+            break
+        failed = [i for i, record in enumerate(mine) if failed_trials([record])]
+        again = rollout([starts[i] for i in failed], greedy=greedy)
         for i, trajectory in zip(failed, again, strict=True):
             trajectories[i] = trajectory
-    by_trial = {(r.domain, r.task_id, r.trial): r for records in gathered for r in records}
-    total = sum(map(len, gathered))
+    by_trial = {(r.domain, r.task_id, r.trial): r for r in records}
     wanted = [(*task.key, trial) for task in tasks for trial in range(num_trials)]
-    if total != len(wanted) or set(by_trial) != set(wanted):
+    if len(records) != len(wanted) or set(by_trial) != set(wanted):
         raise RuntimeError(
-            f"evaluation: {len(wanted)} trials expected, {total} came, {len(by_trial)} different; "
-            "nothing is scored"
+            f"evaluation: {len(wanted)} trials expected, {len(records)} came, "
+            f"{len(by_trial)} different; nothing is scored"
         )
     return [by_trial[key] for key in wanted], trajectories
 
 
-def _has_failed(episode: RunRecord | Trajectory) -> bool:
-    return episode.stop_reason == StopReason.ENVIRONMENT_ERROR
-
-
 def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     """Trials that ended in an environment error, so that their reward is unknown."""
-    return list(filter(_has_failed, records))
+    return [record for record in records if record.stop_reason == StopReason.ENVIRONMENT_ERROR]
 
 
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     """Raise RuntimeError, on every rank, if the environment of a trial failed each time.
 
-    Scored as a failure of the policy, the trial would count as forgetting.
+    If such a trial counted as a failure of the policy, it would look like forgetting.
     """
     if failed := failed_trials(records):
         raise RuntimeError(
@@ -82,24 +80,21 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
         )
 
 
-def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
-    """The metrics of an evaluation."""
-    names = {"mean": "success", "greedy": "greedy", "reward": "reward"}
-    names["greedy_reward"] = "greedy_reward"
-    return {
-        f"eval/{domain}/{name}": rate[key]
-        for key, name in names.items()
-        for domain, rate in rates.items()
-        if key in rate
-    }
+def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunRecord]]:
+    """The records by the values of these fields, joined by `/`, in order of first appearance."""
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
+    return groups
 
 
-def in_words(rates: Mapping[str, Success]) -> str:
-    """`airline 0.41  retail 0.38`, with mean rewards where they are not all 0 or 1."""
-    return "  ".join(
-        f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
-        for d, r in rates.items()
-    )
+def tool_counts(records: Iterable[RunRecord]) -> dict[str, list[int]]:
+    """The numbers of calls and of failed calls of each tool."""
+    sums: dict[str, list[int]] = {}
+    for name, (calls, errors) in chain(*(record.tools.items() for record in records)):
+        before = sums.get(name, [0, 0])
+        sums[name] = [before[0] + calls, before[1] + errors]
+    return sums
 
 
 def success(
@@ -108,74 +103,109 @@ def success(
     num_trials: int,
     threshold: float = 1.0,
 ) -> dict[str, Success]:
-    """Success of each domain, as `results.json` holds it.
+    """Success of each domain, as `results.json` holds it, from the records of two evaluations.
 
     Sampled and greedy success are separate, also by family and by branch of each decision. An
     episode is a success with a reward of `threshold` or more; if a domain has a reward other than 0
-    and 1, the mean rewards are added. Raises ValueError if a trial failed to run, or a task has not
-    `num_trials` of them.
+    and 1, the mean rewards are added.
     """
-    if failed_trials([*sampled, *greedy]):
-        raise ValueError("trials that failed to run cannot be scored")
+    of_greedy = grouped(greedy, "domain")
     return {
-        domain: _success(sampled_of, greedy_of, num_trials, threshold)
-        for domain, sampled_of, greedy_of in _groups(lambda r: r.domain, sampled, greedy)
+        domain: _success(records, of_greedy[domain], num_trials, threshold)
+        for domain, records in grouped(sampled, "domain").items()
     }
-
-
-def _groups(
-    name: Callable[[RunRecord], str], sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]
-) -> Iterator[tuple[str, list[RunRecord], list[RunRecord]]]:
-    """Each name of the sampled records, with its sampled and its greedy records."""
-    for key in dict.fromkeys(map(name, sampled)):
-        yield key, [r for r in sampled if name(r) == key], [r for r in greedy if name(r) == key]
 
 
 def _success(
     sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], num_trials: int, threshold: float
 ) -> Success:
-    """The success of one domain, from its records."""
-    tasks: dict[str, list[float]] = {}
-    tools: dict[str, dict[str, list[int]]] = {}  # by tool and task: calls, and errors among them
-    for record in sampled:
-        tasks.setdefault(record.task_id, []).append(record.reward)
-        for name, counts in record.tools.items():
-            add_counts(tools.setdefault(name, {}).setdefault(record.task_id, [0, 0]), counts)
-    numbers = sorted({len(rewards) for rewards in tasks.values()})
-    if numbers != [num_trials]:
-        raise ValueError(f"each task needs {num_trials} trials, got {numbers}")
-    rates = _rates(sampled, greedy, threshold)
+    """The success of one domain."""
+
+    def rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
+        return {
+            "mean": fmean(succeeded(record.reward, threshold) for record in sampled),
+            "greedy": fmean(succeeded(record.reward, threshold) for record in greedy),
+            "num_tasks": len({record.task_id for record in sampled}),
+        }
+
+    def by(*names: str) -> dict[str, Success]:
+        of_greedy, groups = grouped(greedy, *names), sorted(grouped(sampled, *names).items())
+        return {key: rates(of, of_greedy[key]) for key, of in groups if key not in ("", "/")}
+
+    found, tasks = rates(sampled, greedy), grouped(sampled, "task_id")
     if is_graded(record.reward for record in (*sampled, *greedy)):
-        rates["reward"] = fmean(record.reward for record in sampled)
-        rates["greedy_reward"] = fmean(record.reward for record in greedy)
+        found["reward"] = fmean(record.reward for record in sampled)
+        found["greedy_reward"] = fmean(record.reward for record in greedy)
+    tools: dict[str, dict[str, list[int]]] = {}
+    for task, records in tasks.items():
+        for tool, counts in tool_counts(records).items():
+            tools.setdefault(tool, {})[task] = counts
     return {
-        **rates,
+        **found,
         "num_trials": num_trials,
-        "tasks": tasks,
+        "tasks": {task: [record.reward for record in records] for task, records in tasks.items()},
         "tools": dict(sorted(tools.items())),
-        "families": _by(lambda r: r.family, sampled, greedy, threshold),
-        "branches": _by(lambda r: f"{r.family}/{r.branch}", sampled, greedy, threshold),
+        "families": by("family"),
+        "branches": by("family", "branch"),
     }
 
 
-def add_counts(sums: list[int], counts: Sequence[int]) -> None:
-    """Add the calls of a tool, and the errors among them, to `sums`."""
-    sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
-
-
-def _rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], threshold: float) -> Success:
+def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
+    """The metrics of an evaluation."""
     return {
-        "mean": fmean(succeeded(record.reward, threshold) for record in sampled),
-        "greedy": fmean(succeeded(record.reward, threshold) for record in greedy),
-        "num_tasks": len({record.task_id for record in sampled}),
+        f"eval/{domain}/{name}": rate[key]
+        for key, name in METRICS.items()
+        for domain, rate in rates.items()
+        if key in rate
     }
 
 
-def _by(
-    name: Callable[[RunRecord], str],
-    sampled: Sequence[RunRecord],
-    greedy: Sequence[RunRecord],
-    threshold: float,
-) -> dict[str, Success]:
-    groups = sorted(_groups(name, sampled, greedy))
-    return {key: _rates(s, g, threshold) for key, s, g in groups if key not in ("", "/")}
+def in_words(rates: Mapping[str, Success]) -> str:
+    """`airline 0.41  retail 0.38`, with mean rewards if some reward is neither 0 nor 1."""
+    return "  ".join(
+        f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
+        for d, r in rates.items()
+    )
+
+
+# Validation: one sampled trial of each validation task
+
+
+def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
+    """Rewards by domain and task, without domains in which the environment of a trial failed."""
+    return {
+        domain: {record.task_id: record.reward for record in of}
+        for domain, of in grouped(records, "domain").items()
+        if not failed_trials(of)
+    }
+
+
+def _share(rewards: Mapping[str, float], threshold: float) -> float:
+    return fmean(succeeded(reward, threshold) for reward in rewards.values())
+
+
+def validation_metrics(
+    rewards: Mapping[str, Mapping[str, float]], kl: Mapping[str, float], threshold: float
+) -> dict[str, float]:
+    """The metrics of a validation."""
+    graded = {d: fmean(of.values()) for d, of in rewards.items() if is_graded(of.values())}
+    return {
+        **{f"validation/{d}/success": _share(of, threshold) for d, of in rewards.items()},
+        **{f"validation/{d}/reward": value for d, value in graded.items()},
+        **{f"validation/{d}/kl": value for d, value in kl.items()},
+    }
+
+
+def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
+    """The best success of the stage if it is on a plateau, else None.
+
+    It depends on records of all ranks only, so all ranks get the same, also after a resume.
+    """
+    settings, threshold = config.curriculum, config.evaluation.success_threshold
+    history = [
+        fmean(_share(v["success"][d], threshold) for d in stage.own)
+        for v in validations
+        if v["step"] >= stage.first_step and set(stage.own) <= set(v["success"])
+    ]
+    is_on = on_plateau(history, settings.plateau_patience, settings.plateau_delta)
+    return max(history) if is_on else None

@@ -1,8 +1,8 @@
-"""The KL probe: the divergence of the policy from what it was at the end of earlier stages.
+"""The KL probe: the divergence of the policy from its own state at the end of earlier stages.
 
 At the end of each stage the policy plays a few validation tasks of the stage's domains. Later
 validations estimate KL(policy at that stage's end || policy now), per token, on the tokens of these
-episodes, which are kept. Nothing is sampled for it.
+kept episodes, without new samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.files.durable import write_text
 from pipeline.grpo.micro_batches import cuts, micro_batch
 from pipeline.grpo.updater import Updater
 from pipeline.rollout.rollout import Rollout
-from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.rollout.trajectory import Trajectory
 
 KEPT = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
 
@@ -63,11 +63,9 @@ class KLProbe:
 
     def _add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Keep these episodes, in place of earlier ones of their domains."""
-        unknown: dict[str, Any] = {"family": "", "branch": "", "reward": 0.0, "num_turns": 0}
         self.episodes |= {row["domain"]: [] for row in rows}
         for row in rows:
-            trajectory = Trajectory(**row, **unknown, stop_reason=StopReason.COMPLETED)
-            self.episodes[trajectory.domain].append(trajectory)
+            self.episodes[row["domain"]].append(Trajectory(**row))
 
     def divergences(self, updater: Updater) -> dict[str, float]:
         """KL per token of each domain that has episodes; k3 of Schulman 2020, as in the loss.
@@ -82,10 +80,9 @@ class KLProbe:
         sums = [0.0] * len(episodes)
         for rank, shard in enumerate(shards):
             sums[rank :: len(shards)] = shard
-        kl = {}
-        for domain, trajectories in self.episodes.items():
-            total = sum(s for s, t in zip(sums, episodes, strict=True) if t.domain == domain)
-            kl[domain] = total / sum(t.num_sampled_tokens for t in trajectories)
+        kl, left = {}, iter(sums)
+        for domain, of in self.episodes.items():
+            kl[domain] = sum(next(left) for _ in of) / sum(t.num_sampled_tokens for t in of)
         return kl
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
-from pipeline.evaluation.evaluate import add_counts
+from pipeline.evaluation.evaluate import grouped, tool_counts
 from pipeline.evaluation.transfer import summary
 from pipeline.files.afterwards import may_fail
 from pipeline.files.durable import write_text
@@ -28,10 +29,10 @@ def write_results(
     facts: Mapping[str, Any],
     is_final: bool,
 ) -> None:
-    """Write `results.json` and `curriculum.json`; `facts` go into the first as they are.
+    """Write `results.json` and `curriculum.json`; `results.json` also gets all `facts`.
 
-    The transfer numbers take seconds, so a file that is not final has none: the report of an
-    unfinished run computes them from the evaluations.
+    The transfer numbers take seconds, so only the final file has them; the report of an unfinished
+    run computes them from the evaluations.
     """
     described = describe(stages, config)
     write_text(folder / "curriculum.json", json.dumps(described, indent=1))
@@ -43,9 +44,7 @@ def write_results(
         "success_threshold": config.evaluation.success_threshold,
         "evaluations": state.evaluations,
         "validations": state.validations,
-        "task_families": {
-            domain: {task.id: task.family for task in tasks} for domain, tasks in held_out.items()
-        },
+        "task_families": {d: {task.id: task.family for task in of} for d, of in held_out.items()},
         "training": state.training,
         "curriculum": described,
         **facts,
@@ -60,23 +59,16 @@ def write_results(
 def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
     """The training episodes of a stage, from the records of each rank.
 
-    Mean rewards are of episodes that are not left out; the counts of a tool are its calls, and the
-    errors among them.
+    Mean rewards are over the episodes that are not left out.
     """
     records = [record for shard in gathered for record in shard]
-    stops = {str(r): sum(record.stop_reason == r for record in records) for r in StopReason}
-    rewards: dict[str, list[float]] = {}
-    tools: dict[str, dict[str, list[int]]] = {}
-    for record in records:
-        if not record.left_out:
-            rewards.setdefault(record.domain, []).append(record.reward)
-        of_domain = tools.setdefault(record.domain, {})
-        for name, counts in record.tools.items():
-            add_counts(of_domain.setdefault(name, [0, 0]), counts)
+    counted = grouped((r for r in records if not r.left_out), "domain")
+    stops = Counter(record.stop_reason for record in records)
+    tools = {d: tool_counts(of) for d, of in grouped(records, "domain").items()}
     return {
         "episodes": len(records),
         "episodes_per_rank": [len(shard) for shard in gathered],
-        "reward": {domain: fmean(of) for domain, of in rewards.items()},
-        "stop_reasons": {reason: count for reason, count in stops.items() if count},
+        "reward": {domain: fmean(r.reward for r in of) for domain, of in counted.items()},
+        "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
         "tools": tools,
     }

@@ -1,120 +1,96 @@
 """The transfer numbers of a run, or of several seeds of one curriculum, from its `results.json`.
 
 `transfer_metrics.py` defines the numbers; here evaluations become its arrays. Every number is a
-list [value, low, high]: low and high are its 95 % interval, null where there is none.
+list [value, low, high]: low and high are its 95 % interval, or null if it has no interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.evaluation import transfer_metrics as metrics
-from pipeline.evaluation.transfer_metrics import (
-    Floats,
-    Number,
-    Stages,
-    estimate,
-    is_graded,
-    mean,
-    resampled,
-    succeeded,
-)
+from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
 
 BEFORE_GRPO = ("start", "warm_start")
-SUCCESS = 1.0  # the threshold of runs from before it was a setting
+SUCCESS = 1.0  # the threshold of old runs, which had no such setting
 
 Results = Mapping[str, Any]
-Evaluations = Sequence[Sequence[Mapping[str, Any]]]  # of each run, those of `points_of`
+Evaluations = Sequence[Sequence[Mapping[str, Any]]]  # `points_of` of each run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Samples of the accuracy matrix, [B, P, C]; its columns are domains, families or tools."""
 
     names: list[str]  # of the columns
     points: list[str]  # the stage, or part of the run, before each evaluation
     samples: Floats
     own: list[set[int]]  # the columns that each stage trained, without replayed ones
+    num_tasks: list[int]  # the number of tasks that count for each column
     num_episodes: int  # of training, on average over seeds
-    num_tasks: list[int]  # that count for each column
 
-    def metrics(self) -> dict[str, Floats]:
+    def numbers(self) -> dict[str, Floats]:
         """Samples of every number of the whole matrix that is defined, [B]."""
-        args = (self.samples, self.own)
-        found: dict[str, Floats | None] = {"average_accuracy": metrics.average_accuracy(*args)}
-        if self.own:
-            found["total_gain"] = metrics.total_gain(*args)
-            found["stage_gain"] = mean(chain(*metrics.stage_gains(*args)))
-            found |= {name: mean(of(*args).values()) for name, of in OF_COLUMNS.items()}
-            if self.num_episodes:
-                found["learning_efficiency"] = metrics.learning_efficiency(*args, self.num_episodes)
-        return {name: samples for name, samples in found.items() if samples is not None}
-
-
-OF_COLUMNS: dict[str, Callable[[Floats, Stages], dict[int, Floats]]] = {
-    "backward_transfer": metrics.backward_transfer,
-    "forward_transfer": metrics.forward_transfer,
-    "forgetting": metrics.forgetting,
-}
+        return metrics.of_matrix(self.samples, self.own, self.num_episodes)
 
 
 def summary(runs: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
     """All transfer numbers of a run, or of runs that differ in their seed only.
 
     Intervals are over tasks and, by default, over seeds. Raises UserError if the runs have
-    different points, domains or tasks.
+    different points, domains, tasks or thresholds.
     """
     if not any(run["evaluations"] for run in runs):
         return {}
     kinds = ("domains", "families", "tools")
-    matrices = {kind: matrix_of(runs, kind, over_seeds) for kind in kinds}
-    of_domains, areas = matrices["domains"], _areas(runs)
-    numbers = {name: estimate(samples) for name, samples in of_domains.metrics().items()}
-    numbers["area_under_curve"] = estimate(mean(areas.values()))
-    evaluations, domains = [points_of(run) for run in runs], of_domains.names
-    entries = list(chain(*evaluations))
-    trials = {d: [of for e in entries for of in e["success"][d]["tasks"].values()] for d in domains}
-    graded = [domain for domain in domains if is_graded(chain(*trials[domain]))]
+    matrices = {kind: _matrix(runs, kind, over_seeds) for kind in kinds}
+    of_domains, areas, threshold = matrices["domains"], _areas(runs), threshold_of(runs)
+    area = {"area_under_curve": metrics.mean(areas.values())}
+    evaluations, passes, rewards = [points_of(run) for run in runs], {}, {}
+    for domain in of_domains.names:
+        passes[domain] = _passes(evaluations, domain, threshold)
+        if _by_task(evaluations, domain, lambda of, t: metrics.is_graded(of["tasks"][t])).any():
+            means = _by_task(evaluations, domain, lambda of, t: fmean(of["tasks"][t]))
+            rewards[domain] = _means(means, domain, over_seeds)
     return {
         "points": of_domains.points,
         "num_seeds": len(runs),
         "episodes": of_domains.num_episodes,
-        "metrics": {name: number for name, number in numbers.items() if number is not None},
+        "metrics": _estimates({**of_domains.numbers(), **area}),
         **{kind: _of_columns(matrix) for kind, matrix in matrices.items()},
         "stages": _of_stages(runs, of_domains),
-        "area_under_curve": {domain: estimate(samples) for domain, samples in areas.items()},
-        "passes": {d: _passes(evaluations, d, threshold_of(runs)) for d in domains},
-        "rewards": {d: _means(evaluations, d, _mean_reward, over_seeds) for d in graded},
+        "area_under_curve": _estimates(areas),
+        "passes": passes,
+        "rewards": rewards,
     }
 
 
 def _of_columns(matrix: Matrix) -> dict[str, Any]:
-    samples, own, names = matrix.samples, matrix.own, matrix.names
-    by_column: dict[str, dict[str, Number]] = {}
-    for metric, of_columns in OF_COLUMNS.items():
-        numbers = {names[c]: estimate(of) for c, of in of_columns(samples, own).items()}
-        by_column[metric] = {name: of for name, of in numbers.items() if of is not None}
-    points, columns = range(samples.shape[1]), range(len(names))
+    """The matrix, the differences of its rows, and the metrics of its columns by their names."""
+    names, points, samples, own, num_tasks, _ = matrix
+    columns = range(len(names))
+    gain, steps = samples[:, len(own)] - samples[:, 0], np.diff(samples, axis=1)
     return {
         "names": names,
-        "gain": {
-            names[c]: estimate(samples[:, len(own), c] - samples[:, 0, c])
-            for c in (columns if own else ())
-        },
-        "matrix": [[_cell(samples[:, p, c], matrix.num_tasks[c]) for c in columns] for p in points],
-        "effects": [
-            [estimate(samples[:, p, c] - samples[:, p - 1, c]) for c in columns] for p in points[1:]
+        "gain": {names[c]: estimate(gain[:, c]) for c in columns if own},
+        "matrix": [
+            [_cell(samples[:, p, c], num_tasks[c]) for c in columns] for p in range(len(points))
         ],
-        **by_column,
+        "effects": [[estimate(of[:, c]) for c in columns] for of in np.moveaxis(steps, 1, 0)],
+        **{
+            metric: _estimates({names[c]: of for c, of in found.items()})
+            for metric, found in metrics.of_columns(samples, own).items()
+        },
     }
+
+
+def _estimates(samples: Mapping[str, Floats | None]) -> dict[str, Number]:
+    """The estimates of all numbers that are defined."""
+    return {name: number for name, of in samples.items() if (number := estimate(of)) is not None}
 
 
 def _cell(samples: Floats, num_tasks: int) -> Number | None:
@@ -122,8 +98,7 @@ def _cell(samples: Floats, num_tasks: int) -> Number | None:
     number = estimate(samples)
     if number is None or number[0] not in (0, 1) or number[1] is None or number[1] != number[2]:
         return number
-    bounds = metrics.wilson(number[0], num_tasks)
-    return [number[0], *(round(bound, 6) for bound in bounds)]
+    return [number[0], *(round(bound, 6) for bound in metrics.wilson(number[0], num_tasks))]
 
 
 def _of_stages(runs: Sequence[Results], matrix: Matrix) -> list[dict[str, Any]]:
@@ -131,49 +106,67 @@ def _of_stages(runs: Sequence[Results], matrix: Matrix) -> list[dict[str, Any]]:
     rows = []
     gains = metrics.stage_gains(matrix.samples, matrix.own)
     for name, own, of_domains in zip(matrix.points[1:], matrix.own, gains, strict=True):
-        episodes = fmean(_episodes(run, name) for run in runs)
-        gain = np.asarray(np.mean(of_domains, axis=0))
+        episodes, gain = _episodes(runs, [name]), np.asarray(np.mean(of_domains, axis=0))
         row = {"name": name, "own": [matrix.names[c] for c in sorted(own)], "episodes": episodes}
         per_thousand = estimate(gain / (episodes / 1000)) if episodes else None
         rows.append({**row, "gain": estimate(gain), "efficiency": per_thousand})
     return rows
 
 
-def matrix_of(runs: Sequence[Results], kind: str = "domains", over_seeds: bool = True) -> Matrix:
+def _matrix(runs: Sequence[Results], kind: str, over_seeds: bool) -> Matrix:
     """The accuracy matrix of runs that differ in their seed only; `kind` as in `summary`."""
     evaluations = [points_of(run) for run in runs]
-    names_of_points = [[entry["after"] for entry in entries] for entries in evaluations]
-    points = names_of_points[0]
-    for others in names_of_points:
-        if others != points:
-            raise UserError(
-                f"report: runs with other stages cannot be put together ({', '.join(points)}; "
-                f"{', '.join(others)}); give seeds of one curriculum"
-            )
+    points, *others = [[entry["after"] for entry in entries] for entries in evaluations]
+    if different := [names for names in others if names != points]:
+        raise UserError(
+            f"report: runs with other stages cannot be put together ({', '.join(points)}; "
+            f"{', '.join(different[0])}); give seeds of one curriculum"
+        )
     own = {row["name"]: row["own"] for row in runs[0]["curriculum"]["stages"]} if points[1:] else {}
     if unknown := [point for point in points[1:] if point not in own]:
         raise UserError(
             f"report: stage {unknown[0]} was evaluated but is not in the curriculum, whose "
             "settings were changed on a resume; there are no transfer numbers for such a run"
         )
-    columns = [
-        (name, domain, _by_task(evaluations, domain, total_and_count))
-        for domain in (evaluations[0][0]["success"] if points else ())
-        for name, total_and_count in _columns(runs, kind, domain).items()
-    ]
-    samples = [
-        resampled(pairs[..., 0], pairs[..., 1], domain, over_seeds) for _, domain, pairs in columns
-    ]
-    episodes = fmean(sum(_episodes(run, point) for point in points[1:]) for run in runs)
-    empty = np.zeros((metrics.RESAMPLES + 1, len(points), 0))
+    domains = list(evaluations[0][0]["success"])
+    columns = [(d, *column) for d in domains for column in _columns(runs, evaluations, kind, d)]
+    samples = np.zeros((metrics.RESAMPLES + 1, len(points), len(columns)))
+    for c, (domain, _, totals, counts) in enumerate(columns):
+        samples[..., c] = resampled(totals, counts, domain, over_seeds)
     return Matrix(
-        names=[name for name, _, _ in columns],
+        names=[name for _, name, _, _ in columns],
         points=points,
-        samples=np.stack(samples, axis=-1) if samples else empty,
-        own=[{c for c, (_, d, _) in enumerate(columns) if d in own[p]} for p in points[1:]],
-        num_episodes=round(episodes),
-        num_tasks=[int((pairs[..., 1] > 0).any((0, 1)).sum()) for _, _, pairs in columns],
+        samples=samples,
+        own=[{c for c, (d, *_) in enumerate(columns) if d in own[p]} for p in points[1:]],
+        num_tasks=[int((counts > 0).any((0, 1)).sum()) for *_, counts in columns],
+        num_episodes=round(_episodes(runs, points[1:])),
     )
+
+
+def _columns(
+    runs: Sequence[Results], evaluations: Evaluations, kind: str, domain: str
+) -> Iterator[tuple[str, Floats, Floats]]:
+    """The columns of a domain: name, totals and counts (see `resampled`)."""
+    if kind == "tools":
+        successes = [entry["success"][domain] for entries in evaluations for entry in entries]
+        for tool in sorted({tool for of in successes for tool in of.get("tools", {})}):
+            calls = _by_task(
+                evaluations,
+                domain,
+                lambda of, task, tool=tool: of.get("tools", {}).get(tool, {}).get(task, (0, 0)),
+            )
+            yield f"{domain}/{tool}", calls[..., 0] - calls[..., 1], calls[..., 0]
+        return
+    successes, num_trials = _successes(evaluations, domain, threshold_of(runs))
+    solved = successes / num_trials
+    if kind == "domains":
+        yield domain, solved, np.ones_like(solved)
+        return
+    families = runs[0].get("task_families", {}).get(domain, {})
+    of_tasks = np.array([families.get(task, "") for task in _tasks(evaluations, domain)])
+    for family in sorted(set(families.values()) - {""}):
+        counts = np.broadcast_to(of_tasks == family, solved.shape).astype(np.float64)
+        yield f"{domain}/{family}", solved * counts, counts
 
 
 def points_of(results: Results) -> list[dict[str, Any]]:
@@ -182,8 +175,10 @@ def points_of(results: Results) -> list[dict[str, Any]]:
     return [*before[-1:], *(e for e in results["evaluations"] if e["after"] not in BEFORE_GRPO)]
 
 
-def _episodes(results: Results, stage: str) -> int:
-    return int(results.get("training", {}).get(stage, {}).get("episodes", 0))
+def _episodes(runs: Sequence[Results], stages: Sequence[str]) -> float:
+    """The training episodes of these stages, on average over the runs."""
+    of_runs = [run.get("training", {}) for run in runs]
+    return fmean(sum(of.get(stage, {}).get("episodes", 0) for stage in stages) for of in of_runs)
 
 
 def _tasks(evaluations: Evaluations, domain: str) -> list[str]:
@@ -197,92 +192,58 @@ def _tasks(evaluations: Evaluations, domain: str) -> list[str]:
     return sorted(tasks[0])
 
 
-def _columns(
-    runs: Sequence[Results], kind: str, domain: str
-) -> dict[str, Callable[[Any, str], tuple[float, float]]]:
-    """The columns of a domain: for each name, the total and the count of a task (`resampled`)."""
-    families, threshold = runs[0].get("task_families", {}).get(domain, {}), threshold_of(runs)
-
-    def solved(success: Any, task: str) -> tuple[float, float]:
-        return fmean(succeeded(reward, threshold) for reward in success["tasks"][task]), 1.0
-
-    def of_family(family: str, success: Any, task: str) -> tuple[float, float]:
-        return solved(success, task) if families.get(task) == family else (0.0, 0.0)
-
-    def good_calls(tool: str, success: Any, task: str) -> tuple[float, float]:
-        calls, errors = success.get("tools", {}).get(tool, {}).get(task, (0, 0))
-        return calls - errors, calls
-
-    if kind == "domains":
-        return {domain: solved}
-    if kind == "families":
-        names = sorted(set(families.values()) - {""})
-        return {f"{domain}/{name}": partial(of_family, name) for name in names}
-    successes = [entry["success"][domain] for run in runs for entry in points_of(run)]
-    tools = sorted({tool for success in successes for tool in success.get("tools", {})})
-    return {f"{domain}/{name}": partial(good_calls, name) for name in tools}
-
-
 def threshold_of(runs: Sequence[Results]) -> float:
-    """The reward from which a trial is a success; UserError where runs differ in it."""
-    thresholds = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})
-    if len(thresholds) > 1:
+    """The reward from which a trial is a success; UserError if runs have different thresholds."""
+    first, *others = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})
+    if others:
         raise UserError(
-            f"report: runs with other success thresholds ({', '.join(f'{t:g}' for t in thresholds)}"
-            ") cannot be put together; give runs with the same success_threshold"
+            "report: runs with other success thresholds "
+            f"({', '.join(f'{t:g}' for t in (first, *others))}) cannot be put together; "
+            "give runs with the same success_threshold"
         )
-    return thresholds[0]
+    return first
 
 
-def _by_task(evaluations: Evaluations, domain: str, value: Callable[[Any, str], Any]) -> Floats:
+def _by_task(evaluations: Evaluations, domain: str, value: Callable[..., Any]) -> Floats:
     """`value(success, task)` of each run, point and task of a domain, [S, P, N, ...]."""
     tasks = _tasks(evaluations, domain)
-    return np.array(
-        [
-            [[value(entry["success"][domain], task) for task in tasks] for entry in entries]
-            for entries in evaluations
-        ],
-        dtype=np.float64,
-    )
+    successes = [[entry["success"][domain] for entry in entries] for entries in evaluations]
+    values = [[[value(of, task) for task in tasks] for of in entries] for entries in successes]
+    return np.array(values, dtype=np.float64)
 
 
-def _mean_reward(success: Any, task: str) -> float:
-    return fmean(success["tasks"][task])
+def _successes(evaluations: Evaluations, domain: str, threshold: float) -> Any:
+    """The numbers of successes and of trials of each task, both [S, P, N]."""
+
+    def counts(success: Any, task: str) -> tuple[int, int]:
+        rewards = success["tasks"][task]
+        return sum(succeeded(reward, threshold) for reward in rewards), len(rewards)
+
+    return np.moveaxis(_by_task(evaluations, domain, counts).astype(int), -1, 0)
 
 
-def _means(
-    evaluations: Evaluations,
-    domain: str,
-    value: Callable[[Any, str], float],
-    over_seeds: bool = True,
-) -> list[Number | None]:
-    """The mean of `value(success, task)` over tasks at each point."""
-    totals = _by_task(evaluations, domain, value)
-    samples = resampled(totals, np.ones_like(totals), domain, over_seeds)
-    return [estimate(samples[:, p]) for p in range(samples.shape[1])]
+def _means(totals: Floats, domain: str, over_seeds: bool = True) -> list[Number | None]:
+    """The mean over tasks at each point, from [S, P, N]."""
+    return [*map(estimate, resampled(totals, np.ones_like(totals), domain, over_seeds).T)]
 
 
 def _areas(runs: Sequence[Results]) -> dict[str, Floats]:
     """Area under the curve of each domain's validation success, [B].
 
-    The curve has the steps that all runs validated at.
+    The curve consists of the steps at which all runs were validated.
     """
-    areas = {}
+    areas, threshold = {}, threshold_of(runs)
     validations = [{v["step"]: v["success"] for v in run.get("validations", [])} for run in runs]
-    threshold = threshold_of(runs)
     for domain in dict.fromkeys(d for run in validations for of in run.values() for d in of):
         steps_of_runs = [{step for step, of in run.items() if domain in of} for run in validations]
         steps = sorted(set.intersection(*steps_of_runs))
         rewards = [[run[step][domain] for step in steps] for run in validations]
-        if len(steps) < 2 or any(
-            of.keys() != rewards[0][0].keys() for run in rewards for of in run
-        ):
+        if len(steps) < 2 or len({frozenset(of) for run in rewards for of in run}) > 1:
             continue  # the number of tasks was changed on a resume
         tasks = sorted(rewards[0][0])
-        totals = np.array(
-            [[[float(succeeded(of[t], threshold)) for t in tasks] for of in run] for run in rewards]
-        )
-        curve = resampled(totals, np.ones_like(totals), f"validation {domain}")
+        of_tasks = np.array([[[of[task] for task in tasks] for of in run] for run in rewards])
+        solved = succeeded(of_tasks, threshold).astype(np.float64)
+        curve = resampled(solved, np.ones_like(solved), f"validation {domain}")
         areas[domain] = metrics.area_under_curve(curve, steps)
     return areas
 
@@ -291,19 +252,12 @@ def _passes(
     evaluations: Evaluations, domain: str, threshold: float
 ) -> dict[str, list[Number | None]]:
     """pass@k and pass^k of a domain at each point, k up to the number of trials."""
-
-    def passed(
-        estimator: Callable[[int, int, int], float], k: int, success: Any, task: str
-    ) -> float:
-        rewards = success["tasks"][task]
-        return estimator(sum(succeeded(r, threshold) for r in rewards), len(rewards), k)
-
-    num_trials = min(e["success"][domain]["num_trials"] for of in evaluations for e in of)
-    estimators = {"@": metrics.pass_at_k, "^": metrics.pass_hat_k}
+    successes, num_trials = _successes(evaluations, domain, threshold)
+    estimators = {"@": np.vectorize(metrics.pass_at_k), "^": np.vectorize(metrics.pass_hat_k)}
     return {
-        f"pass{sign}{k}": _means(evaluations, domain, partial(passed, of, k))
-        for sign, of in estimators.items()
-        for k in range(1, num_trials + 1)
+        f"pass{sign}{k}": _means(estimator(successes, num_trials, k), domain)
+        for sign, estimator in estimators.items()
+        for k in range(1, num_trials.min() + 1)
     }
 
 
@@ -314,9 +268,10 @@ def differences(
 
     Raises UserError if they were not evaluated on the same tasks, with the same threshold.
     """
-    evaluations, _ = [points_of(run) for run in (*runs, *others)], threshold_of((*runs, *others))
+    together = [*runs, *others]
+    threshold_of(together)
+    evaluations = [points_of(run) for run in together]
     for domain in dict.fromkeys(d for of in evaluations for e in of for d in e["success"]):
         _tasks(evaluations, domain)
-    mine, theirs = (matrix_of(of, over_seeds=over_seeds).metrics() for of in (runs, others))
-    numbers = {name: estimate(mine[name] - theirs[name]) for name in mine if name in theirs}
-    return {name: number for name, number in numbers.items() if number is not None}
+    mine, theirs = (_matrix(of, "domains", over_seeds).numbers() for of in (runs, others))
+    return _estimates({name: mine[name] - theirs[name] for name in mine if name in theirs})

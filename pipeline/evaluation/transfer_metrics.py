@@ -1,9 +1,9 @@
 """What learning one domain did to the others: metrics of an accuracy matrix, with intervals. Pure.
 
 The accuracy matrix R has a row for each evaluation point (0: before GRPO, t: after stage t of T)
-and a column for each domain, or task family, or tool. The metrics follow GEM (Lopez-Paz and Ranzato
-2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3). They do
-not cover all curricula that are possible here; the docstrings say how such cases are counted.
+and a column for each domain, task family or tool. The metrics follow GEM (Lopez-Paz and Ranzato
+2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3), which do
+not cover every curriculum of this project; the docstrings say how the other cases count.
 
 Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over tasks, paired: a
 resample takes a task with all its trials at all points. If there are several runs, the runs (seeds)
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import comb, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +27,14 @@ from pipeline.data.rng import stream_key
 
 RESAMPLES = 2000
 Z95 = 1.959964
+OF_COLUMNS = ("backward_transfer", "forward_transfer", "forgetting")
 Floats = NDArray[np.float64]
 Number = list[float | None]  # [value, low, high]
 Stages = Sequence[Collection[int]]  # the columns that each stage trained, without replayed ones
 
 
-def succeeded(reward: float, threshold: float) -> bool:
-    """Whether a trial with this reward is a success, up to the rounding of a sum of parts."""
+def succeeded(reward: Any, threshold: float) -> Any:
+    """Whether a reward, or each of an array, reaches the threshold, up to the rounding of sums."""
     return reward >= threshold - 1e-9 * abs(threshold)
 
 
@@ -41,27 +43,26 @@ def is_graded(rewards: Iterable[float]) -> bool:
     return any(reward not in (0, 1) for reward in rewards)
 
 
-def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:
-    """The chance that at least one of k trials succeeds, unbiased (Chen et al. 2021, equation 1).
+# Unbiased estimates, for 1 <= k <= num_trials: pass@k of Chen et al. 2021 (arXiv 2107.03374,
+# equation 1), and pass^k of Yao et al. 2024 (tau-bench, arXiv 2406.12045, section 5).
 
-    arXiv 2107.03374; 1 <= k <= num_trials.
-    """
+
+def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:
+    """The chance that at least one of k trials succeeds."""
     return 1 - comb(num_trials - num_successes, k) / comb(num_trials, k)
 
 
 def pass_hat_k(num_successes: int, num_trials: int, k: int) -> float:
-    """pass^k, the chance that all of k trials succeed, unbiased (Yao et al. 2024, tau-bench).
-
-    arXiv 2406.12045, section 5; 1 <= k <= num_trials.
-    """
+    """The chance that all of k trials succeed."""
     return comb(num_successes, k) / comb(num_trials, k)
 
 
 def estimate(samples: Floats | None) -> Number | None:
-    """[value, low, high] of a number from its samples [B]: the first is its value.
+    """[value, low, high] of a number from its samples [B]: value is the first sample.
 
-    The others give its 95 % interval; samples in which the number is undefined (NaN: a tool is not
-    called) are left out. A bound is None if all are. None if the number itself is not defined.
+    The other samples give the 95 % interval, without samples in which the number is undefined (NaN,
+    as for a tool without calls); bounds are None if no sample remains. The result is None if the
+    value is undefined.
     """
     if samples is None or not np.isfinite(samples[0]):
         return None
@@ -95,8 +96,8 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
     Args:
         totals: [S, P, N], such as a task's mean reward over its trials, or a tool's good calls.
         counts: [S, P, N], the divisors: 1 for a task, 0 for a task of another family, the number of
-            calls for a tool. With fewer than two tasks that count there is no interval: all samples
-            but the first are NaN.
+            calls for a tool. If fewer than two tasks count there is no interval: all samples but
+            the first are NaN.
         name: of the tasks: equal names and sizes get the same resamples.
         over_seeds: whether seeds are resampled as well; if not, the interval is for these seeds.
     """
@@ -119,47 +120,32 @@ def _weights(count: int, *key: int | str) -> Floats:
     return np.asarray(np.vstack([np.ones(count), drawn]))
 
 
-def _trained(own: Stages, column: int) -> list[int]:
-    """The stages that trained a column."""
-    return [t for t, columns in enumerate(own, 1) if column in columns]
+def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
+    """The metrics OF_COLUMNS of each column c that has them, [B], from the matrix [B, P, C].
 
-
-def average_accuracy(matrix: Floats, own: Stages) -> Floats:
-    """Mean over columns of R[T, c], [B] from [B, P, C] (GEM's ACC)."""
-    return np.asarray(matrix[:, len(own)].mean(-1))
-
-
-def backward_transfer(matrix: Floats, own: Stages) -> dict[int, Floats]:
-    """R[T, c] - R[i, c], i the last stage that trained c, [B]; their mean is GEM's BWT.
-
-    Of columns that were trained, but not in the last stage: only these can be forgotten.
+    - backward_transfer: R[T, c] - R[i, c], i the last stage that trained c; their mean is GEM's
+      BWT. Only columns that a stage before the last trained, and the last did not, can be forgotten
+      and have this number.
+    - forward_transfer: R[i - 1, c] - R[0, c], i > 1 the first stage that trained c, or T + 1 if no
+      stage did; their mean is GEM's FWT. GEM's baseline is a random initialisation, this one is the
+      policy before GRPO.
+    - forgetting: max over t < T of R[t, c] minus R[T, c], for the columns of backward transfer
+      (Chaudhry et al. 2018, equation 3, with the point before GRPO among t). The maximum of noisy
+      numbers is too high on average, in the bootstrap once more: both are above zero without any
+      forgetting, so this interval is no test of zero; the interval of backward transfer is.
     """
     end = len(own)
-    lasts = {c: max(_trained(own, c), default=end) for c in range(matrix.shape[-1])}
-    return {c: matrix[:, end, c] - matrix[:, i, c] for c, i in lasts.items() if i < end}
-
-
-def forward_transfer(matrix: Floats, own: Stages) -> dict[int, Floats]:
-    """R[i - 1, c] - R[0, c], i the first stage that trained c, [B]; their mean is GEM's FWT.
-
-    Of columns that another stage came before. A column that no stage trained counts at the end.
-    GEM's baseline is a random initialisation; here it is the policy before GRPO.
-    """
-    firsts = {c: min([*_trained(own, c), len(own) + 1]) for c in range(matrix.shape[-1])}
-    return {c: matrix[:, i - 1, c] - matrix[:, 0, c] for c, i in firsts.items() if i > 1}
-
-
-def forgetting(matrix: Floats, own: Stages) -> dict[int, Floats]:
-    """Max over earlier points of R[t, c] minus R[T, c], [B], of the columns of backward transfer.
-
-    Chaudhry et al. 2018, equation 3, with the point before GRPO among the earlier ones. The maximum
-    of noisy numbers is too high on average, and a bootstrap takes it again: both are above zero
-    without any forgetting, so that this interval is no test of zero. Backward transfer's is.
-    """
-    return {
-        c: matrix[:, : len(own), c].max(-1) - matrix[:, len(own), c]
-        for c in backward_transfer(matrix, own)
-    }
+    found: dict[str, dict[int, Floats]] = {name: {} for name in OF_COLUMNS}
+    for c in range(matrix.shape[-1]):
+        accuracy = matrix[..., c]
+        stages = [t for t, columns in enumerate(own, 1) if c in columns]
+        first, last = min(stages, default=end + 1), max(stages, default=end)
+        if first > 1:
+            found["forward_transfer"][c] = accuracy[:, first - 1] - accuracy[:, 0]
+        if last < end:
+            found["backward_transfer"][c] = accuracy[:, end] - accuracy[:, last]
+            found["forgetting"][c] = accuracy[:, :end].max(-1) - accuracy[:, end]
+    return found
 
 
 def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
@@ -170,14 +156,22 @@ def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
     ]
 
 
-def total_gain(matrix: Floats, own: Stages) -> Floats:
-    """Mean over columns of R[T, c] - R[0, c], [B]."""
-    return np.asarray((matrix[:, len(own)] - matrix[:, 0]).mean(-1))
+def of_matrix(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, Floats]:
+    """The numbers of the whole matrix [B, P, C] that are defined, [B].
 
-
-def learning_efficiency(matrix: Floats, own: Stages, num_episodes: int) -> Floats:
-    """Mean success gained per thousand training episodes, [B]."""
-    return total_gain(matrix, own) / (num_episodes / 1000)
+    - average_accuracy: mean over columns of R[T, c] (GEM's ACC)
+    - total_gain: mean over columns of R[T, c] - R[0, c]
+    - stage_gain: mean of `stage_gains`; and the means of `of_columns`
+    - learning_efficiency: total gain per thousand training episodes
+    """
+    end = matrix[:, len(own)]
+    found: dict[str, Floats | None] = {"average_accuracy": np.asarray(end.mean(-1))}
+    if own:
+        found["total_gain"] = gain = np.asarray((end - matrix[:, 0]).mean(-1))
+        found["stage_gain"] = mean(of for gains in stage_gains(matrix, own) for of in gains)
+        found |= {name: mean(of.values()) for name, of in of_columns(matrix, own).items()}
+        found["learning_efficiency"] = gain / (num_episodes / 1000) if num_episodes else None
+    return {name: samples for name, samples in found.items() if samples is not None}
 
 
 def area_under_curve(curve: Floats, steps: Sequence[int]) -> Floats:

@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -32,28 +31,29 @@ class Meter:
         self, ranks: Ranks, rollout: Rollout, updater: Updater, model: Any, settings: ModelSettings
     ) -> None:
         self._ranks, self._rollout, self._updater = ranks, rollout, updater
-        self._device, self._work = updater.accelerator.device, work_of(model)
-        bf16 = self._device.type == "cuda" and uses_bf16(settings)
+        self._on_gpu, self._work = updater.accelerator.device.type == "cuda", work_of(model)
+        bf16 = self._on_gpu and uses_bf16(settings)
         self._peak = peak_of(torch.cuda.get_device_name()) if bf16 else None
         self._spent: dict[str, float] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the part of a step inside."""
-        if self._device.type == "cuda":
+        """Measure the code inside this context."""
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before = self._counters()
         yield
         self._spent = {name: value - before[name] for name, value in self._counters().items()}
 
     def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The line of `timings.jsonl` for the measured step, in which this rank played these.
+        """The line of `timings.jsonl` for the measured step; `trajectories` are this rank's.
 
-        Seconds are means over the ranks. `environment` is a part of `sample`, and exchanging
-        gradients a part of `update`; `wait`, for other ranks, is a part of no other. Tokens per
-        second are those of all ranks together, in the step or in the phase. FLOP/s (see `work_of`)
-        and MFU are a rank's; memory is that of the rank that takes most. `exchanged_bytes` is the
-        sum over ranks of the bytes sent, gradients included.
+        Seconds are means over the ranks. `environment` is a part of `sample`, and the exchange of
+        gradients a part of `update`; neither has `wait`, the time spent waiting for other ranks.
+        Tokens per second are sums over the ranks, divided by the time of the step or phase. FLOP/s
+        (see `work_of`) and MFU are per rank. Memory is the largest peak of a rank: on its GPU in
+        the step, or without a GPU so far in the run. `exchanged_bytes` is the sum over ranks of the
+        bytes sent, gradients included.
         """
         spent, work = self._spent, self._work
         lengths = [t.num_tokens for t in trajectories]
@@ -64,11 +64,14 @@ class Meter:
             spent["update_tokens"], spent["update_sampled"], length
         )
         spent |= {"sampled": sampled, "episodes": len(lengths)}
-        rows = self._ranks.all_gather_numbers([*spent.values(), peak_memory_mb(self._device)])
-        *columns, memory = zip(*rows, strict=True)
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        memory = torch.cuda.max_memory_allocated() if self._on_gpu else memory
+        rows = self._ranks.all_gather_numbers([*spent.values(), memory / 1e6])
+        *columns, memories = zip(*rows, strict=True)
         total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
         means = rates(total, self._ranks.num_ranks, self._peak)
-        return {**means, "perf/peak_memory_mb": max(memory)}
+        return {**means, "perf/peak_memory_mb": max(memories)}
 
     def _counters(self) -> dict[str, float]:
         """Sums over the run so far, on this rank."""
@@ -94,12 +97,11 @@ def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dic
     def ratio(part: float, whole: float) -> float:
         return part / whole if whole else 0.0
 
-    seconds = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
-    metrics = dict(seconds)
-    metrics["episodes_per_s"] = total["episodes"] / seconds["step_s"]
-    metrics["tokens_per_s"] = total["sampled"] / seconds["step_s"]
-    metrics["sample_tokens_per_s"] = ratio(total["sampled"], seconds["sample_s"])
-    metrics["update_tokens_per_s"] = ratio(total["update_tokens"], seconds["update_s"])
+    metrics = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
+    metrics["episodes_per_s"] = total["episodes"] / metrics["step_s"]
+    metrics["tokens_per_s"] = total["sampled"] / metrics["step_s"]
+    metrics["sample_tokens_per_s"] = ratio(total["sampled"], metrics["sample_s"])
+    metrics["update_tokens_per_s"] = ratio(total["update_tokens"], metrics["update_s"])
     for phase in ("sample", "update"):
         padded = total[f"{phase}_padded"]
         metrics[f"{phase}_padding_share"] = ratio(padded - total[f"{phase}_tokens"], padded)
@@ -112,21 +114,13 @@ def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dic
     return {f"perf/{name}": value for name, value in metrics.items()}
 
 
-def peak_memory_mb(device: torch.device) -> float:
-    """The peak of this rank: on its GPU in the step, or without a GPU so far in the run."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e6
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
-
-
 @contextmanager
 def profiled(
     step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
 ) -> Iterator[None]:
-    """Write the trace of the optimizer step inside into the folder, if it is one of `steps`.
+    """Write a trace of the code inside into the folder, if `step` is one of `steps`.
 
-    There is one file a rank; the phases are ranges in it.
+    Each rank writes one file, in which the phases are named ranges.
     """
     if step not in steps:
         yield
@@ -142,21 +136,12 @@ def profiled(
         print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
 
 
-# Dense bf16 FLOP/s from public tables; read the card's own datasheet before quoting MFU. The first
-# key whose words are all in CUDA's name of the device counts.
+# Dense bf16 FLOP/s from public tables; read the card's own datasheet before quoting MFU. A key
+# matches if CUDA's name of the device has all its words; the first match counts.
 PEAKS = {
-    "B200": 2250e12,
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A40": 150e12,
-    "A30": 165e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
+    **{"B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "H100 NVL": 835e12},
+    **{"H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A40": 150e12, "A30": 165e12},
+    **{"A10": 125e12, "L40S": 362e12, "L4": 121e12},
 }
 
 
@@ -167,8 +152,7 @@ def peak_of(device_name: str) -> float | None:
     return None if "MIG" in words else next(fitting, None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """The cost of a token in a model, from numbers of parameters.
 
     All experts of a mixture count, so its FLOP/s come out too high.
@@ -181,7 +165,7 @@ class Work:
     trains_all: bool  # False: only LoRA's matrices get gradients
 
     def of_sampling(self, tokens: float, sampled: float, length: float) -> float:
-        """FLOPs of feeding `tokens`, of which `sampled` were drawn, in sequences of `length`."""
+        """FLOPs of `tokens` in sequences of `length`, with logits for `sampled` of them."""
         return tokens * (2 * self.body + 4 * self.attention * length) + 2 * sampled * self.head
 
     def of_update(self, tokens: float, sampled: float, length: float) -> float:
@@ -194,20 +178,20 @@ class Work:
 def work_of(model: Any) -> Work:
     """Counted from a causal language model's parameters, with or without LoRA."""
     named = dict(model.named_parameters())
-    base = {name: parameter for name, parameter in named.items() if ".lora_" not in name}
-    lora = sum(named[name].numel() for name in named.keys() - base.keys())
+    base = [parameter for name, parameter in named.items() if ".lora_" not in name]
+    num_base = sum(parameter.numel() for parameter in base)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
     shape = model.config.get_text_config(decoder=True)
-    # Layers that have no attention, or smaller heads, count like the others.
+    # Layers without attention, or with smaller heads, count like the others.
     heads = widest(shape, "num_attention_heads")
     size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return Work(
-        body=sum(parameter.numel() for parameter in base.values()) - outside,
+        body=num_base - outside,
         head=head.numel(),
-        lora=lora,
+        lora=sum(parameter.numel() for parameter in named.values()) - num_base,
         attention=int(shape.num_hidden_layers * heads * size),
-        trains_all=any(parameter.requires_grad for parameter in base.values()),
+        trains_all=any(parameter.requires_grad for parameter in base),
     )
 
 

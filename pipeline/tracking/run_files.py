@@ -42,7 +42,7 @@ class RunData:
 
     @property
     def points(self) -> list[str]:
-        """Names of the evaluations that the transfer numbers are made from."""
+        """Names of the evaluations behind the transfer numbers."""
         return [after_name(after) for after in self.transfer.get("points", [])]
 
     @property
@@ -68,12 +68,11 @@ def load_run(folder: Path) -> RunData:
     """Read a run folder; UserError if it holds no run."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
-    curriculum = _read_json(folder / "curriculum.json", {"stages": [], "replay": 0.0})
-    results = _read_json(folder / "results.json", {"evaluations": []})
-    # "floors": the name in results of earlier versions
-    results = {"baselines": results.get("floors", {}), **results}
+    curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0)
+    results = _read_json(folder / "results.json", evaluations=[])
+    results.setdefault("baselines", results.get("floors", {}))  # their name in earlier versions
     metrics, timings = read_metrics(folder)
-    train, timings = _of_training(metrics), _of_training(timings)
+    train = _of_training(metrics)
     trained = {record["stage"] for record in train}
     return RunData(
         folder=folder,
@@ -83,28 +82,16 @@ def load_run(folder: Path) -> RunData:
         replay=curriculum["replay"],
         train=train,
         validation=[record for record in metrics if record["kind"] == "validation"],
-        timings=timings,
+        timings=_of_training(timings),
         transfer=results.get("transfer") or _transfer(results),
     )
 
 
-def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
-    """Transcripts of all ranks by stage or `evaluation-<after>`, and step, in order of time."""
-
-    def order(path: Path) -> tuple[int, int]:
-        after = path.parent.name.removeprefix("evaluation-")
-        if after in BEFORE_GRPO:
-            return -1, BEFORE_GRPO.index(after)
-        return _step_of(path), int(path.parent.name != after)
-
-    files: dict[tuple[str, int], list[Path]] = {}
-    for path in sorted(sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")), key=order):
-        files.setdefault((path.parent.name, _step_of(path)), []).append(path)
-    return files
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.split(".")[0].removeprefix("step-"))
+def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
+    try:
+        return {**missing, **(json.loads(path.read_text("utf-8")) if path.is_file() else {})}
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"report: {path} is not what a run writes; restore it") from None
 
 
 def _of_training(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,11 +108,19 @@ def _transfer(results: dict[str, Any]) -> dict[str, Any]:
     return summary([results]) if successes and per_trial and "curriculum" in results else {}
 
 
-def _read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return {**missing, **(json.loads(path.read_text("utf-8")) if path.is_file() else {})}
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(f"report: {path} is not what a run writes; restore it") from None
+def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
+    """Transcripts of all ranks by stage or `evaluation-<after>`, and step, in order of time."""
+    files: dict[tuple[str, int], list[Path]] = {}
+    for path in sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")):
+        step = int(path.name.split(".")[0].removeprefix("step-"))
+        files.setdefault((path.parent.name, step), []).append(path)
+
+    def order(key: tuple[str, int]) -> tuple[int, int]:
+        after = key[0].removeprefix("evaluation-")
+        is_before = after in BEFORE_GRPO
+        return (-1, BEFORE_GRPO.index(after)) if is_before else (key[1], int(key[0] != after))
+
+    return {key: files[key] for key in sorted(files, key=order)}
 
 
 def domains_of(evaluations: Iterable[Evaluation]) -> list[str]:

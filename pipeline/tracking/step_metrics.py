@@ -14,10 +14,11 @@ from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# Metrics of groups without a signal, by how these groups ended; `few`: fewer than two of their
-# episodes are not left out.
+# Metrics of groups without a signal, by how these groups ended; `few`: all episodes are left out,
+# or all but one.
+ENDS = ("failed", "solved", "few")
 DEAD = {
-    "frac_reward_zero_std": ("failed", "solved", "few"),
+    "frac_reward_zero_std": ENDS,
     "all_failed": ("failed",),
     "all_solved": ("solved",),
     "too_few_left": ("few",),
@@ -32,13 +33,10 @@ def rollout_metrics(
     The means are reward (of episodes that are not left out), zero-std groups, stop reasons and
     tokens, also by domain. Further episodes of dynamic sampling are only counted, so that runs
     with and without it can be compared. Errors and left-out episodes are counted among all.
-    The second value is, by domain, the number of all episodes and of those that ended in an error
-    of their environment.
+    The second value has, for each domain, the numbers of all episodes and of environment errors.
     """
     size, domains = config.rollout.num_generations, config.data.domains
-    threshold = config.evaluation.success_threshold
-    counts = _counts(batch.first, size, domains, threshold)
-    counts |= _errors(batch.trajectories, domains)
+    counts = _counts(batch, size, domains, config.evaluation.success_threshold)
     total = dict(zip(counts, ranks.sum(list(counts.values())), strict=True))
     here = [domain for domain in domains if total[f"groups {domain}"]]
     judged = [domain for domain in here if total[f"judged {domain}"]]
@@ -48,12 +46,7 @@ def rollout_metrics(
         rewards, count = (sum(total[f"{n} {d}"] for d in judged) for n in ("reward", "judged"))
         metrics["reward/mean"] = rewards / count
         metrics |= {f"reward/{d}": total[f"reward {d}"] / total[f"judged {d}"] for d in judged}
-    left_out = {
-        f"rollout/left_out/{kind}/{domain}": total[f"{kind} {domain}"]
-        for kind in LEFT_OUT
-        for domain in domains
-        if total[f"{kind} {domain}"]
-    }
+    left_out = {f"{kind}/{d}": total[f"{kind} {d}"] for kind in LEFT_OUT for d in domains}
     metrics |= {
         "rollout/episodes": episodes,
         "rollout/sampled_tokens": total["tokens"],
@@ -61,7 +54,7 @@ def rollout_metrics(
         "rollout/tool_errors": total["tool errors"],
         "rollout/environment_errors": sum(total[f"errors {domain}"] for domain in domains),
         "rollout/left_out": sum(left_out.values()),
-        **left_out,
+        **{f"rollout/left_out/{name}": count for name, count in left_out.items() if count},
     }
     for kind, ends in DEAD.items():
         dead = {d: sum(total[f"{end} {d}"] for end in ends) for d in here}
@@ -77,30 +70,32 @@ def rollout_metrics(
 
 
 def _counts(
-    trajectories: Sequence[Trajectory], size: int, domains: Sequence[str], threshold: float
+    batch: RolloutBatch, size: int, domains: Sequence[str], threshold: float
 ) -> dict[str, float]:
     """Sums of this rank; the same names in the same order on every rank."""
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    dead = zero_std_groups(rewards, size, ~is_left_out(trajectories)).tolist()
-    ends = [
-        (trajectories[i].domain, _end(trajectories[i : i + size], threshold) if dead[i] else "")
-        for i in range(0, len(trajectories), size)
-    ]
+    first, played = batch.first, batch.trajectories
+    rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
+    dead = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
+    groups = range(0, len(first), size)
+    ends = [(first[i].domain, dead[i] and _end(first[i : i + size], threshold)) for i in groups]
     counts: dict[str, float] = {
-        "episodes": len(trajectories),
-        "tokens": sum(t.num_sampled_tokens for t in trajectories),
-        "turns": sum(t.num_turns for t in trajectories),
-        **{f"stop {r}": sum(t.stop_reason == r for t in trajectories) for r in StopReason},
+        "episodes": len(first),
+        "tokens": sum(t.num_sampled_tokens for t in first),
+        "turns": sum(t.num_turns for t in first),
+        "tool errors": sum(t.num_tool_errors for t in played),
+        **{f"stop {r}": sum(t.stop_reason == r for t in first) for r in StopReason},
     }
     for domain in domains:
-        judged = [t.reward for t in trajectories if t.domain == domain and not t.left_out]
+        judged = [t.reward for t in first if t.domain == domain and not t.left_out]
+        all_of = [t for t in played if t.domain == domain]
         counts |= {
             f"reward {domain}": sum(judged),
             f"judged {domain}": len(judged),
             f"groups {domain}": sum(of_group == domain for of_group, _ in ends),
-            **{
-                f"{end} {domain}": ends.count((domain, end)) for end in DEAD["frac_reward_zero_std"]
-            },
+            f"played {domain}": len(all_of),
+            f"errors {domain}": sum(t.stop_reason is StopReason.ENVIRONMENT_ERROR for t in all_of),
+            **{f"{end} {domain}": ends.count((domain, end)) for end in ENDS},
+            **{f"{kind} {domain}": sum(t.left_out == kind for t in all_of) for kind in LEFT_OUT},
         }
     return counts
 
@@ -113,24 +108,10 @@ def _end(group: Sequence[Trajectory], threshold: float) -> str:
     return "solved" if succeeded(rewards[0], threshold) else "failed"
 
 
-def _errors(trajectories: Sequence[Trajectory], domains: Sequence[str]) -> dict[str, float]:
-    """Errors of tools and environments in all episodes of this rank."""
-    counts: dict[str, float] = {"tool errors": sum(t.num_tool_errors for t in trajectories)}
-    for domain in domains:
-        mine = [t for t in trajectories if t.domain == domain]
-        counts[f"played {domain}"] = len(mine)
-        counts[f"errors {domain}"] = sum(
-            t.stop_reason == StopReason.ENVIRONMENT_ERROR for t in mine
-        )
-        for kind in LEFT_OUT:
-            counts[f"{kind} {domain}"] = sum(t.left_out == kind for t in mine)
-    return counts
-
-
 def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Means over the updates of one step that were not skipped, or over all if all were.
 
-    The gap to the sampler is that of the first update.
+    The difference from the sampler is taken from the first update.
     """
     done = [row for row in updates if not row["train/skipped"]] or updates
     means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}

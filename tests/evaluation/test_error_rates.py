@@ -5,7 +5,7 @@ import json
 import pytest
 from accelerate import Accelerator
 
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.grpo.collect import RolloutBatch
@@ -16,7 +16,12 @@ from scripts.proofs.ranks import play_ranks
 from tests.support.messages import says
 
 ALONE = Ranks(0, 1, 5)
+WHEN = "since the stage began"
 FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}
+
+
+def limits(max_error_rate, num_generations=8):
+    return RolloutSettings(max_error_rate=max_error_rate, num_generations=num_generations)
 
 
 def shares_of(**counts):
@@ -30,7 +35,7 @@ def test_a_share_above_the_limit_is_a_problem_that_names_domain_and_counts():
     shares = shares_of(airline=(16, 8), retail=(10, 9))
     shares.add("retail", 6, 5)
     says(
-        shares.problem(0.5, 16),
+        shares.problem(limits(0.5), WHEN),
         "rollout.max_error_rate",
         "14 of 16 episodes of retail (88 %)",
         "mend the environment",
@@ -38,32 +43,32 @@ def test_a_share_above_the_limit_is_a_problem_that_names_domain_and_counts():
 
 
 def test_the_last_error_is_named_where_it_is_known():
-    shares = shares_of(retail=(2, 2))
+    shares = shares_of(retail=(4, 3))
     tasks = [
         make_trajectory(domain="retail", task_id="t16", **{**FAILED, "error": "OSError: down"}),
         make_trajectory(domain="retail", task_id="t17", **FAILED),
         make_trajectory(domain="retail", task_id="t18"),
     ]
-    shares.remember(tasks)
-    problem = shares.problem(0.5, 2, "in the evaluation after start")
-    assert problem is not None
-    assert "in the evaluation after start; the last: retail/t17: KeyError: 'x'; mend" in problem
+    with pytest.raises(RuntimeError) as raised:
+        stop_on_errors(ALONE, shares, limits(0.5, 2), tasks, "in the evaluation after start")
+    said = "in the evaluation after start; the last: retail/t17: KeyError: 'x'; mend"
+    assert said in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("counts", "limit", "at_least", "stops"),
+    ("counts", "limit", "stops"),
     [
-        ((16, 8), 0.5, 16, False),
-        ((16, 9), 0.5, 16, True),
-        ((15, 15), 0.5, 16, False),
-        ((16, 16), 1, 16, False),
-        ((16, 1), 0, 16, True),
-        ((16, 0), 0, 16, False),
-        ((0, 0), 0.5, 16, False),
+        ((16, 8), 0.5, False),
+        ((16, 9), 0.5, True),
+        ((15, 15), 0.5, False),
+        ((16, 16), 1, False),
+        ((16, 1), 0, True),
+        ((16, 0), 0, False),
+        ((0, 0), 0.5, False),
     ],
 )
-def test_enough_episodes_are_judged_by_their_share(counts, limit, at_least, stops):
-    assert (shares_of(retail=counts).problem(limit, at_least) is not None) == stops
+def test_enough_episodes_are_judged_by_their_share(counts, limit, stops):
+    assert (shares_of(retail=counts).problem(limits(limit), WHEN) is not None) == stops
 
 
 def test_counts_survive_a_checkpoint_and_go_on():
@@ -73,13 +78,13 @@ def test_counts_survive_a_checkpoint_and_go_on():
     again.add("retail", 8, 5)
     assert again.counts == {"retail": [16, 9]}
     assert shares.counts == {"retail": [8, 4]}
-    assert again.problem(0.5, 16) is not None
+    assert again.problem(limits(0.5), WHEN) is not None
 
 
 def test_records_of_an_evaluation_are_counted_by_domain():
     played = [make_trajectory(domain="retail", **FAILED), make_trajectory(domain="retail")]
     played.append(make_trajectory(domain="airline"))
-    shares = ErrorRates.of(t.record() for t in played)
+    shares = ErrorRates(t.record() for t in played)
     assert shares.counts == {"retail": [2, 1], "airline": [1, 0]}
 
 

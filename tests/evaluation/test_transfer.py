@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.evaluation.transfer import differences, matrix_of, points_of, summary
+from pipeline.evaluation.transfer import differences, points_of, summary
 
 TASKS = [f"t{i}" for i in range(8)]
 
@@ -172,10 +172,10 @@ def test_runs_that_cannot_be_put_together_are_refused():
     other_tasks, other_stages = results(), results()
     other_tasks["evaluations"][2]["success"]["airline"]["tasks"].pop("t0")
     with pytest.raises(UserError, match="other held-out tasks of airline"):
-        matrix_of([results(), other_tasks])
+        summary([results(), other_tasks])
     other_stages["evaluations"].pop()
     with pytest.raises(UserError, match="runs with other stages"):
-        matrix_of([results(), other_stages])
+        summary([results(), other_stages])
 
 
 def test_differences_need_the_same_tasks():

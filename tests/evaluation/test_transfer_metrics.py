@@ -8,19 +8,15 @@ import pytest
 from pipeline.evaluation.transfer_metrics import (
     RESAMPLES,
     area_under_curve,
-    average_accuracy,
-    backward_transfer,
     estimate,
-    forgetting,
-    forward_transfer,
-    learning_efficiency,
     mean,
+    of_columns,
+    of_matrix,
     pass_at_k,
     pass_hat_k,
     resampled,
     stage_gains,
     succeeded,
-    total_gain,
     wilson,
 )
 
@@ -29,6 +25,18 @@ MATRIX = np.array(
     [[[0.30, 0.40, 0.50], [0.80, 0.40, 0.60], [0.70, 0.90, 0.60], [0.65, 0.85, 0.95]]]
 )
 IN_ORDER = [{0}, {1}, {2}]  # the column that each stage trains
+
+
+def backward_transfer(matrix, own):
+    return of_columns(matrix, own)["backward_transfer"]
+
+
+def forward_transfer(matrix, own):
+    return of_columns(matrix, own)["forward_transfer"]
+
+
+def forgetting(matrix, own):
+    return of_columns(matrix, own)["forgetting"]
 
 
 def test_a_trial_succeeds_at_the_threshold_up_to_the_rounding_of_a_sum():
@@ -77,10 +85,20 @@ def test_a_stage_in_parts_counts_from_its_last_part():
 
 
 def test_gains_and_accuracy():
-    assert average_accuracy(MATRIX, IN_ORDER) == pytest.approx([(0.65 + 0.85 + 0.95) / 3])
-    assert mean(chain(*stage_gains(MATRIX, IN_ORDER))) == pytest.approx([(0.50 + 0.50 + 0.35) / 3])
-    assert total_gain(MATRIX, IN_ORDER) == pytest.approx([(0.35 + 0.45 + 0.45) / 3])
-    assert learning_efficiency(MATRIX, IN_ORDER, 5000) == pytest.approx([1.25 / 3 / 5])
+    found = {name: float(of[0]) for name, of in of_matrix(MATRIX, IN_ORDER, 5000).items()}
+    assert found == pytest.approx(
+        {
+            "average_accuracy": (0.65 + 0.85 + 0.95) / 3,
+            "total_gain": (0.35 + 0.45 + 0.45) / 3,
+            "stage_gain": (0.50 + 0.50 + 0.35) / 3,
+            "backward_transfer": -0.10,
+            "forward_transfer": 0.05,
+            "forgetting": 0.10,
+            "learning_efficiency": 1.25 / 3 / 5,
+        }
+    )
+    assert "learning_efficiency" not in of_matrix(MATRIX, IN_ORDER, 0)
+    assert list(of_matrix(MATRIX, [], 0)) == ["average_accuracy"]
 
 
 def test_one_stage_of_all_domains_has_gains_but_no_transfer():

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation.evaluate import scored
 from pipeline.evaluation.kl_probe import KLProbe
-from pipeline.evaluation.validation import scored
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.rollout.trajectory import RunRecord
 from scripts.proofs.grid import make_trajectory, small_model
