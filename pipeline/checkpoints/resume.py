@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.checkpoint import SavedState, TrainState
-from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings

@@ -281,7 +281,8 @@ class Board:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._store = (_store() if num_ranks > 1 else dist.HashStore()).clone()
+        store: Any = _store() if num_ranks > 1 else dist.HashStore()
+        self._store = store.clone()
 
     def post(self, name: str, item: Any) -> None:
         """Post an item of JSON's types; it replaces the last one of this name."""
