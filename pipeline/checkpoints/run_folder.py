@@ -136,8 +136,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"the pipeline reads formats up to {FORMAT}; resume it with the version that wrote it, "
             "or a newer one"
         )
-    config = state.get("config", {}).items()
-    return {**state, "config": {name: former.translated(name, value) for name, value in config}}
+    return {**state, "config": former.translated_tree(state.get("config", {}))}
 
 
 def open_folder(config: Config) -> Opened:

@@ -62,6 +62,14 @@ def translated(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "tasks": {**sources, **(values.get("tasks") or {})}}
 
 
+def translated_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings that a run has saved, in today's form."""
+    return {
+        name: translated(name, value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+    }
+
+
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The lines of a run's `metrics.jsonl`, with today's names, and of its `timings.jsonl`."""
     metrics = [_with_new_names(record) for record in read_records(folder / layout.METRICS)]
