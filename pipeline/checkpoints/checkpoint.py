@@ -213,8 +213,6 @@ class Checkpointer:
             return
         self._warned = True
         if self._ranks.is_main:
-            print(
-                f"warning: a checkpoint took {save_s:.0f} s, but the launcher ends ranks "
-                f"{limit_s:.0f} s after SIGTERM; set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f} for it",
-                flush=True,
-            )
+            why = f"took {save_s:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
+            remedy = f"set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f}"
+            print(f"warning: a checkpoint {why}; {remedy}", flush=True)

@@ -80,10 +80,8 @@ def folder_of_reference(
 def _whole(path: Path) -> Path:
     """A checkpoint that the resumed one depends on; UserError if it is damaged."""
     if why := problem(path):
-        raise UserError(
-            f"resume_from_checkpoint: {path.name}, which the run builds on, is damaged ({why}); "
-            "restore it, or start anew"
-        )
+        needed = f"{path.name}, which the run needs, is damaged ({why})"
+        raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")
     return path
 
 

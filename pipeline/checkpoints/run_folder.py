@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -81,10 +82,8 @@ def check_folder(config: Config) -> None:
     if name is not None:
         _candidates(folder, name)
     elif os.path.exists(folder / RUN_SETTINGS):
-        raise UserError(
-            f"output_dir: {folder} holds a run; resume it with --resume-from-checkpoint latest, "
-            "remove it, or name another folder"
-        )
+        remedy = "resume it with --resume-from-checkpoint latest, or name another folder"
+        raise UserError(f"output_dir: {folder} holds a run; {remedy}")
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:
@@ -204,16 +203,11 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
 
 
 def check_still_there(folder: Path, lock: IO[str] | None) -> None:
-    """MachineError if the folder was removed or replaced during the run.
-
-    `lock` is the open lock file, in the process that holds it.
-    """
-    try:
+    """MachineError if the folder was removed or replaced; rank 0 passes its open lock file."""
+    with suppress(FileNotFoundError):
         current = os.stat(folder / ".lock")
         if lock is None or os.path.samestat(current, os.fstat(lock.fileno())):
             return
-    except FileNotFoundError:
-        pass
     why = "was removed or replaced during the run, which ends; start again"
     raise MachineError(f"output_dir: {folder} {why}")
 
@@ -221,7 +215,7 @@ def check_still_there(folder: Path, lock: IO[str] | None) -> None:
 def machine_fault(error: BaseException, folder: Path, lock: IO[str] | None) -> MachineError | None:
     """The fault of the machine that caused `error`: a missing folder, a full disk; None if neither.
 
-    safetensors and tokenizers give the number of the system's error in their message only.
+    safetensors and tokenizers give the system's error number only in their messages.
     """
     try:
         check_still_there(folder, lock)
@@ -230,9 +224,7 @@ def machine_fault(error: BaseException, folder: Path, lock: IO[str] | None) -> M
     messages = f"{error} {error.__cause__} {error.__context__}"
     for number in (errno.ENOSPC, errno.EDQUOT):
         if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
-            return MachineError(
-                f"output_dir: the disk of {folder} is full ({os.strerror(number)}); the last whole "
-                "checkpoint stands: free some space, then resume with --resume-from-checkpoint "
-                "latest"
-            )
+            why = f"the disk of {folder} is full ({os.strerror(number)})"
+            remedy = "free some space, then resume with --resume-from-checkpoint latest"
+            return MachineError(f"output_dir: {why}; the last whole checkpoint stands; {remedy}")
     return None

@@ -84,9 +84,7 @@ class DataSettings(Section):
     eval_split: Literal["validation", "test"] = field("test", "split of the evaluations")
     difficulty: Difficulty = field("medium", "difficulty of generated tasks")
     task_seed: int = field(0, "seed of the generated tasks, which `seed` leaves alone")
-    tasks: dict[str, str] = field(
-        {}, "training tasks of a domain: {bank: SOURCE}, a JSON or JSONL file or a dataset"
-    )
+    tasks: dict[str, str] = field({}, "training tasks, files or datasets: {bank: SOURCE}")
     dataset_train_split: str = field("train", "the split of such a dataset")
 
     @property
@@ -113,9 +111,7 @@ class CurriculumSettings(Section):
         "sequential", "a stage per domain; one stage with mixed steps; or with domains in turns"
     )
     order: list[str] = field([], "domain of each stage, with repeats; none: `domains`")
-    domain_weights: Weights = field(
-        {}, "share of each domain in mixed and interleaved stages; missing: 1"
-    )
+    domain_weights: Weights = field({}, "shares in mixed and interleaved stages; missing: 1")
     difficulties: list[Difficulty] = field([], "parts of each stage, e.g. easy,medium,hard")
     stage_weights: Weights = field({}, "relative shares of max_steps; missing: 1")
     stage_steps: dict[str, PositiveInt] = field({}, "steps; other stages share the rest")
@@ -155,9 +151,7 @@ class GRPOSettings(Section):
     use_grpo: bool = field(True, "--no-grpo: evaluate only")
     max_steps: NonNegativeInt = field(120, "steps in total, over all stages")
     learning_rate: PositiveFloat = field(3e-4, "peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field(
-        "linear", "decay in each stage, to min_lr_rate"
-    )
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field("linear", "decay per stage")
     min_lr_rate: Share = field(0.1, "share of the peak rate at a stage's end")
     warmup_steps: NonNegativeInt = field(5, "steps of linear warm-up of each stage")
     scale_lr: Literal["none", "linear", "sqrt"] = field(
@@ -173,9 +167,7 @@ class GRPOSettings(Section):
     use_bias_correction_kl: bool = field(False, "KL times the ratio (DeepSeek-V3.2)")
     sync_ref_model: bool = field(False, "each stage's initial policy is its reference")
     epsilon: PositiveFloat = field(0.2, "lower clip of the ratio")
-    epsilon_high: PositiveFloat | None = field(
-        0.28, "upper clip; null: epsilon; the ratio for cispo"
-    )
+    epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the ratio")
     delta: PositiveFloat | None = field(None, "bound of the ratio for negative advantages")
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = field(
         "dapo", "the loss and its normalisation, as in TRL"
@@ -242,9 +234,7 @@ class RunSettings(Section):
 class TrackingSettings(Section):
     """tracking"""
 
-    report_to: list[Literal["wandb", "tensorboard"]] = field(
-        ["wandb"], "trackers besides the files; `none` for none"
-    )
+    report_to: list[Literal["wandb", "tensorboard"]] = field(["wandb"], "trackers, or `none`")
     project: str = field("three-domain-grpo", "W&B project")
     run_name: str | None = field(None, "W&B run name; missing: the run folder's name")
     tags: list[str] = field([], "W&B tags")

@@ -74,7 +74,7 @@ class Ranks:
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks, self.is_main = rank, num_ranks, rank == 0
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
         if num_ranks > 1:
@@ -97,10 +97,6 @@ class Ranks:
         if self._group is not None:
             for group in (self._group, None):  # None is the group of Accelerate
                 dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # no public name (torch 2.13)
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
     def shard(self, count: int) -> range:
         """The indices of this rank's groups: every num_ranks-th one spreads the domains evenly."""
@@ -225,14 +221,11 @@ class Ranks:
 
         Raises RuntimeError naming the ranks whose parameters differ from rank 0's.
         """
-        digest = parameter_hash(parameters)
-        digests = self.all_gather_objects(digest, f"parameters {when}")
-        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if different:
-            raise RuntimeError(
-                f"parameters {when}: ranks {different} differ from rank 0; the run stops here"
-            )
-        return digest
+        digests = self.all_gather_objects(parameter_hash(parameters), f"parameters {when}")
+        if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+            why = f"ranks {different} differ from rank 0; the run stops here"
+            raise RuntimeError(f"parameters {when}: {why}")
+        return digests[0]
 
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:

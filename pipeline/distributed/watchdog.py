@@ -164,7 +164,7 @@ class Watchdog:
         own = {"kind": kind, "rank": beat.rank, "by": self._ranks.rank, "text": text}
         try:
             fault: dict[str, Any] = self._board.post_first("fault", own)
-        except RuntimeError:  # the store went with its process
+        except RuntimeError:  # the store ended with the launcher
             fault = self._fault or own
         if fault == own and text and not self._fault:
             print(printable(text + self.advice), file=sys.stderr, flush=True)
@@ -185,18 +185,18 @@ class Watchdog:
                 self._exchange_beats()
                 if not self._fault:
                     self._look()
-            except RuntimeError as error:  # the store went with its process
-                reason = str(error).splitlines()[0]
-                self._post_fault("store", self._own, f"the launcher is gone ({reason})")
+            except RuntimeError as error:  # the store ended with the launcher
+                text = f"the launcher is gone ({str(error).splitlines()[0]})"
+                self._post_fault("store", self._own, text)
             if self._fault:
                 self._end()
 
     def _handle_signal(self, number: int) -> None:
         """The first signal asks all ranks to stop; a later one ends this rank."""
         now, is_first = time.monotonic(), not self._first_signal_at
-        if not is_first and now - self._first_signal_at > SAME_SIGNAL_S:
-            leave_at_once(INTERRUPTED if self.can_resume else 1)
         self._first_signal_at = self._first_signal_at or now
+        if now - self._first_signal_at > SAME_SIGNAL_S:
+            leave_at_once(INTERRUPTED if self.can_resume else 1)
         with suppress(RuntimeError):  # without the store every rank ends
             self._exchange_beats()
             self._look_for_gone_ranks()
