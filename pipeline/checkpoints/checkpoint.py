@@ -37,7 +37,7 @@ SavedState = dict[str, Any]
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The position of a run, and its results so far."""
+    """The position of a run and its results."""
 
     stage: str = "start"
     step: int = 0  # optimizer steps done

@@ -1,4 +1,4 @@
-"""The folder of a run: one process writes it, a resume continues in it, no run replaces another."""
+"""The folder of a run: one process writes to it, and a resumed run continues in it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from pipeline.errors import MachineError, UserError
 from pipeline.files.durable import write_text
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 
-# Settings that a resume may change, because no computed number depends on them; besides these, all
-# of `run` and `tracking` but the seed and `deterministic`.
+# Settings that a resume may change, because no computed number depends on them.
 HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"}
 HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference"}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}

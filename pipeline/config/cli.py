@@ -1,4 +1,4 @@
-"""The command line: one flat flag per setting, made from the tree of settings, over a recipe."""
+"""The command line: each setting has one flat flag, which overrides the recipe."""
 
 from __future__ import annotations
 

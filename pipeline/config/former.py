@@ -1,6 +1,6 @@
-"""Names of settings and metrics that have another form here: TRL's, and those of earlier versions.
+"""Names of settings and metrics in TRL and in earlier versions that have another form here.
 
-In recipes and flags they are refused with what to write; in files of a run they are translated.
+In recipes and flags they are refused, with the new form; in files of a run they are translated.
 """
 
 from __future__ import annotations

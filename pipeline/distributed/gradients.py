@@ -1,4 +1,4 @@
-"""Gradients over ranks: summed, not averaged; and the optimizer state that ranks may share."""
+"""Gradients, which are summed over ranks, not averaged, and optimizer state spread over ranks."""
 
 from __future__ import annotations
 

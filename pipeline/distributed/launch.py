@@ -1,8 +1,8 @@
-"""The start of ranks: `--num-gpus N` runs N ranks that meet each other, or one line says why not.
+"""The start of ranks: `--num-gpus N` runs N connected ranks, or an error of one line says why not.
 
-N is the number of ranks in total, over all machines. Ranks come from `accelerate launch` or
-`torchrun`; where one process was launched and N is larger, it starts the ranks itself, through
-Accelerate's launcher. Without a GPU, or with ACCELERATE_USE_CPU=true, ranks run on CPU over gloo.
+N is the number of ranks over all machines. `accelerate launch` or `torchrun` starts them; a single
+process with a larger N starts them itself, with Accelerate's launcher. Without a GPU, or with
+ACCELERATE_USE_CPU=true, ranks run on CPU over gloo.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class World(NamedTuple):
 
 
 def resolve(num_gpus: int | None) -> World:
-    """The world of `num_gpus` (None: as many as were launched) and the launcher's variables.
+    """The world of `num_gpus` (None: the number of launched ranks) and the launcher's variables.
 
-    Raises UserError where the two disagree, where GPUs are missing, and where several processes
-    were launched that would not find each other.
+    Raises UserError if the two disagree, if GPUs are missing, or if the launched processes have no
+    address to connect to.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -77,7 +77,7 @@ def visible_gpus() -> int:
 def use_device(world: World) -> None:
     """Make Accelerate use the world's device in this process; on CPU, rank 0 prints a line.
 
-    Must come before the first `Accelerator`: without it ranks on CPU do not meet.
+    Call it before the first `Accelerator`; otherwise ranks on CPU do not connect.
     """
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -141,9 +141,9 @@ def _num_launched() -> int:
 
 
 def _refuse_lost_processes(num_gpus: int | None) -> None:
-    """UserError where `accelerate launch --cpu` or MULTI_CPU started one process of several.
+    """UserError if `accelerate launch --cpu` or MULTI_CPU started only one of several processes.
 
-    Accelerate sets the ranks' address for several processes, and then no number of ranks.
+    In this case Accelerate sets the address of the ranks, but not their number.
     """
     by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -177,7 +177,7 @@ def _set_environment(world: World, notes: str) -> None:
     if world.device_type == "cpu":
         environ["ACCELERATE_USE_CPU"] = "true"
         environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world.num_ranks)))
-        # Ranks share the cores: a thread that spins while it waits takes one from another rank.
+        # Ranks share the cores: a waiting thread that spins takes a core from another rank.
         environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -131,7 +131,7 @@ class Watchdog:
             self._ranks.on_phase = lambda: None
             self._wakeup.send(b"\0")
             self._thread.join()
-            self._sentinel.stdin.close()  # which ends it
+            self._sentinel.stdin.close()  # ends the sentinel
             self._sentinel.wait()
             signal.set_wakeup_fd(self._old_fd)
             for number, handler in self._handlers.items():
