@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.checkpoint import SavedState, TrainState
-from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
 from pipeline.checkpoints.resume import load_start, open_together
 from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import read_records, save_transcripts

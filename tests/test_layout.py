@@ -41,7 +41,7 @@ MOST_LINES = {"environments": 2100}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
-TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "store")]
+TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all"),
     *("broadcast", "broadcast_object_list", "gather_object", "gather_for_metrics", "new_group"),

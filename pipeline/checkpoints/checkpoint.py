@@ -1,37 +1,43 @@
-"""Atomic checkpoints: written aside, synced, described by a manifest, then renamed.
+"""Atomic checkpoints, the state of a run in them, and the times at which a run saves them.
 
 A checkpoint is a folder that `from_pretrained` loads (model, or LoRA adapters, and tokenizer), with
 `optimizer.pt`, `state.json` and `manifest.json`. The learning rate and the order of tasks are
-functions of the step and the settings, and each random draw has its own key, so there is no state
-of a scheduler, a data loader or a random generator to save.
+functions of the step and the settings, and each random draw has its own key, so no state of a
+scheduler, a data loader or a random generator is saved.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from pipeline.checkpoints.manifest import PREVIOUS, WRITING, newest_first, number_of, write_manifest
-from pipeline.checkpoints.run_folder import FORMAT
+from pipeline.checkpoints import manifest, run_folder
+from pipeline.checkpoints.manifest import write_manifest
+from pipeline.config.settings import RunSettings
+from pipeline.distributed.gradients import consolidated_state_dict
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
 from pipeline.models.weights import has_adapters
 
 # The content of state.json: the joined `state_dict()` of all owners, and `format`, `config_hash`.
-# Files of earlier versions lack some names; the owner of a missing name has a default.
+# Files of earlier versions lack some names; these keep the defaults of their owners.
 SavedState = dict[str, Any]
 
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The position of a run, and its results so far."""
+    """The position of a run and its results."""
 
     stage: str = "start"
     step: int = 0  # optimizer steps done
@@ -70,17 +76,19 @@ def save(
     state: Mapping[str, Any],
     optimizer_state: dict[str, Any] | None = None,
 ) -> Path:
-    """Write `folder/name` and point `latest` at it; of a model with LoRA, only the adapters.
+    """Write `folder/name`, and its name to `latest`; of a model with LoRA, only the adapters.
 
-    An interrupted or failing call leaves every earlier checkpoint as it was. Raises OSError if
-    the disk is full, and removes the unfinished checkpoint.
+    The files are written and synced in a hidden folder, which is then renamed, so an interrupted
+    or failing call changes no earlier checkpoint. Raises OSError if the disk is full, and removes
+    the unfinished checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    final, writing = folder / name, folder / f"{WRITING}{name}"
+    final, writing = folder / name, folder / f"{manifest.WRITING}{name}"
     shutil.rmtree(writing, ignore_errors=True)
-    number = 1 + max(map(number_of, newest_first(folder)), default=0)
+    number = 1 + max(map(manifest.number_of, manifest.newest_first(folder)), default=0)
     config = json.dumps(state.get("config", {}), sort_keys=True).encode()
-    content = {"format": FORMAT, **state, "config_hash": hashlib.sha256(config).hexdigest()}
+    config_hash = hashlib.sha256(config).hexdigest()
+    content = {"format": run_folder.FORMAT, **state, "config_hash": config_hash}
     try:
         if has_adapters(model):
             lora.save(model, writing)
@@ -97,8 +105,8 @@ def save(
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-    if final.exists():  # a resume may start from it until the new one is in its place
-        previous = folder / f"{name}{PREVIOUS}"
+    if final.exists():  # kept until the new one has its name
+        previous = folder / f"{name}{manifest.PREVIOUS}"
         shutil.rmtree(previous, ignore_errors=True)
         final.rename(previous)
     writing.rename(final)
@@ -108,6 +116,103 @@ def save(
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer from a checkpoint; that of the warm start has none."""
+    """Restore the optimizer from a checkpoint; the checkpoint of a warm start holds none."""
     if (file := path / "optimizer.pt").is_file():
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+
+class Checkpointer:
+    """Saves the model, the optimizer and the `state_dict()` of each of its `owners`.
+
+    Every rank makes one and calls its methods at the same points; rank 0 writes. `lock` is the open
+    lock file of the run folder on rank 0. `resumed` is the checkpoint that the run continues from.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: RunSettings,
+        ranks: Ranks,
+        state: TrainState,
+        tokenizer: Any,
+        *,
+        lock: IO[str] | None = None,
+        resumed: Path | None = None,
+    ) -> None:
+        self.run_folder, self.folder, self.resumed = folder, folder / "checkpoints", resumed
+        self.owners: list[Any] = [state]
+        self._settings, self._ranks, self._state = settings, ranks, state
+        self._tokenizer, self._lock = tokenizer, lock
+        self._unsynced: list[Path] = []
+        self._saved = None if resumed is None else state.position
+        self._begun = self._saved_at = time.perf_counter()
+        self._warned = False
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds so far, including the processes before a resume."""
+        return self._state.wall_s + time.perf_counter() - self._begun
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the last checkpoint holds the current position of the run."""
+        return self._saved == self._state.position
+
+    @property
+    def is_due(self) -> bool:
+        """Every `save_steps` steps, and after `save_minutes` by the clock of rank 0."""
+        steps, minutes = self._settings.save_steps, self._settings.save_minutes
+        due = steps > 0 and self._state.step % steps == 0
+        if minutes is not None:
+            late = self._ranks.is_main and time.perf_counter() - self._saved_at > 60 * minutes
+            due = self._ranks.max(float(due or late)) > 0
+        return due
+
+    def check_folder(self) -> None:
+        run_folder.check_still_there(self.run_folder, self._lock)
+
+    def machine_fault(self, error: BaseException) -> MachineError | None:
+        return run_folder.machine_fault(error, self.run_folder, self._lock)
+
+    def remember(self, path: Path) -> None:
+        """Sync this file to the disk before the next checkpoint."""
+        self._unsynced.append(path)
+
+    def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
+        """Compare parameters over the ranks; rank 0 writes, all wait. Returns the seconds."""
+        begun = time.perf_counter()
+        self.check_folder()
+        while self._unsynced:
+            sync(self._unsynced.pop())
+        self._ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
+        rank = self._ranks.rank
+        moments = None if optimizer is None else consolidated_state_dict(optimizer, rank)
+        if self._ranks.is_main:
+            path = self.write(name, model, moments)
+            manifest.prune(self.folder, self._settings.save_total_limit, path)
+        self._ranks.barrier(f"checkpoint {name}")
+        self._saved, self._saved_at = self._state.position, time.perf_counter()
+        seconds = self._saved_at - begun
+        self._warn_of_slow_save(seconds)
+        return seconds
+
+    def write(self, name: str, model: Any, optimizer_state: dict[str, Any] | None = None) -> Path:
+        """On rank 0 only: write the checkpoint, with the state of all owners."""
+        self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
+        state: dict[str, Any] = {}
+        for owner in self.owners:
+            part = owner.state_dict()
+            assert not state.keys() & part.keys(), "two owners save the same name"
+            state |= part
+        return save(self.folder, name, model, self._tokenizer, state, optimizer_state)
+
+    def _warn_of_slow_save(self, save_s: float) -> None:
+        """Warn once if a save takes longer than the launcher waits for the ranks after SIGTERM."""
+        limit_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
+        if "TORCHELASTIC_RUN_ID" not in os.environ or save_s <= limit_s or self._warned:
+            return
+        self._warned = True
+        if self._ranks.is_main:
+            why = f"took {save_s:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
+            remedy = f"set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f}"
+            print(f"warning: a checkpoint {why}; {remedy}", flush=True)

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: whether each is whole, their order, and which are removed.
+"""The checkpoints of a folder: their wholeness, their order, and their removal.
 
 A checkpoint's `manifest.json` holds the size and the SHA-256 of each of its files, and its number
 in the run. It is written last, so a folder without one is not a checkpoint. Imports no torch.
@@ -23,10 +23,10 @@ PREVIOUS = ".previous"  # ends the name of a checkpoint that is being replaced
 
 def write_manifest(folder: Path, number: int) -> None:
     """Describe all files below `folder`; `number` counts the saves of a run."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
-        for path in paths
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }
     manifest = {"number": number, "files": files}
     text = json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1)
@@ -45,12 +45,10 @@ def _sha256(path: Path) -> str:
 def problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint; None if every byte is as it was written.
 
-    Libraries load any file that they find in a folder, so files that the manifest does not list
-    are refused, except notes of people (*.md) and hidden files. So are links, which may lead
-    outside.
+    Libraries load any file in a folder, so a file must be in the manifest, unless it is hidden or a
+    note (*.md). Links may lead outside, so they are refused.
     """
-    manifest = read_manifest(folder)
-    if manifest is None:
+    if (manifest := read_manifest(folder)) is None:
         exists = (folder / MANIFEST).is_file()
         return f"{MANIFEST} is damaged" if exists else f"it has no {MANIFEST}"
     if folder.is_symlink():
@@ -93,9 +91,9 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def put_aside(folder: Path, kept: Path | None) -> None:
-    """Hide the checkpoints after `kept`, which a run continues from, and those without a number.
+    """Hide the checkpoints after `kept` (None: all) and the ones without a number.
 
-    None hides all of them. They stay on disk until the run has written its next checkpoint.
+    They stay on disk until the run has written its next checkpoint.
     """
     last = -1 if kept is None else number_of(kept)
     for path in newest_first(folder):
@@ -108,13 +106,12 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove the checkpoints that are not needed once `latest` is written.
+    """Remove useless checkpoints after `latest` was written.
 
-    These are hidden and replaced ones, unfinished saves, and all but the `limit` newest inside
-    stages. Checkpoints of stages' ends are kept.
+    These are hidden and replaced ones, unfinished saves, and all but the `limit` newest ones inside
+    stages. Checkpoints at the ends of stages are kept.
     """
-    steps = [path for path in newest_first(folder) if path.name.startswith("step-")]
-    useless = steps[limit:]
+    useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):
         useless += folder.glob(pattern)
     for path in useless:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.checkpoint import SavedState, TrainState
-from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
@@ -81,10 +80,8 @@ def folder_of_reference(
 def _whole(path: Path) -> Path:
     """A checkpoint that the resumed one depends on; UserError if it is damaged."""
     if why := problem(path):
-        raise UserError(
-            f"resume_from_checkpoint: {path.name}, which the run builds on, is damaged ({why}); "
-            "restore it, or start anew"
-        )
+        needed = f"{path.name}, which the run needs, is damaged ({why})"
+        raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")
     return path
 
 

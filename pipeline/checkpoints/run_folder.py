@@ -1,4 +1,4 @@
-"""The folder of a run: one process writes it, a resume continues in it, no run replaces another."""
+"""The folder of a run: one process writes to it, and a resumed run continues in it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,18 +22,12 @@ from pipeline.files.durable import write_text
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 
 # Settings that a resume may change, because no computed number depends on them.
-HARMLESS = {key for key in SETTINGS if key[0] in ("run", "tracking")}
-HARMLESS -= {("run", "seed"), ("run", "deterministic")}
-HARMLESS |= {
-    ("model", "trust_remote_code"),
-    ("rollout", "call_timeout"),
-    ("rollout", "max_error_rate"),
-    ("grpo", "max_skipped_steps"),
-    ("grpo", "shard_optimizer"),
-    ("grpo", "max_sampling_logp_difference"),
-}
-# The format of state.json. A new number is needed only where older code would misread newer files:
-# a field that is missing has its default.
+HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"}
+HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference"}
+HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
+HARMLESS -= {"seed", "deterministic"}
+# The format of state.json. A new number is needed only if older code would misread newer files;
+# missing fields have defaults.
 FORMAT = 1
 
 
@@ -43,7 +38,7 @@ class Opened:
     folder: Path
     checkpoint: Path | None  # None for a fresh start
     notes: list[str]  # lines for the user
-    lock: IO[str]  # its lock lasts until it is closed
+    lock: IO[str]  # closing this file ends the lock
 
 
 def folder_of(config: Config) -> Path:
@@ -76,22 +71,18 @@ def restarted(config: Config) -> Config:
 def check_folder(config: Config) -> None:
     """Refuse a folder that cannot be used, holds another run, or has no checkpoint to resume.
 
-    Only names are checked, so that a mistake is found before anything is loaded.
+    It checks only names, so a mistake is reported before anything is loaded.
     """
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
-        raise UserError(
-            f"output_dir: got '{folder}', but '{parent}' is no folder that can be written to; name "
-            "another folder"
-        )
+        why = f"'{parent}' is no folder that can be written to"
+        raise UserError(f"output_dir: got '{folder}', but {why}; name another folder")
     if name is not None:
         _candidates(folder, name)
     elif os.path.exists(folder / RUN_SETTINGS):
-        raise UserError(
-            f"output_dir: {folder} holds a run; resume it with --resume-from-checkpoint latest, "
-            "remove it, or name another folder"
-        )
+        remedy = "resume it with --resume-from-checkpoint latest, or name another folder"
+        raise UserError(f"output_dir: {folder} holds a run; {remedy}")
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:
@@ -99,22 +90,17 @@ def _candidates(folder: Path, name: str) -> list[Path]:
     checkpoints = newest_first(folder / "checkpoints")
     if name == "auto" or (name == "latest" and checkpoints):
         return checkpoints
-    if name == "latest":
-        raise UserError(
-            f"resume_from_checkpoint: {folder} holds no checkpoint; check --output-dir, or "
-            "remove the folder and start anew"
-        )
     inside = folder / "checkpoints" / name
     path = inside if inside.is_dir() else Path(name)
-    if not path.is_dir():
-        known = ", ".join(sorted(path.name for path in checkpoints)) or "none"
-        raise UserError(f"resume_from_checkpoint: got {name!r}; checkpoints here: {known}")
-    if path.resolve().parent != (folder / "checkpoints").resolve():
-        raise UserError(
-            f"resume_from_checkpoint: got {name!r}, which is no checkpoint of {folder}; to train "
-            "it further in a new run, give it as --model"
-        )
-    return [path]
+    known = ", ".join(sorted(path.name for path in checkpoints)) or "none"
+    why = f"got {name!r}; checkpoints here: {known}"
+    if name == "latest":
+        why = f"{folder} holds no checkpoint; check --output-dir, or remove it and start anew"
+    elif path.is_dir():
+        if path.resolve().parent == (folder / "checkpoints").resolve():
+            return [path]
+        why = f"got {name!r}, which is no checkpoint of {folder}; for a new run, give it as --model"
+    raise UserError(f"resume_from_checkpoint: {why}")
 
 
 def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
@@ -131,15 +117,15 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
         return None, notes
     why = notes[0].removeprefix("warning: checkpoint ")
     raise UserError(
-        f"resume_from_checkpoint: got {name!r}, but {folder} holds no such checkpoint that is "
-        f"whole ({why}); give latest or the name of an earlier one, or start anew"
+        f"resume_from_checkpoint: got {name!r}, but {folder} holds no whole checkpoint of that "
+        f"name ({why}); give latest or an earlier one, or start anew"
     )
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The content of a checkpoint's state.json, with settings of earlier versions translated.
 
-    Raises UserError if its format is newer than FORMAT. The first files name no format.
+    Raises UserError if its format is newer than FORMAT.
     """
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if (number := state.get("format", 1)) > FORMAT:
@@ -152,9 +138,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def open_folder(config: Config) -> Opened:
-    """On rank 0: make or reopen the folder and lock it; UserError for every reason not to.
+    """On rank 0: make or reopen the folder and lock it; `begin` writes into it.
 
-    Nothing in it is changed: see `begin`.
+    Raises UserError if the folder or the settings do not fit.
     """
     check_folder(config)
     folder, name = folder_of(config), config.run.resume_from_checkpoint
@@ -163,15 +149,11 @@ def open_folder(config: Config) -> Opened:
         lock = (folder / ".lock").open("a", encoding="utf-8")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(
-            f"output_dir: {folder} is in use by a run that is still alive; end it first, or name "
-            "another folder"
-        ) from None
+        why = "is in use by a run that is still alive; end it first, or"
+        raise UserError(f"output_dir: {folder} {why} name another folder") from None
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"output_dir: {folder} cannot be written to ({reason}); name another folder"
-        ) from None
+        why = f"cannot be written to ({error.strerror or error});"
+        raise UserError(f"output_dir: {folder} {why} name another folder") from None
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
     if checkpoint is not None:
         notes += refuse_changes(config, read_state(checkpoint)["config"], checkpoint.name)
@@ -179,10 +161,9 @@ def open_folder(config: Config) -> Opened:
 
 
 def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> None:
-    """Write the settings, and hide or remove what an earlier attempt wrote after `step`.
+    """Write the settings; hide later checkpoints, and remove transcripts of later steps.
 
-    `evaluated` names the evaluations that the checkpoint holds. Called once nothing can be refused
-    any more.
+    `evaluated` names the evaluations of the checkpoint. Call it after the last check.
     """
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)
@@ -208,7 +189,7 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
     for section, setting in SETTINGS:
         before = old.get(section, {}).get(setting, defaults[section][setting])
         now = new[section][setting]
-        if before != now and (section, setting) not in HARMLESS:
+        if before != now and setting not in HARMLESS:
             changes.append(f"{setting} {json.dumps(before)} -> {json.dumps(now)}")
     if not changes:
         return []
@@ -221,26 +202,19 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
 
 
 def check_still_there(folder: Path, lock: IO[str] | None) -> None:
-    """MachineError if the folder was removed or replaced during the run.
-
-    `lock` is the open lock file, in the process that holds it.
-    """
-    try:
+    """MachineError if the folder was removed or replaced; rank 0 passes its open lock file."""
+    with suppress(FileNotFoundError):
         current = os.stat(folder / ".lock")
         if lock is None or os.path.samestat(current, os.fstat(lock.fileno())):
             return
-    except FileNotFoundError:
-        pass
-    raise MachineError(
-        f"output_dir: {folder} was removed or replaced under the run, which ends and writes "
-        "nothing anew; start again"
-    )
+    why = "was removed or replaced during the run, which ends; start again"
+    raise MachineError(f"output_dir: {folder} {why}")
 
 
 def machine_fault(error: BaseException, folder: Path, lock: IO[str] | None) -> MachineError | None:
     """The fault of the machine that caused `error`: a missing folder, a full disk; None if neither.
 
-    safetensors and tokenizers give the number of the system's error in their message only.
+    safetensors and tokenizers give the system's error number only in their messages.
     """
     try:
         check_still_there(folder, lock)
@@ -249,9 +223,7 @@ def machine_fault(error: BaseException, folder: Path, lock: IO[str] | None) -> M
     messages = f"{error} {error.__cause__} {error.__context__}"
     for number in (errno.ENOSPC, errno.EDQUOT):
         if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
-            return MachineError(
-                f"output_dir: the disk of {folder} is full ({os.strerror(number)}); the last whole "
-                "checkpoint stands: free some space, then resume with --resume-from-checkpoint "
-                "latest"
-            )
+            why = f"the disk of {folder} is full ({os.strerror(number)})"
+            remedy = "free some space, then resume with --resume-from-checkpoint latest"
+            return MachineError(f"output_dir: {why}; the last whole checkpoint stands; {remedy}")
     return None

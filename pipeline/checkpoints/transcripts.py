@@ -50,8 +50,7 @@ def save_transcripts(
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
     """One rank's share of the records of all ranks in a folder of transcripts.
 
-    Transcripts of an earlier version may lack some fields of a record. Raises UserError if a file
-    is damaged.
+    Files of an earlier version may lack some fields. Raises UserError if a file is damaged.
     """
     names, records = {field.name for field in fields(RunRecord)}, []
     for path in sorted(folder.glob("step-*.jsonl.gz")):

@@ -1,4 +1,4 @@
-"""The command line: one flat flag per setting, made from the tree of settings, over a recipe."""
+"""The command line: each setting has one flat flag, which overrides the recipe."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
-from pipeline.config.former import instead
-from pipeline.config.recipe import (
-    SECTIONS,
-    SETTINGS,
-    find_recipe,
-    load_recipe,
-    parse_yaml,
-    read_recipe,
-    resolve,
-)
+from pipeline.config import former, recipe
+from pipeline.config.recipe import SECTIONS, SETTINGS
 from pipeline.config.settings import Config
 from pipeline.errors import UserError, nearest
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
@@ -37,27 +29,27 @@ def parse(argv: list[str]) -> Config:
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args(argv)
     given = vars(namespace)
-    recipe, wants_help = given.pop("config"), given.pop("help")
+    source, wants_help = given.pop("config"), given.pop("help")
     if wants_help:
-        build_parser(load_recipe(recipe or DEFAULT_RECIPE)).print_help()
+        build_parser(recipe.load_recipe(source or DEFAULT_RECIPE)).print_help()
         sys.exit(0)
     if unknown:
         raise UserError(one_line(_unknown_argument(unknown[0], parser)))
     resumed = None
-    if name := given.get("run.resume_from_checkpoint"):
+    if checkpoint := given.get("run.resume_from_checkpoint"):
         folder = given.get("run.output_dir")
-        resumed = Path(folder) if folder is not None else run_of_checkpoint(name)
-    if recipe is None and resumed is not None and (resumed / RUN_SETTINGS).is_file():
-        recipe = resumed / RUN_SETTINGS
-    path = find_recipe(recipe or DEFAULT_RECIPE)
-    tree, flags = read_recipe(path), dict[tuple[str, ...], str]()
+        resumed = run_of_checkpoint(checkpoint) if folder is None else Path(folder)
+    if source is None and resumed is not None and (resumed / RUN_SETTINGS).is_file():
+        source = resumed / RUN_SETTINGS
+    path = recipe.find_recipe(source or DEFAULT_RECIPE)
+    tree, flags = recipe.read_recipe(path), dict[tuple[str, ...], str]()
     if resumed is not None:
         tree["run"]["output_dir"] = str(resumed)
     for dest, text in given.items():
         section, name = dest.split(".")
         tree[section][name] = _value(text, SETTINGS[section, name].annotation)
         flags[section, name] = flag(section, name)
-    config = resolve(path, tree, flags)
+    config = recipe.resolve(path, tree, flags)
     data = config.warm_start.data
     if data is not None and not os.path.isfile(data):
         where = flags.get(("warm_start", "data"), f"{path}: warm_start.data")
@@ -86,18 +78,17 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
     about = f"a recipe file, or the name of a shipped recipe [{shown.recipe}]"
     parser.add_argument("--config", metavar="RECIPE", help=about)
     groups = {s: parser.add_argument_group(getattr(shown, s).__doc__) for s in SECTIONS}
-    for (section, name), field in SETTINGS.items():
+    for (section, name), setting in SETTINGS.items():
         value, names = getattr(getattr(shown, section), name), [flag(section, name)]
-        about = f"{field.description}{_shown(value)}".replace("%", "%%")
-        kind: dict[str, Any] = {"metavar": _metavar(field.annotation)}
-        if field.annotation is bool:
+        kind: dict[str, Any] = {"metavar": _metavar(setting.annotation)}
+        if setting.annotation is bool:
             names.append(f"--no-{names[0].removeprefix('--').removeprefix('use-')}")
             kind = {"action": _Switch, "nargs": 0}
         if name == "num_generations":
             names.append("--group-size")
-        dest = f"{section}.{name}"
+        kind["help"] = f"{setting.description}{_shown(value)}".replace("%", "%%")
         groups[section].add_argument(
-            *names, dest=dest, default=argparse.SUPPRESS, help=about, **kind
+            *names, dest=f"{section}.{name}", default=argparse.SUPPRESS, **kind
         )
     return parser
 
@@ -132,7 +123,7 @@ def _shown(value: Any) -> str:
 
 
 def _value(text: str | bool, annotation: Any) -> Any:
-    """A flag's text as a recipe would hold it; lists are separated by commas, `none` is empty."""
+    """A flag's value as a recipe would hold it; commas separate a list, `none` is an empty one."""
     base = _without_null(annotation)
     if isinstance(text, bool):
         return text
@@ -143,9 +134,9 @@ def _value(text: str | bool, annotation: Any) -> Any:
     if base in (str, Path) or get_origin(base) is Literal:
         return text
     try:
-        return parse_yaml(text)
+        return recipe.parse_yaml(text)
     except (ValueError, yaml.YAMLError):
-        return text  # refused by the validation, which says what the setting takes
+        return text  # the validation refuses it
 
 
 def _without_null(annotation: Any) -> Any:
@@ -159,12 +150,10 @@ def _without_null(annotation: Any) -> Any:
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
     name = argument.split("=")[0]
     if not name.startswith("-"):
-        return (
-            f"unexpected argument {shown(argument)}; lists are separated by commas, "
-            "and a recipe is given as --config RECIPE"
-        )
+        hint = "lists are separated by commas, and a recipe is given as --config RECIPE"
+        return f"unexpected argument {shown(argument)}; {hint}"
     known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
     plain = name.lstrip("-").replace("_", "-")
     near = {"recipe": "config", "no-use-grpo": "no-grpo"}.get(plain) or nearest(plain, known)
     hint = f"did you mean --{near}?" if near else "--help lists all"
-    return instead(name) or f"unknown flag {name}; {hint}"
+    return former.instead(name) or f"unknown flag {name}; {hint}"

@@ -1,6 +1,6 @@
-"""Names of settings and metrics that have another form here: TRL's, and those of earlier versions.
+"""Names of settings and metrics in TRL and in earlier versions that have another form here.
 
-In recipes and flags they are refused with what to write; in files of a run they are translated.
+In recipes and flags they are refused, with the new form; in files of a run they are translated.
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ def instead(name: str) -> str:
     """Why such a setting or flag is refused, and what to write; empty for other names."""
     plain, is_flag = name.lstrip("-").replace("-", "_"), name.startswith("-")
     if plain.startswith("per_device_") or plain in PER_DEVICE:
-        return (
-            f"{name} is not used here: a step is tasks_per_step groups of num_generations over all "
-            "ranks, whatever the number of ranks, and micro-batches come from "
-            "max_tokens_per_microbatch; set these"
-        )
+        now = "tasks_per_step groups of num_generations over all ranks"
+        return f"{name}: a step is {now}, in passes of max_tokens_per_microbatch; set these"
     if plain.removeprefix("no_") in SETTINGS:
         no = "no_" if plain.startswith("no_") else ""
         now = no + SETTINGS[plain.removeprefix("no_")]

@@ -1,7 +1,7 @@
 """Recipes: YAML files that fill the tree of settings, and the resolved settings written as YAML.
 
-Every mistake in a recipe is a `UserError` that names the file and the setting. The file itself is
-trusted: nothing protects against YAML that was made to do harm.
+Every mistake in a recipe is a `UserError` that names the file and the setting. Recipes are trusted:
+nothing protects against malicious YAML.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ def find_recipe(source: str | Path) -> Path:
     if path.parent in (Path(), Path("recipes")) and name in shipped:
         return shipped[name]
     near = nearest(name, shipped)
-    raise UserError(
-        f"--config: got {shown(str(source))}, which is no file; give the path of a recipe or one "
-        f"of {', '.join(shipped)}" + (f"; did you mean {near}?" if near else "")
-    )
+    hint = f"give the path of a recipe or one of {', '.join(shipped)}"
+    hint += f"; did you mean {near}?" if near else ""
+    raise UserError(f"--config: got {shown(str(source))}, which is no file; {hint}")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -84,10 +83,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         if section not in SECTIONS:
             raise UserError(one_line(f"{path}: {_unknown(str(section))}"))
         if not isinstance(values, dict):
-            raise UserError(
-                f"{path}: {section}: got {shown(values)}, but {section} is a section; "
-                "write its settings below it, indented"
-            )
+            hint = "write its settings below it, indented"
+            raise UserError(f"{path}: {section}: got {shown(values)}, but is a section; {hint}")
         if path.name == RUN_SETTINGS:
             values = former.translated(section, values)
         for name in values:
@@ -114,10 +111,8 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
         if not is_plain(value):
             raise UserError(f"{where}: got {shown(value)}; give finite numbers and Unicode text")
         if masked_tree(value) != value:
-            raise UserError(
-                f"{where}: holds a password or a token, which the run's files would show; give it "
-                "in the environment, as HF_TOKEN or WANDB_API_KEY"
-            )
+            remedy = "give it in the environment, as HF_TOKEN or WANDB_API_KEY"
+            raise UserError(f"{where}: holds a password or a token; {remedy}")
     rules.check(config)
     return config
 
@@ -157,7 +152,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader`, or a YAML 1.1 reader, would take for something else."""
+    """Quotes every text that `_Loader`, or a reader of YAML 1.1, would not read as text."""
 
 
 _Loader.yaml_implicit_resolvers = {}  # removes YAML 1.1's, where `no` is false and `1e-6` a text

@@ -34,7 +34,12 @@ MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Weights = dict[str, PositiveFloat]
 Difficulty = Literal["easy", "medium", "hard"]
+
+
+def field(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
 
 
 class Section(BaseModel):
@@ -57,48 +62,30 @@ class Section(BaseModel):
 class ModelSettings(Section):
     """model"""
 
-    model: str = Field("tiny", description="`tiny` (made by the pipeline), a folder, or a hub id")
-    trust_remote_code: bool = Field(False, description="run code that comes with the model")
-    attn_implementation: str = Field("sdpa", description="attention implementation of transformers")
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="passed to the chat template, e.g. {enable_thinking: false}"
-    )
-    tool_call_format: Literal["auto", "hermes"] = Field(
-        "auto", description="how tool calls are read from the model's text"
-    )
-    mixed_precision: Literal["auto", "bf16", "no"] = Field(
-        "auto", description="auto: bf16 on CUDA, fp32 on CPU"
-    )
-    use_peft: bool = Field(False, description="train LoRA adapters (PEFT) on the frozen model")
-    lora_r: PositiveInt = Field(16, description="rank of the LoRA matrices")
-    lora_alpha: PositiveInt = Field(32, description="LoRA's scale is lora_alpha / lora_r")
-    lora_target_modules: list[str] = Field(
-        ["all-linear"], description="names of the layers that get LoRA", min_length=1
-    )
+    model: str = field("tiny", "`tiny` (made by the pipeline), a folder, or a hub id")
+    trust_remote_code: bool = field(False, "run code that comes with the model")
+    attn_implementation: str = field("sdpa", "attention implementation of transformers")
+    chat_template_kwargs: dict[str, Any] = field({}, "for the template: {enable_thinking: false}")
+    tool_call_format: Literal["auto", "hermes"] = field("auto", "the syntax of tool calls")
+    mixed_precision: Literal["auto", "bf16", "no"] = field("auto", "auto: bf16 on CUDA, else fp32")
+    use_peft: bool = field(False, "train LoRA adapters (PEFT) on the frozen model")
+    lora_r: PositiveInt = field(16, "rank of the LoRA matrices")
+    lora_alpha: PositiveInt = field(32, "LoRA's scale is lora_alpha / lora_r")
+    lora_target_modules: list[str] = field(["all-linear"], "layers that get LoRA", min_length=1)
 
 
 class DataSettings(Section):
     """tasks"""
 
-    domains: list[str] = Field(
-        list(DEFAULT_DOMAINS), description="domains, in the order of the stages", min_length=1
-    )
-    environments: dict[str, str] = Field(
-        {}, description="a domain of your own: {bank: my_pkg.bank:BankEnvironment}"
-    )
-    tasks_per_domain: PositiveInt = Field(800, description="training tasks of each domain")
-    eval_tasks_per_domain: PositiveInt = Field(120, description="held-out tasks of each domain")
-    eval_split: Literal["validation", "test"] = Field(
-        "test", description="split of the evaluations before and after each stage"
-    )
-    difficulty: Difficulty = Field("medium", description="difficulty of generated tasks")
-    task_seed: int = Field(0, description="seed of the generated tasks, which `seed` leaves alone")
-    tasks: dict[str, str] = Field(
-        {},
-        description="training tasks of a domain in place of generated ones: {bank: SOURCE}, a JSON "
-        "or JSONL file, or a dataset (a folder or a hub id)",
-    )
-    dataset_train_split: str = Field("train", description="the split of such a dataset")
+    domains: list[str] = field(DEFAULT_DOMAINS, "domains, in the order of the stages", min_length=1)
+    environments: dict[str, str] = field({}, "domains of your own: {bank: my_pkg.bank:BankEnv}")
+    tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
+    eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
+    eval_split: Literal["validation", "test"] = field("test", "split of the evaluations")
+    difficulty: Difficulty = field("medium", "difficulty of generated tasks")
+    task_seed: int = field(0, "seed of the generated tasks, which `seed` leaves alone")
+    tasks: dict[str, str] = field({}, "training tasks, files or datasets: {bank: SOURCE}")
+    dataset_train_split: str = field("train", "the split of such a dataset")
 
     @property
     def import_strings(self) -> dict[str, str]:
@@ -109,143 +96,101 @@ class DataSettings(Section):
 class WarmStartSettings(Section):
     """warm start (supervised)"""
 
-    steps: NonNegativeInt = Field(440, description="optimizer steps; 0 skips the warm start")
-    batch_size: PositiveInt = Field(32, description="demonstrations per step, over all ranks")
-    learning_rate: PositiveFloat = Field(2e-3, description="peak learning rate")
-    warmup_steps: NonNegativeInt = Field(30, description="steps of linear warm-up")
-    rule_share: Share = Field(0.3, description="share of demonstrations that begin with the rule")
-    data: Path | None = Field(
-        None, description="JSONL file of demonstrations ({messages, tools}), not the expert's"
-    )
+    steps: NonNegativeInt = field(440, "optimizer steps; 0 skips the warm start")
+    batch_size: PositiveInt = field(32, "demonstrations per step, over all ranks")
+    learning_rate: PositiveFloat = field(2e-3, "peak learning rate")
+    warmup_steps: NonNegativeInt = field(30, "steps of linear warm-up")
+    rule_share: Share = field(0.3, "share of demonstrations that begin with the rule")
+    data: Path | None = field(None, "demonstrations, not the expert's (JSONL: {messages, tools})")
 
 
 class CurriculumSettings(Section):
     """curriculum"""
 
-    curriculum: Literal["sequential", "mixed", "interleaved"] = Field(
-        "sequential",
-        description="one stage a domain; one stage whose steps hold all domains; one stage whose "
-        "steps take the domains in turns",
+    curriculum: Literal["sequential", "mixed", "interleaved"] = field(
+        "sequential", "a stage per domain; one stage with mixed steps; or with domains in turns"
     )
-    order: list[str] = Field([], description="domain of each stage, with repeats; none: `domains`")
-    domain_weights: dict[str, PositiveFloat] = Field(
-        {}, description="share of each domain in mixed and interleaved stages; missing: 1"
+    order: list[str] = field([], "domain of each stage, with repeats; none: `domains`")
+    domain_weights: Weights = field({}, "shares in mixed and interleaved stages; missing: 1")
+    difficulties: list[Difficulty] = field([], "parts of each stage, e.g. easy,medium,hard")
+    stage_weights: Weights = field({}, "relative shares of max_steps; missing: 1")
+    stage_steps: dict[str, PositiveInt] = field({}, "steps; other stages share the rest")
+    stage_tasks: dict[str, PositiveInt] = field({}, "the same, as a number of tasks")
+    plateau_patience: NonNegativeInt = field(
+        0, "end a stage after so many validations in a row without more success; 0: never"
     )
-    difficulties: list[Difficulty] = Field(
-        [], description="divides each stage into parts, e.g. easy,medium,hard; none: `difficulty`"
-    )
-    stage_weights: dict[str, PositiveFloat] = Field(
-        {}, description="share of max_steps per stage, relative; missing: 1"
-    )
-    stage_steps: dict[str, PositiveInt] = Field(
-        {}, description="steps of a stage; other stages share the rest of max_steps"
-    )
-    stage_tasks: dict[str, PositiveInt] = Field(
-        {}, description="the same as a number of tasks, in whole steps of tasks_per_step"
-    )
-    plateau_patience: NonNegativeInt = Field(
-        0,
-        description="a stage ends early after so many validations in a row (see eval_steps) whose "
-        "success on its own domains is no better than before; 0: never",
-    )
-    plateau_delta: NonNegativeFloat = Field(0.01, description="by how much success must be better")
-    replay: ShareBelowOne = Field(0.3, description="share of a step's groups from earlier domains")
+    plateau_delta: NonNegativeFloat = field(0.01, "by how much success must be better")
+    replay: ShareBelowOne = field(0.3, "share of a step's groups from earlier domains")
 
 
 class RolloutSettings(Section):
     """rollout"""
 
-    num_generations: int = Field(8, ge=2, description="episodes of one task, a group")
-    tasks_per_step: PositiveInt = Field(24, description="groups per optimizer step over all ranks")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature")
-    top_k: NonNegativeInt = Field(
-        0,
-        description="sample among so many most likely tokens; 0: all. Log-probabilities stay those "
-        "of all tokens, so with a limit sampling is slightly off-policy",
+    num_generations: int = field(8, "episodes of one task, a group", ge=2)
+    tasks_per_step: PositiveInt = field(24, "groups per optimizer step over all ranks")
+    temperature: PositiveFloat = field(1.0, "sampling temperature")
+    top_k: NonNegativeInt = field(
+        0, "sample among so many likeliest tokens; 0: all. A limit is slightly off-policy"
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="likewise, up to this cumulative probability")
-    max_turns: PositiveInt = Field(8, description="assistant messages per episode")
-    max_tokens_per_turn: PositiveInt = Field(40, description="sampled tokens per assistant message")
-    max_tokens: PositiveInt = Field(256, description="tokens of a whole episode, prompt included")
-    max_malformed_calls: NonNegativeInt = Field(1, description="malformed calls that get an error")
-    max_tool_result_tokens: PositiveInt = Field(64, description="longer tool results become errors")
-    max_concurrent_episodes: PositiveInt = Field(
-        512, description="episodes a rank plays side by side"
-    )
-    call_timeout: PositiveFloat = Field(120.0, description="seconds per call of an environment")
-    max_error_rate: Share = Field(
-        0.5,
-        description="the run stops where a larger share of a domain's episodes ends as "
-        "environment_error; 1: never",
+    top_p: float = field(1.0, "likewise, up to this cumulative probability", gt=0, le=1)
+    max_turns: PositiveInt = field(8, "assistant messages per episode")
+    max_tokens_per_turn: PositiveInt = field(40, "sampled tokens per assistant message")
+    max_tokens: PositiveInt = field(256, "tokens of a whole episode, prompt included")
+    max_malformed_calls: NonNegativeInt = field(1, "malformed calls that get an error")
+    max_tool_result_tokens: PositiveInt = field(64, "longer tool results become errors")
+    max_concurrent_episodes: PositiveInt = field(512, "episodes a rank plays side by side")
+    call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
+    max_error_rate: Share = field(
+        0.5, "stop if a larger share of a domain's episodes ends as environment_error; 1: never"
     )
 
 
 class GRPOSettings(Section):
     """GRPO"""
 
-    use_grpo: bool = Field(True, description="--no-grpo: evaluate only")
-    max_steps: NonNegativeInt = Field(120, description="steps in total, over all stages")
-    learning_rate: PositiveFloat = Field(3e-4, description="peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="decay over each stage's steps, to min_lr_rate"
+    use_grpo: bool = field(True, "--no-grpo: evaluate only")
+    max_steps: NonNegativeInt = field(120, "steps in total, over all stages")
+    learning_rate: PositiveFloat = field(3e-4, "peak learning rate")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field("linear", "decay per stage")
+    min_lr_rate: Share = field(0.1, "share of the peak rate at a stage's end")
+    warmup_steps: NonNegativeInt = field(5, "steps of linear warm-up of each stage")
+    scale_lr: Literal["none", "linear", "sqrt"] = field(
+        "none", "how learning_rate grows with tasks_per_step / reference_tasks_per_step"
     )
-    min_lr_rate: Share = Field(0.1, description="share of the peak rate at a stage's end")
-    warmup_steps: NonNegativeInt = Field(5, description="steps of linear warm-up of each stage")
-    scale_lr: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="how learning_rate grows with tasks_per_step / reference_tasks_per_step"
+    reference_tasks_per_step: PositiveInt | None = field(None, "tasks_per_step of the rate")
+    adam_beta1: ShareBelowOne = field(0.9, "AdamW")
+    adam_beta2: ShareBelowOne = field(0.98, "AdamW")
+    weight_decay: NonNegativeFloat = field(0.0, "AdamW")
+    max_grad_norm: PositiveFloat = field(1.0, "gradient clipping, global norm")
+    max_skipped_steps: NonNegativeInt = field(3, "non-finite steps skipped in a row")
+    beta: NonNegativeFloat = field(0.0, "weight of the KL divergence (k3) to the reference")
+    use_bias_correction_kl: bool = field(False, "KL times the ratio (DeepSeek-V3.2)")
+    sync_ref_model: bool = field(False, "each stage's initial policy is its reference")
+    epsilon: PositiveFloat = field(0.2, "lower clip of the ratio")
+    epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the ratio")
+    delta: PositiveFloat | None = field(None, "bound of the ratio for negative advantages")
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = field(
+        "dapo", "the loss and its normalisation, as in TRL"
     )
-    reference_tasks_per_step: PositiveInt | None = Field(
-        None, description="the tasks_per_step that learning_rate was chosen for"
+    importance_sampling_level: Literal["token", "sequence"] = field(
+        "token", "a ratio per token, or one per episode (GSPO)"
     )
-    adam_beta1: ShareBelowOne = Field(0.9, description="AdamW")
-    adam_beta2: ShareBelowOne = Field(0.98, description="AdamW")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW")
-    max_grad_norm: PositiveFloat = Field(1.0, description="gradient clipping, global norm")
-    max_skipped_steps: NonNegativeInt = Field(3, description="non-finite steps skipped in a row")
-    beta: NonNegativeFloat = Field(
-        0.0, description="weight of the KL divergence (k3) to the reference policy; 0 needs none"
-    )
-    use_bias_correction_kl: bool = Field(False, description="KL times the ratio (DeepSeek-V3.2)")
-    sync_ref_model: bool = Field(False, description="each stage's initial policy is its reference")
-    epsilon: PositiveFloat = Field(0.2, description="lower clip of the ratio")
-    epsilon_high: PositiveFloat | None = Field(
-        0.28, description="upper clip of the ratio; null: epsilon. cispo: the largest ratio itself"
-    )
-    delta: PositiveFloat | None = Field(
-        None, description="bound of the ratio also where the advantage is negative; null: none"
-    )
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = Field(
-        "dapo", description="the loss and its normalisation, as in TRL"
-    )
-    importance_sampling_level: Literal["token", "sequence"] = Field(
-        "token", description="a ratio per token, or one per episode (GSPO)"
-    )
-    scale_rewards: Literal["group", "batch", "none"] = Field(
-        "group", description="what advantages are divided by"
-    )
-    domain_advantage_scale: dict[str, PositiveFloat] = Field(
-        {}, description="multiplies the advantages of a domain's episodes; missing: 1"
-    )
-    num_iterations: PositiveInt = Field(1, description="updates per batch of trajectories")
-    entropy_coef: NonNegativeFloat = Field(0.005, description="weight of the entropy bonus")
-    max_tokens_per_microbatch: PositiveInt = Field(2048, description="tokens per pass with padding")
-    padding_free: bool = Field(False, description="join sequences in one row instead of padding")
-    share_prefixes: bool = Field(
-        True,
-        description="compute common prefixes of episodes, such as the prompt, once; with "
-        "attn_implementation sdpa, without padding_free",
-    )
-    balance_ranks: bool = Field(True, description="even out the ranks' numbers of trained tokens")
-    shard_optimizer: bool = Field(False, description="spread AdamW's moments over the ranks")
-    gradient_checkpointing: bool = Field(False, description="recompute activations; saves memory")
-    drop_zero_std_groups: bool = Field(True, description="train on no group of equal rewards")
-    dynamic_sampling: bool = Field(False, description="replace groups of equal rewards (DAPO)")
-    max_resample_times: PositiveInt = Field(3, description="most rounds of that in a step")
-    permute_rewards: bool = Field(False, description="control: permute the rewards of each step")
-    max_sampling_logp_difference: PositiveFloat | None = Field(
-        None,
-        description="warn if train/sampling_logp_difference_max exceeds it; null: 1e-3 in fp32, "
-        "0.5 in bf16",
+    scale_rewards: Literal["group", "batch", "none"] = field("group", "divisor of the advantages")
+    domain_advantage_scale: Weights = field({}, "factors of advantages; missing: 1")
+    num_iterations: PositiveInt = field(1, "updates per batch of trajectories")
+    entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
+    max_tokens_per_microbatch: PositiveInt = field(2048, "tokens per pass with padding")
+    padding_free: bool = field(False, "join sequences in one row instead of padding")
+    share_prefixes: bool = field(True, "compute common prefixes once (sdpa, without padding_free)")
+    balance_ranks: bool = field(True, "even out the ranks' numbers of trained tokens")
+    shard_optimizer: bool = field(False, "spread AdamW's moments over the ranks")
+    gradient_checkpointing: bool = field(False, "recompute activations; saves memory")
+    drop_zero_std_groups: bool = field(True, "train on no group of equal rewards")
+    dynamic_sampling: bool = field(False, "replace groups of equal rewards (DAPO)")
+    max_resample_times: PositiveInt = field(3, "most rounds of that in a step")
+    permute_rewards: bool = field(False, "control: permute the rewards of each step")
+    max_sampling_logp_difference: PositiveFloat | None = field(
+        None, "limit of the warning; null: 1e-3 in fp32, 0.5 in bf16"
     )
 
     @property
@@ -257,54 +202,42 @@ class GRPOSettings(Section):
 class EvaluationSettings(Section):
     """evaluation"""
 
-    eval_trials: PositiveInt = Field(2, description="sampled trials per held-out task")
-    success_threshold: float = Field(1.0, description="the least reward of a success")
-    eval_steps: NonNegativeInt = Field(25, description="steps between validations; 0: never")
-    kl_probe_tasks: NonNegativeInt = Field(
-        16,
-        description="validation tasks of each learned domain on which those evaluations estimate "
-        "how far the policy has moved since (KL); 0: none",
+    eval_trials: PositiveInt = field(2, "sampled trials per held-out task")
+    success_threshold: float = field(1.0, "the least reward of a success")
+    eval_steps: NonNegativeInt = field(25, "steps between validations; 0: never")
+    kl_probe_tasks: NonNegativeInt = field(
+        16, "validation tasks per learned domain that measure the later KL divergence; 0: none"
     )
-    eval_steps_tasks: PositiveInt = Field(20, description="tasks of each domain in a validation")
+    eval_steps_tasks: PositiveInt = field(20, "tasks of each domain in a validation")
 
 
 class RunSettings(Section):
     """run"""
 
-    num_gpus: PositiveInt | None = Field(None, description="number of ranks; missing: as launched")
-    seed: int = Field(1, ge=0, le=MAX_SEED, description="seed of the model and of every draw")
-    output_dir: Path | None = Field(None, description="run folder; missing: runs/<recipe>-<time>")
-    save_steps: NonNegativeInt = Field(50, description="steps between checkpoints; 0: stage ends")
-    save_minutes: PositiveFloat | None = Field(
-        None, description="checkpoint also when the last one is so many minutes old; null: never"
+    num_gpus: PositiveInt | None = field(None, "number of ranks; missing: as launched")
+    seed: int = field(1, "seed of the model and of every draw", ge=0, le=MAX_SEED)
+    output_dir: Path | None = field(None, "run folder; missing: runs/<recipe>-<time>")
+    save_steps: NonNegativeInt = field(50, "steps between checkpoints; 0: stage ends")
+    save_minutes: PositiveFloat | None = field(None, "checkpoint also after so many minutes")
+    save_total_limit: PositiveInt = field(2, "step checkpoints kept; stage ends always")
+    resume_from_checkpoint: str | None = field(
+        None, "`latest`, a checkpoint's name or path, or `auto`: the latest or a fresh start"
     )
-    save_total_limit: PositiveInt = Field(2, description="step checkpoints kept; stage ends always")
-    resume_from_checkpoint: str | None = Field(
-        None,
-        description="`latest` of this output folder, one of its checkpoints by name or path, or "
-        "`auto`: the latest if there is one, else a fresh start",
-    )
-    override: bool = Field(False, description="resume with other settings than the checkpoint's")
-    timeout: PositiveFloat = Field(
-        600.0, description="seconds for a collective, and for a rank without a sign of progress"
-    )
-    deterministic: bool = Field(False, description="same bits on any number of CPU ranks; slow")
-    profile: list[PositiveInt] = Field(
-        [], description="steps of which each rank writes a trace (torch.profiler); `none` for none"
-    )
-    doctor: bool = Field(False, description="check ranks, links and machine, then exit")
-    check: bool = Field(False, description="check recipe, tasks, template and memory, then exit")
+    override: bool = field(False, "resume with other settings than the checkpoint's")
+    timeout: PositiveFloat = field(600.0, "seconds for a collective, and without progress")
+    deterministic: bool = field(False, "same bits on any number of CPU ranks; slow")
+    profile: list[PositiveInt] = field([], "steps with a torch.profiler trace; `none` for none")
+    doctor: bool = field(False, "check ranks, links and machine, then exit")
+    check: bool = field(False, "check recipe, tasks, template and memory, then exit")
 
 
 class TrackingSettings(Section):
     """tracking"""
 
-    report_to: list[Literal["wandb", "tensorboard"]] = Field(
-        ["wandb"], description="trackers besides the files; `none` for none"
-    )
-    project: str = Field("three-domain-grpo", description="W&B project")
-    run_name: str | None = Field(None, description="W&B run name; missing: the run folder's name")
-    tags: list[str] = Field([], description="W&B tags")
+    report_to: list[Literal["wandb", "tensorboard"]] = field(["wandb"], "trackers, or `none`")
+    project: str = field("three-domain-grpo", "W&B project")
+    run_name: str | None = field(None, "W&B run name; missing: the run folder's name")
+    tags: list[str] = field([], "W&B tags")
 
 
 class Config(Section):

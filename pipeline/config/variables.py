@@ -9,15 +9,12 @@ import os
 
 from pipeline.errors import UserError
 
-# Variables of Accelerate 1.15, torch 2.13 and their libraries, with the values that have no effect.
+# Ways of Accelerate to spread a model over ranks that the update does not support.
+_WAYS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")
 _OFF = ("", "0", "false", "no", "off")
+# Variables of Accelerate 1.15, torch 2.13 and their libraries, with the values that have no effect.
 REFUSED: dict[str, tuple[str, ...]] = {
-    # Ways to spread a model over ranks that the update does not support.
-    "ACCELERATE_USE_DEEPSPEED": _OFF,
-    "ACCELERATE_USE_FSDP": _OFF,
-    "ACCELERATE_USE_MEGATRON_LM": _OFF,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": _OFF,
-    "ACCELERATE_USE_SAGEMAKER": _OFF,
+    **dict.fromkeys((f"ACCELERATE_USE_{name}" for name in _WAYS), _OFF),
     "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # would compile only the training forward
     "ACCELERATE_TORCH_DEVICE": ("",),  # one device for all ranks
     # Matrix products below float32 precision, which torch's own settings cannot undo.
@@ -32,10 +29,9 @@ def refuse() -> None:
     for name, harmless in REFUSED.items():
         value = os.environ.get(name, "")
         if value.lower() not in harmless:
-            remedy = ", or start with --config_file accelerate_configs/multi_gpu.yaml"
             raise UserError(
                 f"{name}: got {value!r} in the environment, which would change what is computed; "
-                f"unset it{remedy if name.startswith('ACCELERATE_') else ''}"
+                "unset it"
             )
 
 

@@ -1,4 +1,4 @@
-"""Gradients over ranks: summed, not averaged; and the optimizer state that ranks may share."""
+"""Gradients, which are summed over ranks, not averaged, and optimizer state spread over ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Exchange(nn.Module):
-    """Its backward pass adds nothing to the gradients, and lets DDP sum them over the ranks.
+    """A backward pass that adds zero and uses no memory; DDP then sums the gradients over ranks.
 
-    A backward pass of real tokens can run out of memory on one rank, and the other ranks would
-    wait for it; this one cannot. It reaches every trained parameter, whichever of them the rank's
-    own tokens reached.
+    A backward pass of real tokens can run out of memory on one rank while the other ranks wait for
+    its gradients. This pass reaches every trained parameter, also if a rank's own tokens do not.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,15 +42,15 @@ class _Nothing(torch.autograd.Function):
 
 
 def sum_gradients(module: Any) -> Any:
-    """Make DDP add the ranks' gradients up, where it would average them; returns the module.
+    """Make DDP add the gradients of the ranks instead of averaging them; returns the module.
 
-    A loss that is normalised over all ranks then needs no factor, whose rounding would depend on
-    the number of ranks. A benchmark may replace `module.add_up`.
+    A loss that is normalised over all ranks then needs no factor; the rounding of a factor would
+    depend on the number of ranks. A benchmark may replace `module.add_up`.
     """
     if isinstance(module, DistributedDataParallel):
         wrapped: Any = module
         wrapped.add_up = add_up
-        # DDP refuses a function whose annotations are text, as they are here, so a lambda.
+        # A lambda, because DDP refuses functions with annotations as text.
         wrapped.register_comm_hook(None, lambda _, bucket: wrapped.add_up(bucket))
     return module
 

@@ -1,8 +1,8 @@
-"""The start of ranks: `--num-gpus N` runs N ranks that meet each other, or one line says why not.
+"""The start of ranks: `--num-gpus N` runs N connected ranks, or an error of one line says why not.
 
-N is the number of ranks in total, over all machines. Ranks come from `accelerate launch` or
-`torchrun`; where one process was launched and N is larger, it starts the ranks itself, through
-Accelerate's launcher. Without a GPU, or with ACCELERATE_USE_CPU=true, ranks run on CPU over gloo.
+N is the number of ranks over all machines. `accelerate launch` or `torchrun` starts them; a single
+process with a larger N starts them itself, with Accelerate's launcher. Without a GPU, or with
+ACCELERATE_USE_CPU=true, ranks run on CPU over gloo.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
 from pipeline.files.imports import importing
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 RANKS_CONFIG = RUN.parent.parent / "accelerate_configs" / "multi_gpu.yaml"
 COMMAND = "python pipeline/run.py --num-gpus"
 
 # Variables in which a launcher gives a process its rank; a process that starts ranks drops them.
-# KMP_AFFINITY is Accelerate's for a lone process: it would bind every rank to the same cores.
+# Accelerate sets KMP_AFFINITY for one process; it would bind every rank to the same cores.
 PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 PLACE |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY"}
 SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -35,8 +31,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHUTDOWN_TIMEOUT_S = 20  # from SIGTERM to SIGKILL; schedulers commonly grant 30 s in all
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
+class World(NamedTuple):
     """The ranks of a run, and this process among them."""
 
     num_ranks: int
@@ -46,10 +41,10 @@ class World:
 
 
 def resolve(num_gpus: int | None) -> World:
-    """The world of `num_gpus` (None: as many as were launched) and the launcher's variables.
+    """The world of `num_gpus` (None: the number of launched ranks) and the launcher's variables.
 
-    Raises UserError where the two disagree, where GPUs are missing, and where several processes
-    were launched that would not find each other.
+    Raises UserError if the two disagree, if GPUs are missing, or if the launched processes have no
+    address to connect to.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -69,16 +64,11 @@ def resolve(num_gpus: int | None) -> World:
             f"--num-gpus: got {num_here} ranks for this machine, but {gpus} visible; "
             f"use: {COMMAND} {num_visible}, or set ACCELERATE_USE_CPU=true for ranks on CPU"
         )
-    return World(
-        num_ranks=num_ranks,
-        rank=_integer("RANK", 0) if num_launched > 1 else 0,
-        device_type="cuda" if num_visible else "cpu",
-        num_launched=num_launched,
-    )
+    rank = _integer("RANK", 0) if num_launched > 1 else 0
+    return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched)
 
 
 def visible_gpus() -> int:
-    """The number of GPUs that PyTorch can use here."""
     import torch
 
     return torch.cuda.device_count()
@@ -87,7 +77,7 @@ def visible_gpus() -> int:
 def use_device(world: World) -> None:
     """Make Accelerate use the world's device in this process; on CPU, rank 0 prints a line.
 
-    Must come before the first `Accelerator`: without it ranks on CPU do not meet.
+    Call it before the first `Accelerator`; otherwise ranks on CPU do not connect.
     """
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -104,6 +94,7 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
     the call.
     """
     with importing():
+        import psutil
         from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -118,12 +109,15 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         except ChildFailedError as error:
             return _exit_code(*error.get_first_failure())
         except SignalException:
-            for stop in STOPS:  # a second Ctrl-C must not interrupt what ends the ranks
+            for stop in STOPS:  # a second Ctrl-C must not interrupt the end of the ranks
                 signal.signal(stop, signal.SIG_IGN)
             return _code_of_rank_0(log_dir)
         finally:
             logging.disable(logging.NOTSET)
-            _kill_children()
+            # The launcher loses ranks if a signal comes while it starts them.
+            for child in psutil.Process().children():
+                child.kill()
+                child.wait()
     return 0
 
 
@@ -147,9 +141,9 @@ def _num_launched() -> int:
 
 
 def _refuse_lost_processes(num_gpus: int | None) -> None:
-    """UserError where `accelerate launch --cpu` or MULTI_CPU started one process of several.
+    """UserError if `accelerate launch --cpu` or MULTI_CPU started only one of several processes.
 
-    Accelerate sets the ranks' address for several processes, and then no number of ranks.
+    In this case Accelerate sets the address of the ranks, but not their number.
     """
     by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -172,17 +166,18 @@ def _integer(name: str, default: int) -> int:
 
 def _set_environment(world: World, notes: str) -> None:
     environ = os.environ
-    for name in [name for name in environ if name in PLACE or name.startswith("TORCHELASTIC_")]:
-        del environ[name]
+    for name in list(environ):
+        if name in PLACE or name.startswith("TORCHELASTIC_"):
+            del environ[name]
     environ[STARTED_BY_US] = notes
     environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
-    # The launcher would otherwise also handle the signals that `nohup` and `&` made it ignore.
+    # By default the launcher also handles the signals that `nohup` and `&` ignore.
     heeded = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
     environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(heeded))
     if world.device_type == "cpu":
         environ["ACCELERATE_USE_CPU"] = "true"
         environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world.num_ranks)))
-        # Ranks share the cores: a thread that spins while it waits takes one from another rank.
+        # Ranks share the cores: a waiting thread that spins takes a core from another rank.
         environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -192,7 +187,7 @@ def _num_cores() -> int:
 
 
 def end_with_the_launcher() -> None:
-    """Let the kernel kill this rank when the launcher that started it is killed (on Linux)."""
+    """Let the kernel kill this rank when its launcher is killed (on Linux)."""
     if sys.platform == "linux":
         import ctypes
 
@@ -208,8 +203,8 @@ def _code_of_rank_0(notes: str) -> int:
     return int(text or 1)
 
 
-def _exit_code(rank: int, failure: ProcessFailure) -> int:
-    code = failure.exitcode
+def _exit_code(rank: int, failure: Any) -> int:
+    code: int = failure.exitcode
     if code in (1, 2, INTERRUPTED):
         return code
     end = f"ended with exit code {code}"
@@ -218,12 +213,3 @@ def _exit_code(rank: int, failure: ProcessFailure) -> int:
         end = f"was ended by {signal.Signals(-code).name}{hint}"
     print(f"rank {rank} {end}", file=sys.stderr, flush=True)
     return 1
-
-
-def _kill_children() -> None:
-    """End ranks that the launcher lost, as where a signal came while it started them."""
-    import psutil
-
-    for child in psutil.Process().children():
-        child.kill()
-        child.wait()

@@ -7,15 +7,15 @@ are real and it takes no GPU memory. With one rank every call is local.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ class CollectiveError(RuntimeError):
     """A collective failed or its deadline passed, so another rank is gone, late or elsewhere."""
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """What a rank is doing: `sample`, `update`, `evaluate`, ..., and in which stage and step."""
 
     name: str
@@ -47,22 +46,22 @@ class Phase:
 
 
 def meet_again(timeout_s: float, device_type: str) -> None:
-    """Meet the other ranks where a launcher has started all of them anew (`--max_restarts`).
+    """Make the process group of ranks that a launcher has restarted (`--max_restarts`).
 
     With static rendezvous, Accelerate's default, the launcher keeps one store over all restarts
-    (torch 2.13), in which the ranks would find the addresses of ranks that are gone. So each
-    attempt gets its own prefix. Accelerate takes the process group that it finds.
+    (torch 2.13), and the store still holds the addresses of the ended ranks. So each attempt gets
+    its own prefix. Accelerate uses an existing process group.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    environ, timeout = os.environ, timedelta(seconds=timeout_s)
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    address, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
-    store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), timeout=timeout)
+    store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timeout=timeout)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         store=dist.PrefixStore(f"attempt {attempt}", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
         timeout=timeout,
     )
 
@@ -75,13 +74,12 @@ class Ranks:
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks, self.is_main = rank, num_ranks, rank == 0
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            # PyTorch has no public name for the store at which its ranks met.
-            self._store: Any = dist.distributed_c10d._get_default_store()
+            self._store = _store()
         self.num_agreements = 0
         self.stop_wanted = False  # set from outside: the next agreement is to stop
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
@@ -91,36 +89,27 @@ class Ranks:
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def leave_deadlines_to_watchdog(self) -> None:
-        """Let collectives wait without a deadline, because a watchdog ends ranks that wait in vain.
+        """Remove the deadlines of collectives, because a watchdog ends ranks that wait in vain.
 
-        A collective's own deadline goes by the clock: a run that was suspended (SIGSTOP, a
-        scheduler) for longer would fail in the first collective after it.
+        These deadlines also count the time in which a run is suspended (SIGSTOP, a scheduler).
         """
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the group of Accelerate
                 dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # no public name (torch 2.13)
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def shard(self, count: int) -> range:
-        """Which of `count` groups this rank plays: every num_ranks-th one.
-
-        So the domains of a step, listed one after another, spread over the ranks.
-        """
+        """The indices of this rank's groups: every num_ranks-th one spreads the domains evenly."""
         return range(self.rank, count, self.num_ranks)
 
     def alive(self) -> None:
-        """Note a sign of progress."""
+        """Note a sign of progress for the watchdog."""
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
         """Note a sign of progress and the current task, in work that ends with an `agree`.
 
-        Between tasks it raises Interrupted where the run is to stop; so will that `agree` on the
-        other ranks.
+        Between tasks it raises Interrupted if the run must stop; on other ranks, `agree` does.
         """
         self.task = task
         self.alive()
@@ -128,18 +117,18 @@ class Ranks:
             self.agree("stop")
 
     def agree(self, name: str) -> None:
-        """Wait for all ranks; raises Interrupted on all of them where one was told to stop.
+        """Wait for all ranks; raises Interrupted on all of them if one must stop.
 
-        It uses the store, where a rank can tell the others to stop before they have come.
+        The store holds the answer, so a rank can stop the others before they arrive here.
         """
         self.num_agreements += 1
         self.alive()
         if self._group is None:
-            is_stop = self.stop_wanted
+            answer = b"stop" if self.stop_wanted else b"go"
         else:
-            with self._waiting_clock(name):
-                is_stop = self._agreed() == b"stop"
-        if is_stop:
+            with self._clock("wait"), self.waiting(name):
+                answer = self._agreed()
+        if answer == b"stop":
             raise Interrupted
 
     def _agreed(self) -> bytes:
@@ -163,7 +152,7 @@ class Ranks:
     def barrier(self, name: str) -> None:
         """Wait for all ranks; raises CollectiveError when the deadline passes."""
         if self._group is not None:
-            with self._waiting_clock(name):
+            with self._clock("wait"), self.waiting(name):
                 dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
 
     def all_gather_objects(self, item: Item, name: str) -> list[Item]:
@@ -172,7 +161,7 @@ class Ranks:
             return [item]
         self.bytes["objects"] += len(pickle.dumps(item))
         gathered: list[Any] = [None] * self.num_ranks
-        with self._waiting_clock(name):
+        with self._clock("wait"), self.waiting(name):
             dist.all_gather_object(gathered, item, group=self._group)
         return gathered
 
@@ -189,7 +178,7 @@ class Ranks:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
         self.bytes["numbers"] += tensor.nbytes
-        with self._waiting_clock():
+        with self._clock("wait"), self.waiting("wait"):
             dist.all_reduce(tensor, op=operation, group=self._group)
         values: list[float] = tensor.tolist()
         return values
@@ -200,7 +189,7 @@ class Ranks:
             return [tensor]
         self.bytes["tensors"] += tensor.nbytes
         gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        with self._waiting_clock():
+        with self._clock("wait"), self.waiting("wait"):
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 
@@ -221,7 +210,7 @@ class Ranks:
         self.bytes["messages"] += sum(sizes)
         sent = torch.frombuffer(bytearray(b"".join(messages) or b"0"), dtype=torch.uint8)
         received = torch.empty(sum(arriving), dtype=torch.uint8)
-        with self._waiting_clock():
+        with self._clock("wait"), self.waiting("wait"):
             dist.all_to_all_single(received, sent[: sum(sizes)], arriving, sizes, self._group)
         return [part.numpy().tobytes() for part in received.split(arriving)]
 
@@ -232,18 +221,15 @@ class Ranks:
 
         Raises RuntimeError naming the ranks whose parameters differ from rank 0's.
         """
-        digest = parameter_hash(parameters)
-        digests = self.all_gather_objects(digest, f"parameters {when}")
-        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if different:
-            raise RuntimeError(
-                f"parameters {when}: ranks {different} differ from rank 0; the run stops here"
-            )
-        return digest
+        digests = self.all_gather_objects(parameter_hash(parameters), f"parameters {when}")
+        if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+            why = f"ranks {different} differ from rank 0; the run stops here"
+            raise RuntimeError(f"parameters {when}: {why}")
+        return digests[0]
 
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
-        """Around a part of the loop: names it in errors and adds up its seconds, without waits."""
+        """Around a part of the loop: errors name it, and `seconds` count it, without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
         self.task = ""
         self.alive()
@@ -252,7 +238,7 @@ class Ranks:
         with self._clock(name):
             yield
         self.seconds[name] -= self.seconds["wait"] - waited
-        # After an error the inner phase is the one to name; between phases, the last one is.
+        # After an error, the inner phase stays; between phases, the last phase stays as "after".
         inside = outer.name != "start" and not outer.name.startswith("after ")
         self.current = outer if inside else Phase(f"after {name}", stage, step)
 
@@ -271,11 +257,6 @@ class Ranks:
         self.alive()
 
     @contextmanager
-    def _waiting_clock(self, name: str = "wait") -> Iterator[None]:
-        with self._clock("wait"), self.waiting(name):
-            yield
-
-    @contextmanager
     def _clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
@@ -283,6 +264,42 @@ class Ranks:
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+
+class Board:
+    """Notes in the store that any rank can read, also if collectives fail or hang.
+
+    A board has its own connection to the store, so no other wait delays it. With one rank the
+    notes stay in this process.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        store: Any = _store() if num_ranks > 1 else dist.HashStore()
+        self._store = store.clone()
+
+    def post(self, name: str, item: Any) -> None:
+        """Post an item of JSON's types; it replaces the last one of this name."""
+        self._store.set(f"note {name}", json.dumps(item))
+
+    def post_first(self, name: str, item: Any) -> Any:
+        """Post an item unless the name has one already; returns the first."""
+        return json.loads(self._store.compare_set(f"note {name}", "", json.dumps(item)))
+
+    def read(self, *names: str) -> list[Any]:
+        """The items of these names; nothing while one of them is missing."""
+        keys = [f"note {name}" for name in names]
+        if not self._store.check(keys):
+            return []
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def wake(self, agreement: str) -> None:
+        """End this rank's wait for an agreement that will not come about."""
+        self._store.compare_set(agreement, "", "fault")
+
+
+def _store() -> Any:
+    """The store at which the ranks met; PyTorch has no public name for it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:

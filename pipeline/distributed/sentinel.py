@@ -1,11 +1,11 @@
-"""A process beside a rank: ends the rank where its watchdog's thread is silent for too long.
+"""A process beside a rank: it ends the rank if the watchdog's thread is silent for too long.
 
     python sentinel.py PID TICKS
 
-While Python runs in the rank, the thread writes a byte to this process at least twice a second; it
-leaves when the pipe is closed. It counts its own ticks, not time, so nothing is counted while both
-are suspended, nor while the rank alone is. SIGABRT makes `faulthandler` print the rank's stacks,
-which needs no Python there. Imports no other module of the package, to be small.
+While Python runs in the rank, the thread writes a byte to this process at least twice a second. The
+sentinel counts ticks instead of time, and no ticks while the rank is suspended. It sends SIGABRT:
+`faulthandler` then prints the rank's stacks, also if Python is stuck. It exits when the pipe is
+closed. It imports no other module of the package, to be small.
 """
 
 import os
@@ -35,11 +35,11 @@ def _is_suspended(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:  # no Linux, or it has ended, which closes standard input as well
+    except OSError:  # no Linux, or the process has ended, which also closes standard input
         return False
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its rank
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ends with its rank
         signal.signal(stop, signal.SIG_IGN)
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,9 +1,9 @@
 """The watchdog: a thread on each rank that handles signals and names the rank that is at fault.
 
-Twice a second each rank posts what it is doing, a beat, at the store where the ranks met. The first
-one to see that a rank failed, hangs, exited or was killed posts this fault and prints it; every
-rank then ends with exit code 1. A rank whose Python is stuck posts no beats, so another rank names
-it; where all are stuck, their sentinels end them. While a run is suspended no deadline runs.
+Twice a second each rank posts its state, a beat, in the store where the ranks met. A rank that sees
+a failed, hanging, exited or killed rank posts this fault; the first fault is printed, and every
+rank ends with exit code 1. If Python is stuck in a rank, it posts no beats, so another rank names
+it; if Python is stuck in all ranks, their sentinels end them. Deadlines stop during a suspension.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from typing import Any, Self
 import psutil
 
 from pipeline.distributed import sentinel
-from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
-from pipeline.distributed.store import Board
+from pipeline.distributed.ranks import Board, CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, UserError
 from pipeline.files.untrusted import printable
 
 TICK_S = 0.5
 SAME_SIGNAL_S = 2.0  # Ctrl-C arrives twice: from the terminal and from the launcher
-PATIENCE_S = 3.0  # in which the rank at fault can report before a rank that lost its connection
-# If this thread did not run for so long, or a tenth of the deadline, the rank was suspended.
+PATIENCE_S = 3.0  # the rank at fault reports before a rank that lost its connection
+# A pause of this thread for more than this, and more than a tenth of the deadline, is a suspension.
 SUSPENDED_S = 3.0
-GRACE_S = 5.0  # for this rank's own clean end, once a fault is known
+GRACE_S = 5.0  # from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
 
 class ToldElsewhere(Exception):
-    """This rank ends because of a fault that another rank has reported; with `exit_code`."""
+    """Another rank has reported the fault that ends this rank."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -51,7 +50,7 @@ class ToldElsewhere(Exception):
 
 @dataclass(kw_only=True)
 class Beat:
-    """What a rank is doing."""
+    """The state of a rank."""
 
     rank: int
     host: str
@@ -60,9 +59,9 @@ class Beat:
     phase: str
     task: str
     waits_for: str  # a collective; empty while the rank works
-    idle_s: float  # since its last sign of progress
-    left: bool = False  # the rank has ended in good order
-    seen_at: float = 0.0  # when the reading rank saw the tick change
+    idle_s: float  # since its last sign of progress, when it posted the beat
+    left: bool  # the rank has ended in good order
+    seen_at: float  # when the reading rank first saw this beat
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -71,13 +70,17 @@ class Beat:
     def place(self) -> str:
         return f"{self.phase}, task {self.task}" if self.task else self.phase
 
+    @property
+    def silent_s(self) -> float:
+        return self.idle_s + time.monotonic() - self.seen_at
+
 
 class Watchdog:
-    """Watches inside its `with` block, in the main thread, whose signals it takes over.
+    """Watches inside its `with` block, in the main thread, and handles signals there.
 
     `timeout_s` is how long a rank may show no progress. Set `can_resume` once there is a
-    checkpoint: it decides the exit code when a second signal ends the rank at once. `advice`
-    follows what is printed of a rank that hangs or is gone.
+    checkpoint: it decides the exit code when a second signal ends the rank at once. `advice` is
+    printed after the message about a rank that hangs or is gone.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
@@ -87,7 +90,7 @@ class Watchdog:
         self._num_ticks = 0
         self._own = self._beat()
         self._others: dict[int, Beat] = {}
-        self._fault: dict[str, Any] = {}  # the first of any rank, once it is known here
+        self._fault: dict[str, Any] = {}  # the first fault of any rank, when this rank has read it
         self._fault_at = self._first_signal_at = 0.0
         self._looked_at = time.monotonic()
         self._sentinel: Any = None
@@ -99,13 +102,13 @@ class Watchdog:
     def __enter__(self) -> Self:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                # The thread reads the signal's number from the socket.
+                # The thread reads the number of the signal from the socket.
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         self._old_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._ranks.on_phase = self._post_beat
         self._ranks.leave_deadlines_to_watchdog()
         if not faulthandler.is_enabled():
-            faulthandler.enable(file=2)  # prints the stacks where the sentinel ends this process
+            faulthandler.enable(file=2)  # prints the stacks if the sentinel ends this process
         ticks = str(round((self._timeout_s + GRACE_S) / sentinel.TICK_S))
         command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), ticks]
         self._sentinel = subprocess.Popen(
@@ -117,9 +120,9 @@ class Watchdog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
-        """Report how this rank ends; raises ToldElsewhere where another rank is at fault.
+        """Report how this rank ends; raises ToldElsewhere if another rank is at fault.
 
-        Of ranks that fail together one keeps its exception, with a note of where it was.
+        If several ranks fail, one keeps its exception, with a note on its phase and task.
         """
         try:
             if error is not None and not isinstance(error, Interrupted):
@@ -128,7 +131,7 @@ class Watchdog:
             self._ranks.on_phase = lambda: None
             self._wakeup.send(b"\0")
             self._thread.join()
-            self._sentinel.stdin.close()  # which ends it
+            self._sentinel.stdin.close()  # ends the sentinel
             self._sentinel.wait()
             signal.set_wakeup_fd(self._old_fd)
             for number, handler in self._handlers.items():
@@ -139,7 +142,7 @@ class Watchdog:
 
     def _blame(self, error: BaseException) -> None:
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
-        if self._ranks.stop_wanted and lost:  # others left because of the same signal
+        if self._ranks.stop_wanted and lost:  # the same signal has ended other ranks
             raise ToldElsewhere("stop") from error
         patient_until = time.monotonic() + (PATIENCE_S if lost else 0)
         while not self._fault and time.monotonic() < patient_until:
@@ -157,11 +160,11 @@ class Watchdog:
             error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._beat().place}")
 
     def _post_fault(self, kind: str, beat: Beat, text: str = "") -> dict[str, Any]:
-        """Post a rank's fault, and print it if it is the first; returns the first."""
+        """Post a rank's fault, and print it if it is the first; returns the first fault."""
         own = {"kind": kind, "rank": beat.rank, "by": self._ranks.rank, "text": text}
         try:
             fault: dict[str, Any] = self._board.post_first("fault", own)
-        except RuntimeError:  # the store went with its process
+        except RuntimeError:  # the store ended with the launcher
             fault = self._fault or own
         if fault == own and text and not self._fault:
             print(printable(text + self.advice), file=sys.stderr, flush=True)
@@ -182,22 +185,22 @@ class Watchdog:
                 self._exchange_beats()
                 if not self._fault:
                     self._look()
-            except RuntimeError as error:  # the store went with its process
-                reason = str(error).splitlines()[0]
-                self._post_fault("store", self._own, f"the launcher is gone ({reason})")
+            except RuntimeError as error:  # the store ended with the launcher
+                text = f"the launcher is gone ({str(error).splitlines()[0]})"
+                self._post_fault("store", self._own, text)
             if self._fault:
                 self._end()
 
     def _handle_signal(self, number: int) -> None:
         """The first signal asks all ranks to stop; a later one ends this rank."""
         now, is_first = time.monotonic(), not self._first_signal_at
-        if not is_first and now - self._first_signal_at > SAME_SIGNAL_S:
-            leave_at_once(INTERRUPTED if self.can_resume else 1)
         self._first_signal_at = self._first_signal_at or now
+        if now - self._first_signal_at > SAME_SIGNAL_S:
+            leave_at_once(INTERRUPTED if self.can_resume else 1)
         with suppress(RuntimeError):  # without the store every rank ends
             self._exchange_beats()
             self._look_for_gone_ranks()
-            if not is_first or self._fault:  # the launcher ends the others of a gone rank
+            if not is_first or self._fault:  # the launcher signals the others of a gone rank
                 return
             self._ranks.stop_wanted = True
             if self._board.post_first("stop", self._ranks.rank) == self._ranks.rank:
@@ -208,24 +211,21 @@ class Watchdog:
         self._post_beat()
         others = set(range(self._ranks.num_ranks)) - {self._ranks.rank}
         for fields in self._board.read(*(f"beat {rank}" for rank in others)):
-            beat = Beat(**fields)
-            last = self._others.get(beat.rank)
-            same = last is not None and last.tick == beat.tick
-            beat.seen_at = last.seen_at if last and same else time.monotonic()
-            self._others[beat.rank] = beat
+            last = self._others.get(fields["rank"])
+            if last is None or last.tick != fields["tick"]:
+                self._others[fields["rank"]] = Beat(**{**fields, "seen_at": time.monotonic()})
         if not self._fault and (found := self._board.read("fault")):
             self._fault, self._fault_at = found[0], time.monotonic()
         if self._board.read("stop"):
             self._ranks.stop_wanted = True
 
     def _post_beat(self, left: bool = False) -> None:
-        """Show the others what this rank is doing: at every tick, and when a phase begins."""
-        self._own = self._beat()
-        self._own.left = left
-        with suppress(RuntimeError):  # where the store is gone, reading from it raises
+        """Post this rank's beat: at every tick, and when a phase begins."""
+        self._own = self._beat(left)
+        with suppress(RuntimeError):  # `_watch` notices a store that is gone
             self._board.post(f"beat {self._ranks.rank}", asdict(self._own))
 
-    def _beat(self) -> Beat:
+    def _beat(self, left: bool = False) -> Beat:
         ranks = self._ranks
         self._num_ticks += 1
         return Beat(
@@ -237,28 +237,30 @@ class Watchdog:
             task=ranks.task,
             waits_for=ranks.waits_for or _collective_of_torch(),
             idle_s=time.monotonic() - ranks.progress_at,
+            left=left,
+            seen_at=time.monotonic(),
         )
 
     def _look(self) -> None:
-        """Name a rank that is gone or hangs, this one among them."""
+        """Name a rank that is gone or hangs; it may be this one."""
         now = time.monotonic()
         gap_s, self._looked_at = now - self._looked_at, now
         if gap_s > max(SUSPENDED_S, self._timeout_s / 10):
-            # The others may have been suspended as well: all deadlines start anew.
+            # Other ranks may have been suspended too: all deadlines start anew.
             self._ranks.alive()
             for beat in self._others.values():
                 beat.seen_at = now
             return
         self._look_for_gone_ranks()
-        if self._own.idle_s > self._timeout_s and self._own.waits_for:
+        is_late = self._own.idle_s > self._timeout_s
+        if is_late and self._own.waits_for:
             self._name_culprits(is_deadlock=True)
-        late = [self._own] if self._own.idle_s > self._timeout_s else []
         limit_s = self._timeout_s + TICK_S
-        late += [b for b in self._others.values() if not b.left and now - b.seen_at > limit_s]
-        for beat in late if not self._fault else ():
-            silent_s = beat.idle_s + (now - beat.seen_at if beat.seen_at else 0.0)
-            text = f"{beat} hangs in {beat.place}: no sign of progress for {silent_s:.0f} s"
-            self._post_fault("hangs", beat, text)
+        late = [b for b in self._others.values() if not b.left and now - b.seen_at > limit_s]
+        for beat in [*([self._own] if is_late else []), *late]:
+            if not self._fault:
+                text = f"no sign of progress for {beat.silent_s:.0f} s"
+                self._post_fault("hangs", beat, f"{beat} hangs in {beat.place}: {text}")
 
     def _look_for_gone_ranks(self) -> None:
         """Name a rank of this machine that ended without a last beat."""
@@ -273,9 +275,9 @@ class Watchdog:
                 self._post_fault("gone", beat, text)
 
     def _name_culprits(self, is_deadlock: bool) -> None:
-        """Name the rank that did not come to the collective for which this rank waited in vain.
+        """Name the rank that is missing in the collective for which this rank waits.
 
-        It shows no beats, or it works, or, in a deadlock, it waits for another collective.
+        The missing rank posts no beats, or it works, or, in a deadlock, it waits elsewhere.
         """
         self._look_for_gone_ranks()
         now, beats = time.monotonic(), list(self._others.values())
@@ -284,24 +286,24 @@ class Watchdog:
         culprits = silent or working or (beats if is_deadlock else [])
         if self._fault or not culprits:
             return
-        beat = max(culprits, key=lambda beat: beat.idle_s + now - beat.seen_at)
+        beat = max(culprits, key=lambda beat: beat.silent_s)
         text = f"{beat} did not come to {self._own.waits_for!r}: it is in {beat.place}, "
         text += f"waits for {beat.waits_for!r}, " if beat.waits_for else ""
-        idle_s = beat.idle_s + now - beat.seen_at
-        self._post_fault("hangs", beat, f"{text}its last sign of progress was {idle_s:.0f} s ago")
+        text += f"its last sign of progress was {beat.silent_s:.0f} s ago"
+        self._post_fault("hangs", beat, text)
 
     def _end(self) -> None:
-        """A fault is known: wake the main thread, and end this rank if it does not end itself."""
+        """After a fault: wake the main thread, and end this rank if it does not end itself."""
         own = self._beat()
-        # Where the store is gone, another rank may have named this one without its knowledge.
-        is_stuck = not own.waits_for and own.idle_s > self._timeout_s
         hangs = self._fault["kind"] == "hangs" and self._fault["rank"] == self._ranks.rank
-        if hangs or is_stuck:
+        # Without the store, this rank cannot read that another rank has named it.
+        hangs |= not own.waits_for and own.idle_s > self._timeout_s
+        if hangs:
             stack = "".join(traceback.format_stack(_main_frame()))
             print(f"rank {self._ranks.rank} is at\n{stack}", file=sys.stderr, flush=True)
-        with suppress(RuntimeError):  # without the store it wakes anyway
+        with suppress(RuntimeError):  # without the store, the main thread wakes anyway
             self._board.wake(self._ranks.agreement)
-        if hangs or is_stuck or time.monotonic() - self._fault_at > GRACE_S:
+        if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)
 
 
@@ -312,14 +314,13 @@ def _main_frame() -> Any:
 def _collective_of_torch() -> str:
     """Not empty while the main thread is in code of torch that may wait for other ranks.
 
-    The trainer of the warm start waits there. A backward pass that computes looks the same.
+    The warm start waits there. A backward pass that computes is in the same code.
     """
     file = getattr(getattr(_main_frame(), "f_code", None), "co_filename", "")
     return "a collective of torch" if any(part in file for part in WHERE_TORCH_WAITS) else ""
 
 
 def leave_at_once(code: int) -> None:
-    """End this process now, whatever its threads are doing."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -16,8 +16,5 @@ def may_fail(what: str, advice: str) -> Iterator[None]:
         yield
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        print(
-            f"warning: {what}: {type(error).__name__}: {reason_of(error)} ({frame.filename}, line "
-            f"{frame.lineno}); what was trained is whole; {advice}",
-            flush=True,
-        )
+        why = f"{type(error).__name__}: {reason_of(error)} ({frame.filename}, line {frame.lineno})"
+        print(f"warning: {what}: {why}; what was trained is whole; {advice}", flush=True)

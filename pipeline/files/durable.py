@@ -42,10 +42,8 @@ class LinesFile:
         self._file.seek(0)
         self.size = self._file.read(size).rfind(b"\n") + 1
         if self.size != size:
-            say(
-                f"warning: {path}: the checkpoint was written when it had {size} bytes, and only "
-                f"{self.size} of these are there in whole lines; what is missing stays missing"
-            )
+            lost = f"{size} bytes, and {self.size} of these remain in whole lines"
+            say(f"warning: {path}: at the checkpoint it had {lost}; the rest stays missing")
         self._file.truncate(self.size)
         self.sync()
 
@@ -79,7 +77,7 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, without a last line that a crash cut short; [] if none exists."""
+    """The records of a JSONL file, without an incomplete last line; [] if there is no file."""
     if not path.is_file():
         return []
     *lines, last = path.read_text(encoding="utf-8").split("\n")
@@ -90,9 +88,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a gzip file, up to the point where a killed process stopped writing."""
-    with (
-        gzip.open(path, "rb") as file,
-        suppress(EOFError, gzip.BadGzipFile, zlib.error),
-    ):
+    """The whole lines of a gzip file; a killed process may have left it incomplete."""
+    with gzip.open(path, "rb") as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
         yield from (line for line in file if line.endswith(b"\n"))

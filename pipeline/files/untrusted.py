@@ -1,7 +1,7 @@
-"""Text that others wrote: files and JSON read within limits, and text made safe for a message.
+"""Text that others wrote: bounded reading of files and JSON, and text that is safe in a message.
 
-Task files, demonstrations and a model's tool calls are read through this module, so that each needs
-bounded time, memory and stack. Imports no torch.
+Task files, demonstrations and a model's tool calls are read with these functions, within limits of
+time, memory and stack. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _TOKEN = re.compile(
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; ValueError gives the reason in a few words if there is none.
+    """The value of a JSON text; ValueError gives the reason in a few words.
 
-    Also refused: NaN, numbers that no float holds, lone surrogates, and objects and arrays nested
-    more than MAX_DEPTH levels deep.
+    Also refused: NaN, numbers too large for a float, lone surrogates, and objects and arrays with
+    more than MAX_DEPTH levels.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
@@ -92,10 +92,8 @@ def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(
-                f"{name}, line {number}: more than {MAX_LINE_BYTES >> 20} MiB; give each its own "
-                "line, and none that long"
-            )
+            size = f"more than {MAX_LINE_BYTES >> 20} MiB"
+            raise UserError(f"{name}, line {number}: {size}; give each its own, shorter line")
         yield number, line
 
 

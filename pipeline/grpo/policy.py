@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.checkpoint import TrainState, load_optimizer
-from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer
 from pipeline.checkpoints.resume import base_of_adapters, folder_of_reference, set_weights
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage

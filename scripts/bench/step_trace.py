@@ -39,7 +39,7 @@ FLAGS = [
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 ASIDE = (
     *("evaluation", "checkpoints", "tracking", "rollout/transcripts.py"),
-    *("distributed/watchdog.py", "distributed/store.py", "distributed/sentinel.py"),
+    *("distributed/watchdog.py", "distributed/sentinel.py"),
     *("evaluate.py", "validation.py", "continual.py", "error_shares.py", "checkpoint.py"),
     *("manifest.py", "run_folder.py", "tracking.py", "trackers.py", "step_metrics.py"),
     *("profiling.py", "flops.py", "watchdog.py", "sentinel.py"),
