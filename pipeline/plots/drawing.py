@@ -47,22 +47,18 @@ def tidy(axes: Axes, grid: Literal["x", "y", "both"] = "y") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def stage_bands(axes: Axes, run: RunData, with_names: bool = True, lines: bool = False) -> None:
-    """Draw stages as grey bands, or as lines between them, with their names above."""
+def mark_stages(axes: Axes, run: RunData, with_names: bool = True) -> None:
+    """Draw lines between the stages, and their names above."""
     last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
-    for index, stage in enumerate(run.stages):
+    for stage in run.stages:
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
-        if lines and index:
+        if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
-        elif not lines:
-            axes.axvspan(first, end, color="black", alpha=(0.04, 0.11)[index % 2], linewidth=0)
         room = int((end - first) / last * 50)  # characters, about
         if with_names and room > 3:
-            name = stage["name"]
-            words = f"stage {name}" if len(name) + 6 <= room else name
-            words = words if len(words) <= room else f"{words[: room - 2]}.."
-            place = {"transform": axes.get_xaxis_transform(), "ha": "center", "fontsize": "small"}
-            axes.text((first + end) / 2, 1.02, words, **place)
+            name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
+            above, middle = axes.get_xaxis_transform(), (first + end) / 2
+            axes.text(middle, 1.02, name, transform=above, ha="center", fontsize="small")
 
 
 def title(figure: Figure, run: RunData, words: str) -> None:

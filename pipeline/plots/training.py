@@ -7,18 +7,11 @@ from itertools import chain, cycle, repeat
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline.evaluation.transfer_metrics import wilson
-from pipeline.plots.drawing import (
-    COLOURS,
-    WIDTH,
-    Handle,
-    error_bar,
-    legend,
-    new_figure,
-    stage_bands,
-    tidy,
-    title,
-)
+from pipeline.plots import drawing
+from pipeline.plots.drawing import COLOURS, WIDTH, Handle
 from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
@@ -27,35 +20,18 @@ if TYPE_CHECKING:
 
 SMOOTHED_OVER = 9  # steps, centred
 LEAST_KL = 1e-3  # nats at the top of a KL axis
-MAX_BARS = 120  # along the steps; of more, neighbours are averaged
 PALE = "#999999"
-
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
 SMOOTHED: dict[str, Any] = {"linewidth": 2}
-VALIDATION: dict[str, Any] = {
-    "marker": "s",
-    "markersize": 4.5,
-    "markerfacecolor": "white",
-    "linestyle": "none",
-}
-HELD_OUT: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 8,
-    "markeredgecolor": "black",
-    "linestyle": "none",
-}
+VALIDATION: dict[str, Any] = {"marker": "s", "markersize": 4.5, "mfc": "white", "linestyle": "none"}
+HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 8, "mec": "black", "linestyle": "none"}
 KL: dict[str, Any] = {"marker": "v", "markersize": 4, "linewidth": 1, "linestyle": "--"}
 BASELINE: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
 SQUARE: dict[str, Any] = {"marker": "s", "markersize": 9, "linestyle": "none"}
 STOP = "rollout/stop/"
-PHASES = {
-    "sample": ("sampling", COLOURS[0]),
-    "environment": ("environment", COLOURS[4]),
-    "update": ("update", COLOURS[2]),
-    "wait": ("waiting for ranks", COLOURS[3]),
-}
 
-Layer = tuple[str, Sequence[float], str]  # name, value of each step, colour
+Records = Sequence[Mapping[str, Any]]
+Layer = tuple[str, np.ndarray[Any, Any], str]  # name, value of each step, colour
 
 
 def learning_curves(run: RunData) -> Figure:
@@ -66,13 +42,13 @@ def learning_curves(run: RunData) -> Figure:
     """
     divergences = {d: _points(run.validation, f"validation/{d}/kl") for d in run.domains}
     heights = [height for d in run.domains for height in ((3, 1) if divergences[d] else (3,))]
-    figure = new_figure(WIDTH, 0.55 * sum(heights) + 1.3)
+    figure = drawing.new_figure(WIDTH, 0.55 * sum(heights) + 1.3)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = list(grid.flat)
-    title(figure, run, "training reward and held-out success")
+    drawing.title(figure, run, "training reward and held-out success")
     for axes in panels:
-        tidy(axes)
-        stage_bands(axes, run, with_names=axes is panels[0])
+        drawing.tidy(axes)
+        drawing.mark_stages(axes, run, with_names=axes is panels[0])
     below = iter(panels)
     for domain, colour in zip(run.domains, cycle(COLOURS), strict=False):
         _draw_success(next(below), run, domain, colour)
@@ -84,9 +60,6 @@ def learning_curves(run: RunData) -> Figure:
             axes.locator_params(axis="y", nbins=2)
     last = max([1, *(record["step"] for record in [*run.train, *run.evaluations])])
     panels[-1].set_xlim(-0.03 * last, 1.03 * last)
-    if not run.train:
-        panels[-1].set_xlim(-1, 1)
-        panels[-1].set_xticks([0])
     panels[-1].set_xlabel("optimizer step")
     figure.supylabel("mean reward, success rate", fontsize="medium")
     kl = "KL per token (nats) from the\npolicy when it was learned"
@@ -98,7 +71,7 @@ def learning_curves(run: RunData) -> Figure:
         (any(divergences.values()), kl, KL),
         (run.results["baselines"], *BASELINE),
     ]
-    legend(figure, [(name, style) for is_shown, name, style in handles if is_shown])
+    drawing.legend(figure, [(name, style) for is_shown, name, style in handles if is_shown])
     return figure
 
 
@@ -125,8 +98,6 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
         if of := evaluation["success"].get(domain):
             style = {"color": colour, "zorder": 5, **HELD_OUT}
             draw_rate(axes, evaluation["step"], of["mean"], of["num_tasks"], **style)
-    if not run.train:
-        axes.text(0.75, 0.5, "no training steps", transform=axes.transAxes, ha="center")
 
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -148,7 +119,7 @@ def draw_rate(axes: Axes, x: float, mean: float, num_tasks: int, **style: Any) -
     """Draw a success rate with its Wilson interval."""
     is_rate = num_tasks > 0 and 0 <= mean <= 1  # older runs have mean rewards there
     low, high = wilson(mean, num_tasks) if is_rate else (mean, mean)
-    axes.errorbar(x, mean, error_bar(mean, low, high), capsize=2, elinewidth=1, **style)
+    axes.errorbar(x, mean, drawing.error_bar(mean, low, high), capsize=2, elinewidth=1, **style)
 
 
 def stop_reasons(run: RunData) -> Figure | None:
@@ -165,14 +136,11 @@ def zero_std_groups(run: RunData) -> Figure | None:
     """Shares of groups that are all solved, all failed or too small, or have a signal."""
     if not any("rollout/all_failed" in record for record in run.train):
         return None
-    failed, solved, few = (
-        _column(run.train, f"rollout/{name}")
-        for name in ("all_failed", "all_solved", "too_few_left")
-    )
-    rest = [1 - sum(without) for without in zip(failed, solved, few, strict=True)]
+    names = ("all_failed", "all_solved", "too_few_left")
+    failed, solved, few = (_column(run.train, f"rollout/{name}") for name in names)
     layers = [
         ("all failed", failed, COLOURS[1]),
-        ("with a signal", rest, COLOURS[0]),
+        ("with a signal", 1 - failed - solved - few, COLOURS[0]),
         ("all solved", solved, COLOURS[5]),
         ("fewer than two left", few, PALE),
     ]
@@ -180,64 +148,63 @@ def zero_std_groups(run: RunData) -> Figure | None:
 
 
 def _stacked_shares(run: RunData, words: str, label: str, layers: Sequence[Layer]) -> Figure | None:
-    shown = [layer for layer in layers if any(layer[1])]
-    return _stacked(run, words, run.train, [(label, shown)], 2.7, top=1) if shown else None
+    shown = [layer for layer in layers if layer[1].any()]
+    return _stacked(run, words, run.train, {label: shown}, 2.7, top=1) if shown else None
 
 
 def time_and_memory(run: RunData) -> Figure | None:
     """Seconds of each phase and the peak memory of a rank, step by step."""
     if not any("perf/sample_s" in record for record in run.timings):
         return None
-    seconds = {name: _column(run.timings, f"perf/{name}_s") for name in (*PHASES, "step")}
-    pairs = zip(seconds["sample"], seconds["environment"], strict=True)
-    seconds["sample"] = [sample - environment for sample, environment in pairs]
-    known = zip(*(seconds[name] for name in PHASES), strict=True)
-    other = [max(0.0, t - sum(k)) for t, k in zip(seconds["step"], known, strict=True)]
-    layers = [(name, seconds[key], colour) for key, (name, colour) in PHASES.items()]
-    memory = [number / 1000 for number in _column(run.timings, "perf/peak_memory_mb")]
-    panels: list[tuple[str, list[Layer]]] = [
-        ("seconds of a step", [*layers, ("other", other, PALE)]),
-        ("peak memory\nof a rank, GB", [("memory", memory, COLOURS[5])]),
+    names = ("sample", "environment", "update", "wait", "step")
+    sample, environment, update, wait, step = (
+        _column(run.timings, f"perf/{name}_s") for name in names
+    )
+    phases: list[Layer] = [
+        ("sampling", sample - environment, COLOURS[0]),
+        ("environment", environment, COLOURS[4]),
+        ("update", update, COLOURS[2]),
+        ("waiting for ranks", wait, COLOURS[3]),
+        ("other", np.maximum(0, step - sample - update - wait), PALE),
     ]
+    memory = ("memory", _column(run.timings, "perf/peak_memory_mb") / 1000, COLOURS[5])
+    panels = {"seconds of a step": phases, "peak memory\nof a rank, GB": [memory]}
     return _stacked(run, "time and memory", run.timings, panels, 3.9)
 
 
-def _column(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [record.get(key) or 0.0 for record in records]
+def _column(records: Records, key: str) -> np.ndarray[Any, Any]:
+    return np.array([record.get(key) or 0.0 for record in records])
 
 
 def _stacked(
     run: RunData,
     words: str,
-    records: Sequence[Mapping[str, Any]],
-    panels: Sequence[tuple[str, Sequence[Layer]]],
+    records: Records,
+    panels: Mapping[str, Sequence[Layer]],
     height: float,
     top: float | None = None,
 ) -> Figure:
-    """Panels (label, layers) with a bar for each step, or for the mean of neighbouring steps.
+    """Panels of layers on top of each other, step by step, by their labels.
 
     The first panel is twice as high as the others; its layers are in the legend.
     """
-    steps = [record["step"] for record in records]
-    width = -(-len(steps) // MAX_BARS)
-    starts = range(0, len(steps), width)
-    edges = [*(steps[i] - 0.5 for i in starts), steps[-1] + 0.5]
-    figure = new_figure(WIDTH, height)
+    figure = drawing.new_figure(WIDTH, height)
     ratios = [2, *[1] * (len(panels) - 1)]
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)
-    for index, (axes, (label, layers)) in enumerate(zip(grid.flat, panels, strict=True)):
-        below = [0.0] * len(starts)
+    edges = [records[0]["step"] - 0.5, *(record["step"] + 0.5 for record in records)]
+    for axes, (label, layers) in zip(grid.flat, panels.items(), strict=True):
+        below = np.zeros(len(records))
         for _, values, colour in layers:
-            means = [fmean(values[i : i + width]) for i in starts]
-            above = [b + m for b, m in zip(below, means, strict=True)]
-            axes.stairs(above, edges, baseline=below, fill=True, color=colour, linewidth=0)
-            below = above
-        stage_bands(axes, run, with_names=not index, lines=True)
+            style: dict[str, Any] = {"baseline": below, "fill": True, "color": colour}
+            axes.stairs(below + values, edges, linewidth=0, **style)
+            below = below + values
+        drawing.mark_stages(axes, run, with_names=axes is grid[0, 0])
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(0, top)
         axes.set_ylabel(label)
-        tidy(axes)
+        drawing.tidy(axes)
     grid[-1, 0].set_xlabel("optimizer step")
-    title(figure, run, words)
-    legend(figure, [(name, {**SQUARE, "color": colour}) for name, _, colour in panels[0][1]])
+    drawing.title(figure, run, words)
+    first = next(iter(panels.values()))
+    drawing.legend(figure, [(name, {**SQUARE, "color": colour}) for name, _, colour in first])
     return figure

@@ -6,27 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from statistics import fmean
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.transfer import BEFORE_GRPO
-from pipeline.plots.drawing import (
-    COLOURS,
-    DARK,
-    DARK_INK,
-    GREY,
-    LIGHT_INK,
-    WIDTH,
-    Handle,
-    Number,
-    error_bar,
-    legend,
-    new_figure,
-    percent,
-    tidy,
-    title,
-)
+from pipeline.plots import drawing
+from pipeline.plots.drawing import COLOURS, WIDTH, Handle, Number, error_bar, percent
 from pipeline.plots.training import BASELINE, SQUARE, draw_baseline, draw_rate
 from pipeline.tracking.run_files import Evaluation, RunData
 
@@ -35,12 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INTERVAL: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "elinewidth": 1}
-DIAMOND: dict[str, Any] = {
-    "marker": "D",
-    "color": "black",
-    "markerfacecolor": "white",
-    "linestyle": "none",
-}
+DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "linestyle": "none"}
 RATES: list[Handle] = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
 FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
 DIRECTIONS = {  # panels of the transfer picture: their titles, the meaning of the signs
@@ -48,16 +28,8 @@ DIRECTIONS = {  # panels of the transfer picture: their titles, the meaning of t
     "forward_transfer": ("forward transfer: what earlier stages did", "- lost, + helped"),
     "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
 }
-LEAST = 5.0  # percentage points from end to end of an axis of the Pareto plot
 MARKERS = "osD^vPX<>ph"
 MIXED: dict[str, Any] = {"marker": "*", "color": "black", "markersize": 13}
-ARROW: dict[str, Any] = {
-    "xycoords": "axes fraction",
-    "textcoords": "axes fraction",
-    "arrowprops": {"arrowstyle": "->", "color": "#808080"},
-    "color": "#808080",
-    "fontsize": "small",
-}
 
 Bar = tuple[str, Number | None, str]  # name, value with its interval, colour
 
@@ -65,29 +37,26 @@ Bar = tuple[str, Number | None, str]  # name, value with its interval, colour
 def stage_performance(run: RunData) -> Figure:
     """One panel a domain: sampled success after each stage as bars, greedy success as diamonds."""
     names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
-    count, columns = len(names), min(3, len(run.domains))
+    columns = min(3, len(run.domains))
     rows = math.ceil(len(run.domains) / columns)
-    width = max(WIDTH / columns, 0.28 * count + 0.4)
-    figure = new_figure(columns * width, rows * 3.0 + 1.2)
-    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    for axes in panels[len(run.domains) :]:
-        axes.remove()
-    title(figure, run, "held-out success after each stage")
-    for domain, colour, axes in zip(run.domains, cycle(COLOURS), panels, strict=False):
+    width = max(WIDTH / columns, 0.28 * len(names) + 0.4)
+    figure = drawing.new_figure(columns * width, rows * 3.0 + 1.2)
+    drawing.title(figure, run, "held-out success after each stage")
+    for index, (domain, colour) in enumerate(zip(run.domains, cycle(COLOURS), strict=False), 1):
+        axes = figure.add_subplot(rows, columns, index)
         axes.set_ylim(-0.03, 1.03)
-        tidy(axes)
+        drawing.tidy(axes)
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
                 _draw_rates(axes, x, evaluation, domain, colour)
         if not run.is_graded(domain):  # else their mean reward is not a success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
-        axes.set_xticks(range(count), names, rotation=35, ha="right", rotation_mode="anchor")
-        axes.set_xlim(-0.7, max(count, 1) - 0.3)
-        axes.tick_params(labelbottom=True)
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
+        axes.set_xlim(-0.7, max(len(names), 1) - 0.3)
         axes.set_xlabel("evaluated after")
     figure.supylabel("success rate", fontsize="medium")
-    legend(figure, [*RATES, *([BASELINE] if run.results["baselines"] else [])])
+    drawing.legend(figure, [*RATES, *([BASELINE] if run.results["baselines"] else [])])
     return figure
 
 
@@ -96,7 +65,7 @@ def _draw_rates(axes: Axes, x: float, evaluation: Evaluation, domain: str, colou
     pale = evaluation["after"] in BEFORE_GRPO
     axes.bar(x, of["mean"], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
     if of["mean"] >= 0.15:
-        ink = LIGHT_INK if colour in DARK and not pale else "black"
+        ink = drawing.LIGHT_INK if colour in drawing.DARK and not pale else "black"
         axes.text(x, 0.02, f"{of['mean']:.2f}", ha="center", size="small", color=ink)
     draw_rate(axes, x - 0.15, of["mean"], of["num_tasks"], fmt="none", ecolor="black")
     axes.plot(x + 0.2, of["greedy"], clip_on=False, **DIAMOND)
@@ -111,7 +80,7 @@ def accuracy_matrix(run: RunData) -> Figure | None:
     framed = [(points.index(stage), of["names"].index(name)) for stage, name in trained]
     words = "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
     figure = _heat_map(run.points, of["names"], of["matrix"], words, height=0.5, framed=framed)
-    title(figure, run, "accuracy matrix")
+    drawing.title(figure, run, "accuracy matrix")
     return figure
 
 
@@ -125,7 +94,7 @@ def tools(run: RunData) -> Figure | None:
     numbers = [[row[c] for row in of["matrix"]] for c in known]
     words = "held-out calls answered without an error, %, with 95 % interval"
     figure = _heat_map([of["names"][c] for c in known], columns, numbers, words, height=0.25)
-    title(figure, run, "success of tool calls")
+    drawing.title(figure, run, "success of tool calls")
     return figure
 
 
@@ -142,7 +111,7 @@ def _heat_map(
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
-    figure = new_figure(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1)
+    figure = drawing.new_figure(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1)
     axes = figure.subplots()
     apart, size = ("\n", "small") if height > 0.3 else (" ", "x-small")
     for r, row in enumerate(numbers):
@@ -152,7 +121,7 @@ def _heat_map(
                 value, low, high = points
                 fill_colour = colormaps["cividis"](value / 100)
                 axes.add_patch(Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
-                ink = DARK_INK if value > 55 else LIGHT_INK
+                ink = drawing.DARK_INK if value > 55 else drawing.LIGHT_INK
                 text = f"{value:.0f}{apart}[{low:.0f}, {high:.0f}]"
             axes.text(c, r, text, ha="center", va="center", color=ink, fontsize=size)
     for r, c in framed:
@@ -183,18 +152,18 @@ def transfer(run: RunData) -> Figure | None:
     for key, words in DIRECTIONS.items():
         bars = [(name, number, colours[name]) for name, number in of[key].items()]
         if len(bars) > 1 and key in means:
-            bars.append(("mean", means[key], GREY))
+            bars.append(("mean", means[key], drawing.GREY))
         if bars:
             panels.append((bars, *words))
     rows = [len(bars) for bars, _, _ in panels]
-    figure = new_figure(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4)
+    figure = drawing.new_figure(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4)
     many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
     for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
         _draw_bars(axes, bars)
         # On the right there is room above names of any length.
         axes.set_title(words_above, loc="right", fontsize="medium", fontweight="bold")
         axes.set_xlabel(f"percentage points; {directions}", fontsize="small")
-    title(figure, run, "changes, with 95 % intervals")
+    drawing.title(figure, run, "changes, with 95 % intervals")
     return figure
 
 
@@ -214,7 +183,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     axes.set_ylim(len(bars) - 0.4, -0.6)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, -1.0), max(high, 1.0))
-    tidy(axes, grid="x")
+    drawing.tidy(axes, grid="x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +204,7 @@ def pareto(rows: Sequence[Row]) -> Figure:
     overlap.
     """
     shown = [row for row in rows if percent(row.transfer["metrics"].get("stage_gain"))]
-    figure = new_figure(WIDTH, 3.6 + 0.17 * len(shown))
+    figure = drawing.new_figure(WIDTH, 3.6 + 0.17 * len(shown))
     axes = figure.subplots()
     styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
     for row in shown:
@@ -253,18 +222,13 @@ def pareto(rows: Sequence[Row]) -> Figure:
         axes.errorbar(*place, yerr=error_bar(*gain), xerr=across, **lines)
         axes.plot(*place, label=row.label, linestyle="none", zorder=4, **style)
     axes.axvline(0, color="black", linewidth=0.8)
+    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # so that noise does not look like a difference
+    axes.autoscale_view()
     axes.margins(0.08)
-    # Both axes span LEAST or more, so that noise does not look like a difference.
-    for limits, put in ((axes.get_xlim(), axes.set_xlim), (axes.get_ylim(), axes.set_ylim)):
-        middle, half = fmean(limits), max(LEAST / 2, (limits[1] - limits[0]) / 2)
-        put(middle - half, middle + half)
     axes.set_xlabel("forgetting, percentage points (+ lost, - gained)")
     axes.set_ylabel("new-domain gain, percentage points")
-    tidy(axes, grid="both")
-    axes.annotate("better", xy=(0.02, 0.98), xytext=(0.1, 0.9), **ARROW)
-    seeds = sorted({len(row.runs) for row in shown}) or [0]
-    words = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-    name = f"gain against forgetting, 95 % intervals over tasks and {words} seed(s)"
+    drawing.tidy(axes, grid="both")
+    name = "gain against forgetting, 95 % intervals over tasks and seeds"
     figure.suptitle(name, fontsize="medium")
     columns = 2 if max((len(row.label) for row in shown), default=0) < 34 else 1
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize="small")

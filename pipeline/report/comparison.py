@@ -25,10 +25,7 @@ from pipeline.tracking.run_files import RunData, load_run
 IGNORED = ("run", "tracking")
 KIND = "curriculum.curriculum"
 # Settings of a curriculum in stages, which mixed training ignores.
-OF_STAGES = tuple(
-    f"curriculum.{name}"
-    for name in ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
-)
+OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
 IN_TABLE = ("average_accuracy", "stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 FURTHER = ("total_gain", "learning_efficiency", "area_under_curve")
 
@@ -62,7 +59,7 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
 
 
 def rows_of(runs: Sequence[RunData]) -> list[Row]:
-    """Mixed training first, then the others by their settings.
+    """Mixed training first, then the others in the order of their folders.
 
     Raises UserError if the seeds of a row cannot be put together.
     """
@@ -82,7 +79,7 @@ def rows_of(runs: Sequence[RunData]) -> list[Row]:
             against_mixed=None if is_mixed else _against(group, transfer["episodes"], mixed),
         )
         rows.append(row)
-    return sorted(rows, key=lambda row: (not row.is_mixed, _in_order(row.label)))
+    return sorted(rows, key=lambda row: not row.is_mixed)
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +94,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         elif section not in IGNORED:
             settings |= {f"{section}.{name}": value for name, value in values.items()}
     if _is_mixed(settings):
-        settings = {key: value for key, value in settings.items() if key not in OF_STAGES}
+        ignored = {f"curriculum.{name}" for name in OF_STAGES}
+        settings = {key: value for key, value in settings.items() if key not in ignored}
     path = Path(settings["model.model"])
     if path.parent.name == "checkpoints":
         origin = path.parent.parent / "config.yaml"
@@ -128,16 +126,8 @@ def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> st
 def _short(value: Any) -> str:
     if isinstance(value, list):
         return "-".join(map(str, value)) or "as listed"
-    if isinstance(value, dict):
-        return " ".join(f"{name}={_short(of)}" for name, of in value.items()) or "none"
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _in_order(label: str) -> list[Any]:
-    """A sort key: `replay 0.05` before `replay 0.3`, and `steps 9` before `steps 10`."""
-    words = re.split(r"(\d+(?:\.\d+)?)", label)  # numbers at odd places
-    return [float(word) if i % 2 else word for i, word in enumerate(words)]
 
 
 def _against(

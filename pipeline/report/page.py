@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -20,9 +20,6 @@ from markupsafe import Markup, escape
 from pipeline.plots.pictures import inline_svg
 from pipeline.report.reader_data import Reader
 from pipeline.report.sections import Section
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # In escaped text: `code`, **importance**, *emphasis*.
@@ -33,13 +30,13 @@ def write_page(
     path: Path,
     title: str,
     sections: Sequence[Section],
-    figures: Mapping[str, Figure],
+    figures: Mapping[str, Any],
     reader: Reader | None = None,
 ) -> None:
     """Write the page, without a reader if it has no episodes."""
     loader = FileSystemLoader(TEMPLATES)
-    blocks = {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     environment.filters |= {"rich": rich, "data": data, "kind": lambda block: type(block).__name__}
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
     text = environment.get_template("page.html").render(

@@ -11,10 +11,11 @@ import gzip
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 from pipeline.files.durable import whole_lines
@@ -33,7 +34,8 @@ Group = tuple[Step, Task]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
-class Reader(NamedTuple):
+@dataclass(frozen=True)
+class Reader:
     """The data that the page holds."""
 
     index: dict[str, Any]

@@ -87,7 +87,8 @@ def sections_of(run: RunData) -> list[Section]:
 
 def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Table:
     """Success before and after GRPO and the change with its interval, or the only success."""
-    found = [e for e in before_and_after(evaluations) if e] or [None]
+    before, after = before_and_after(evaluations)
+    found = [before, after] if before and after else [before or after]
     rates = {
         domain: [number(rate(e, domain, kind)) for kind in KINDS for e in found]
         for domain in [*domains_of(evaluations), "mean"]
@@ -109,6 +110,7 @@ def _what_ran(run: RunData) -> str:
         f"groups of {rollout['num_generations']} episodes, learning rate "
         f"{grpo['learning_rate']:g}, beta {grpo['beta']:g}."
     )
+    interrupted = "**There is no evaluation in this folder: the run was interrupted.**"
     control = "**A control: rewards were permuted among the episodes of each step.**"
     lines = [
         f"Recipe `{config['recipe']}`, seed {config['run']['seed']}, "
@@ -120,9 +122,7 @@ def _what_ran(run: RunData) -> str:
         control if grpo["permute_rewards"] else "",
         f"Wall time {_duration(results['wall_s'])}." if "wall_s" in results else "",
         f"A training step took {median(run.step_s):.2f} s (median)." if run.step_s else "",
-        ""
-        if run.evaluations
-        else "**There is no evaluation in this folder: the run was interrupted.**",
+        "" if run.evaluations else interrupted,
     ]
     return bullets(filter(None, lines))
 
@@ -134,8 +134,8 @@ def _duration(seconds: float) -> str:
 def _success(run: RunData) -> list[Block]:
     if not run.evaluations:
         return []
-    names = [after_name(e["after"]) for e in before_and_after(run.evaluations) if e]
-    names = [f"before: {names[0]}", f"after: {names[1]}"] if len(names) == 2 else names
+    points = [after_name(e["after"]) for e in before_and_after(run.evaluations) if e]
+    names = [f"before: {points[0]}", f"after: {points[1]}"] if len(points) == 2 else points
     of = next(iter(run.evaluations[-1]["success"].values()))
     return [
         change(run.evaluations, run.transfer),

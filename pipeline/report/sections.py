@@ -37,7 +37,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def with_content(sections: Iterable[Section], drawn: Container[str]) -> list[Section]:
-    """Drop pictures that were not drawn, sections without blocks, and those with empty tables only."""
+    """Drop pictures that were not drawn, and sections without blocks or without rows."""
     kept = []
     for title, blocks in sections:
         shown = [b for b in blocks if not isinstance(b, Picture) or b.name in drawn]
