@@ -89,9 +89,8 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
             rewards.plot(steps, raw, color=colour, **STEP)
             rewards.plot(steps, smooth(raw), color=colour, **SMOOTHED)
     draw_baseline(rewards, run, domain, colour)
-    counts = {
-        v["step"]: len(v["success"].get(domain, ())) for v in run.results.get("validations", [])
-    }
+    validations = run.results.get("validations", [])
+    counts = {v["step"]: len(v["success"].get(domain, ())) for v in validations}
     for step, mean in _points(run.validation, f"validation/{domain}/success"):
         draw_rate(axes, step, mean, counts.get(step, 0), color=colour, **VALIDATION)
     for evaluation in run.evaluations:

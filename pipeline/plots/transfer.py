@@ -24,8 +24,8 @@ DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "lin
 RATES: list[Handle] = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
 FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
 DIRECTIONS = {  # panels of the transfer picture: their titles, the meaning of the signs
-    "backward_transfer": ("backward transfer: what later stages did", "- lost, + helped"),
-    "forward_transfer": ("forward transfer: what earlier stages did", "- lost, + helped"),
+    "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
+    "forward_transfer": ("forward transfer: effect of earlier stages", "- lost, + helped"),
     "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
 }
 MARKERS = "osD^vPX<>ph"

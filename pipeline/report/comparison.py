@@ -18,7 +18,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.transfer import SUCCESS, differences, summary
 from pipeline.plots.transfer import Row
 from pipeline.report.sections import Block, Picture, Section, Table, bullets
-from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, of_name, shown
+from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, number_table, of_name
 from pipeline.tracking.run_files import RunData, load_run
 
 # Sections of the configuration that do not change what a run learns.
@@ -148,14 +148,13 @@ def sections_of(rows: Sequence[Row], unfinished: Sequence[RunData] = ()) -> list
     """The comparison in words, tables and the Pareto plot."""
     blocks: list[Block] = [
         "Runs with equal settings but for the seed are one row, named by the settings in which it "
-        "differs from most rows. In brackets: 95 % intervals, "
-        "percentile bootstrap over seeds and tasks, paired. With one seed they say nothing of "
-        "other seeds; with two or three, little.",
+        "differs from most rows. In brackets: 95 % intervals, percentile bootstrap over seeds and "
+        "tasks, paired. With one seed they do not cover other seeds; with two or three, hardly.",
         _table(rows, IN_TABLE),
         bullets(f"*{name}*: {meaning}." for name, meaning in map(METRICS.__getitem__, IN_TABLE)),
     ]
     if unfinished:
-        blocks.append(f"**Left out**, for they are not finished: {_folders(unfinished)}.")
+        blocks.append(f"**Left out**, because they are not finished: {_folders(unfinished)}.")
     if not any(row.is_mixed for row in rows):
         blocks.append(
             "**There is no mixed training among these runs, so there is no reference row**: add a "
@@ -171,12 +170,21 @@ def sections_of(rows: Sequence[Row], unfinished: Sequence[RunData] = ()) -> list
         "Up and to the left is better. Mixed training has one stage, in which all domains "
         "are new; after it there is nothing to forget, so it stands at zero.",
     ]
+    difference = (
+        "Each configuration minus mixed training with as many episodes, on the same tasks and "
+        f"seeds; {NO_INTERVAL}: not defined for one stage."
+    )
+    compared = {row.label: row.against_mixed for row in rows if row.against_mixed}
+    minus_mixed = number_table("minus mixed", compared, METRICS, sign="+")
+    ends = {row.label: {d: of[-1] for d, of in row.transfer["rewards"].items()} for row in rows}
+    domains = dict.fromkeys(domain for of in ends.values() for domain in of)
+    rewards = number_table("mean reward at the end", ends, domains)
     runs = bullets(f"{row.label}: {_folders(row.runs)}" for row in rows)
     return [
         Section("New domains against old ones", blocks),
         Section("Pareto plot", pareto),
-        Section("Difference to mixed training", _differences(rows)),
-        Section("Further numbers", [_table(rows, FURTHER), *_rewards(rows), runs]),
+        Section("Difference to mixed training", [difference, minus_mixed]),
+        Section("Further numbers", [_table(rows, FURTHER), rewards, runs]),
     ]
 
 
@@ -196,29 +204,3 @@ def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:
         for row in rows
     ]
     return Table(["configuration", "seeds", "episodes", *(METRICS[n][0] for n in names)], cells)
-
-
-def _differences(rows: Sequence[Row]) -> list[Block]:
-    """Each configuration minus mixed training."""
-    compared = {row.label: row.against_mixed for row in rows if row.against_mixed}
-    names = [name for name in METRICS if any(name in of for of in compared.values())]
-    cells = [
-        [label, *(of_name(of.get(name), name, sign="+") for name in names)]
-        for label, of in compared.items()
-    ]
-    return [
-        "Each configuration minus mixed training with as many episodes, on the same tasks and "
-        f"seeds; {NO_INTERVAL}: not defined for one stage.",
-        Table(["minus mixed", *(METRICS[name][0] for name in names)], cells),
-    ]
-
-
-def _rewards(rows: Sequence[Row]) -> list[Block]:
-    """The mean reward at the end, of domains whose rewards are not all 0 or 1."""
-    rewards = {row.label: row.transfer["rewards"] for row in rows}
-    names = list(dict.fromkeys(domain for of in rewards.values() for domain in of))
-    cells = [
-        [label, *(shown(of[name][-1] if name in of else None) for name in names)]
-        for label, of in rewards.items()
-    ]
-    return [Table(["mean reward at the end", *names], cells)] if names else []

@@ -196,9 +196,9 @@ def _baselines(run: RunData) -> list[Block]:
     baselines = run.results["baselines"]
     rows = [[d, *(number(of.get(key)) for key in BASELINES)] for d, of in baselines.items()]
     return [
-        "Success of policies that never read the record of a request. The last two are the best of "
-        "all such policies: one for every request, and one for each family of requests. They may "
-        "use the customer's answers, and are chosen on these tasks, so others earn less.",
+        "Mean reward of policies that never read the record of a request. The last two are the "
+        "best of all such policies: one for every request, and one for each family of requests. "
+        "They may use the customer's answers, and are chosen on these tasks, so others earn less.",
         Table(["domain", *BASELINES.values()], rows),
     ]
 
@@ -253,7 +253,7 @@ def _left_out(run: RunData) -> list[Block]:
     return [
         "Left out of training, because an environment failed and not the policy: its `reset`, its "
         "user's `reply`, or a service that it reported as down (`outage`).",
-        Table(["domain", "what failed", "episodes"], rows, num_left=2),
+        Table(["domain", "failure", "episodes"], rows, num_left=2),
     ]
 
 

@@ -37,13 +37,13 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def with_content(sections: Iterable[Section], drawn: Container[str]) -> list[Section]:
-    """Drop pictures that were not drawn, and sections without blocks or without rows."""
+    """Drop pictures that were not drawn, empty tables, and sections without rows or blocks."""
     kept = []
     for title, blocks in sections:
         shown = [b for b in blocks if not isinstance(b, Picture) or b.name in drawn]
         tables = [block for block in shown if isinstance(block, Table)]
         if any(table.rows for table in tables) if tables else shown:
-            kept.append(Section(title, shown))
+            kept.append(Section(title, [b for b in shown if not isinstance(b, Table) or b.rows]))
     return kept
 
 

@@ -16,16 +16,16 @@ METRICS = {
     "stage_gain": ("new-domain gain", "of a stage's own domains, over that stage; mean of stages"),
     "backward_transfer": (
         "backward transfer",
-        "what later stages did to domains trained before: + helped, - lost",
+        "effect of later stages on domains trained before: + helped, - lost",
     ),
     "forward_transfer": (
         "forward transfer",
-        "what earlier stages did to domains not yet trained: + helped, - lost",
+        "effect of earlier stages on domains not yet trained: + helped, - lost",
     ),
     "forgetting": (
         "forgetting",
         "best success before the last stage minus that at the end: + lost, - gained; the best of "
-        "noisy numbers is too high, so some is there by chance",
+        "noisy numbers is too high, so a part of it is chance",
     ),
     "learning_efficiency": ("learning efficiency", "total gain per 1,000 training episodes"),
     "area_under_curve": (
@@ -40,8 +40,8 @@ NO_INTERVAL = "-"
 HUGE = 1e6  # rewards beyond it are written with an exponent
 HOW = (
     "In brackets: 95 % intervals, percentile bootstrap over tasks, paired: a resample takes a task "
-    "with all its trials at all points. They say nothing of other seeds; runs with several seeds "
-    "are compared by `python -m pipeline.report RUN RUN ...`."
+    "with all its trials at all points. They do not cover other seeds; "
+    "`python -m pipeline.report RUN RUN ...` compares runs with several seeds."
 )
 
 
@@ -55,9 +55,19 @@ def shown(number: Sequence[Any] | None, sign: str = "", digits: int = 2) -> str:
 
 
 def of_name(number: Sequence[Any] | None, name: str, sign: str = "") -> str:
-    """A number of METRICS as text, with a sign if it is a change."""
-    sign = sign or ("" if name in UNSIGNED else "+")
-    return shown(number, sign, 3 if name == "learning_efficiency" else 2)
+    """A number as text, with the sign and the digits of its name in METRICS."""
+    is_change = name in METRICS and name not in UNSIGNED
+    return shown(number, sign or "+" * is_change, 3 if name == "learning_efficiency" else 2)
+
+
+def number_table(
+    head: str, numbers: Mapping[str, Mapping[str, Any]], names: Iterable[str], sign: str = ""
+) -> Table:
+    """A row for each key of `numbers`, and a column for each of the names that has a number."""
+    used = [name for name in names if any(of.get(name) for of in numbers.values())]
+    rows = [[key, *(of_name(of.get(n), n, sign) for n in used)] for key, of in numbers.items()]
+    header = [METRICS[name][0] if name in METRICS else name for name in used]
+    return Table([head, *header], [row for row in rows if {*row[1:]} - {NO_INTERVAL}])
 
 
 def terminal_lines(transfer: Mapping[str, Any]) -> str:
@@ -104,26 +114,20 @@ def transfer_and_forgetting(run: RunData) -> list[Block]:
     return [
         Picture("accuracy_matrix", "Accuracy matrix: success after each stage"),
         Table(["sampled success", *domains["names"]], [[p, *map(shown, row)] for p, row in rows]),
-        Picture("transfer", "What each stage did to each domain"),
+        Picture("transfer", "Effect of each stage on each domain"),
         Table(["success as a share of 1", "value [95 % interval]"], [row[:2] for row in numbers]),
         bullets(f"*{name}*: {meaning}." for name, _, meaning in numbers),
         HOW,
-        *([Table(of_stages, stages, num_left=2)] if stages else []),
-        *_by_column("domain", {**domains, "area_under_curve": transfer["area_under_curve"]}),
-        *_by_column("family", transfer["families"]),
+        Table(of_stages, stages, num_left=2),
+        _by_column("domain", {**domains, "area_under_curve": transfer["area_under_curve"]}),
+        _by_column("family", transfer["families"]),
     ]
 
 
-def _by_column(kind: str, numbers: Mapping[str, Any]) -> list[Block]:
-    """A table of transfer by domain or family, if there is any number."""
-    names = [name for name in BY_COLUMN if numbers.get(name)]
-    rows = [
-        [column, *(of_name(numbers[name].get(column), name) for name in names)]
-        for column in numbers["names"]
-    ]
-    rows = [row for row in rows if {*row[1:]} - {NO_INTERVAL}]
-    text = "By domain." if kind == "domain" else "By task family."
-    return [text, Table([kind, *(METRICS[name][0] for name in names)], rows)] if rows else []
+def _by_column(kind: str, of: Mapping[str, Any]) -> Table:
+    """Transfer of each domain or family."""
+    numbers = {column: {n: of.get(n, {}).get(column) for n in BY_COLUMN} for column in of["names"]}
+    return number_table(kind, numbers, BY_COLUMN)
 
 
 def tools(run: RunData) -> list[Block]:
