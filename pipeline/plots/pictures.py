@@ -1,54 +1,49 @@
-"""All pictures of a run, as files and as parts of a page; matplotlib is imported only to draw."""
+"""All pictures of a run or a comparison, as files and as parts of a page."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.plots.plots import COLOURS, FONT_SIZE, learning_curves, stage_performance
-from pipeline.plots.training import stop_reasons, time_and_memory, zero_std_groups
-from pipeline.plots.transfer import accuracy_matrix, tools, transfer
+from pipeline.plots import training, transfer
+from pipeline.plots.drawing import COLOURS, FONT_SIZE
 from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 175
-PAPER, INK = "#ffffff", "#000000"
+OF_RUN: dict[str, Callable[[RunData], Figure | None]] = {
+    "learning_curves": training.learning_curves,
+    "stage_performance": transfer.stage_performance,
+    "accuracy_matrix": transfer.accuracy_matrix,
+    "transfer": transfer.transfer,
+    "tools": transfer.tools,
+    "stop_reasons": training.stop_reasons,
+    "zero_std_groups": training.zero_std_groups,
+    "time_and_memory": training.time_and_memory,
+}
+OF_COMPARISON = {"pareto": transfer.pareto}
+PAGE_COLOURS = {"#ffffff": "var(--paper)", "#000000": "currentColor"}
 
 
 def pictures_of(run: RunData) -> dict[str, Figure]:
     """The pictures that have something to show, by the names of their files."""
-    drawn: dict[str, Callable[[RunData], Figure]] = {
-        "learning_curves": learning_curves,
-        "stage_performance": stage_performance,
-    }
-    if run.transfer:
-        drawn["accuracy_matrix"] = accuracy_matrix
-        if run.transfer["domains"]["effects"]:
-            drawn["transfer"] = transfer
-        if any(not name.endswith("/unknown") for name in run.transfer["tools"]["names"]):
-            drawn["tools"] = tools
-    keys = {key for record in run.train for key in record}
-    if any(key.startswith("rollout/stop/") for key in keys):
-        drawn["stop_reasons"] = stop_reasons
-    if "rollout/all_failed" in keys:
-        drawn["zero_std_groups"] = zero_std_groups
-    if any("perf/sample_s" in record for record in run.timings):
-        drawn["time_and_memory"] = time_and_memory
-    return drawings(**{name: partial(draw, run) for name, draw in drawn.items()})
+    return draw(OF_RUN, run)
 
 
-def drawings(**draw: Callable[[], Figure]) -> dict[str, Figure]:
-    """The figures that the functions draw, by name, all with text of one size."""
+def draw(
+    functions: Mapping[str, Callable[[Any], Figure | None]], content: Any
+) -> dict[str, Figure]:
+    """The figures by name, all with text of one size, without functions that return None."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": FONT_SIZE}):
-        return {name: function() for name, function in draw.items()}
+        figures = {name: function(content) for name, function in functions.items()}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def save(figures: Mapping[str, Figure], folder: Path) -> None:
@@ -58,9 +53,10 @@ def save(figures: Mapping[str, Figure], folder: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """The figure as an SVG element that takes the text and paper colours of its page.
+    """The figure as an SVG element in the text and paper colours of its page.
 
-    It has no outside links, and its ids begin with `name`, so that a page can hold many.
+    It has no outside links. Its ids are hashes of `name` and their content, so that a page can
+    hold many pictures.
     """
     from matplotlib import rc_context
 
@@ -72,15 +68,10 @@ def inline_svg(figure: Figure, name: str) -> str:
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', text)
     used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', text))
-
-    def new_id(match: re.Match[str]) -> str:
-        return f' id="{name}-{match[1]}"' if match[1] in used else ""
-
-    text = re.sub(r' id="([\w.-]+)"', new_id, text)
-    text = re.sub(r'(url\(|href=")#', rf"\1#{name}-", text)
-    text = text.replace(PAPER, "var(--paper)").replace(INK, "currentColor")
+    text = re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", text)
+    for colour, of_page in PAGE_COLOURS.items():
+        text = text.replace(colour, of_page)
     for index, colour in enumerate(COLOURS):
-        text = re.sub(
-            rf"(<text [^>]*fill: ){colour}", rf"\1var(--domain-{index})", text, flags=re.IGNORECASE
-        )
+        of_domain = rf"\1var(--domain-{index})"
+        text = re.sub(rf"(<text [^>]*fill: ){colour}", of_domain, text, flags=re.IGNORECASE)
     return re.sub(r"\n\s*", "\n", text)

@@ -1,62 +1,100 @@
-"""The accuracy matrix, transfer and tools as pictures; matplotlib is imported only to draw."""
+"""Success after each stage, accuracy matrix, transfer, tool calls, and gain against forgetting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import cycle, product
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from pipeline.plots.plots import (
-    COLOURS,
-    DARK_INK,
-    LIGHT_INK,
-    WIDTH,
-    Number,
-    error_bar,
-    new_figure,
-    percent,
-    tidy,
-    title,
-)
-from pipeline.tracking.run_files import RunData
+from pipeline.evaluation.transfer import BEFORE_GRPO
+from pipeline.plots import drawing
+from pipeline.plots.drawing import COLOURS, WIDTH, Handle, Number, error_bar, percent
+from pipeline.plots.training import BASELINE, SQUARE, draw_baseline, draw_rate
+from pipeline.tracking.run_files import Evaluation, RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GREY = "#767676"  # of means over domains
-POINTS = "percentage points"
+INTERVAL: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "elinewidth": 1}
+DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "linestyle": "none"}
+RATES: list[Handle] = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
+FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
+DIRECTIONS = {  # panels of the transfer picture: their titles, the meaning of the signs
+    "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
+    "forward_transfer": ("forward transfer: effect of earlier stages", "- lost, + helped"),
+    "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
+}
+MARKERS = "osD^vPX<>ph"
+MIXED: dict[str, Any] = {"marker": "*", "color": "black", "markersize": 13}
 
-Bar = tuple[str, Number, str]  # name, value with its interval, colour
+Bar = tuple[str, Number | None, str]  # name, value with its interval, colour
 
 
-def accuracy_matrix(run: RunData) -> Figure:
-    """Success of each domain (columns) after each stage (rows), in per cent with intervals."""
-    transfer = run.transfer
-    names, points = transfer["domains"]["names"], transfer["points"]
-    trained = {(stage["name"], name) for stage in transfer["stages"] for name in stage["own"]}
-    cells = product(enumerate(points), enumerate(names))
-    framed = {(p, c) for (p, point), (c, name) in cells if (point, name) in trained}
-    figure, axes = _heat_map(run.points, names, transfer["domains"]["matrix"], framed, height=0.5)
-    axes.set_xlabel(
-        "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
-    )
-    title(figure, run, "accuracy matrix")
+def stage_performance(run: RunData) -> Figure:
+    """One panel a domain: sampled success after each stage as bars, greedy success as diamonds."""
+    names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
+    columns = min(3, len(run.domains))
+    rows = math.ceil(len(run.domains) / columns)
+    width = max(WIDTH / columns, 0.28 * len(names) + 0.4)
+    figure = drawing.new_figure(columns * width, rows * 3.0 + 1.2)
+    drawing.title(figure, run, "held-out success after each stage")
+    for index, (domain, colour) in enumerate(zip(run.domains, cycle(COLOURS), strict=False), 1):
+        axes = figure.add_subplot(rows, columns, index)
+        axes.set_ylim(-0.03, 1.03)
+        drawing.tidy(axes)
+        for x, evaluation in enumerate(run.evaluations):
+            if domain in evaluation["success"]:
+                _draw_rates(axes, x, evaluation, domain, colour)
+        if not run.is_graded(domain):  # else their mean reward is not a success rate
+            draw_baseline(axes, run, domain, colour)
+        axes.set_title(domain, loc="left", color=colour, fontweight="bold")
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
+        axes.set_xlim(-0.7, max(len(names), 1) - 0.3)
+        axes.set_xlabel("evaluated after")
+    figure.supylabel("success rate", fontsize="medium")
+    drawing.legend(figure, [*RATES, *([BASELINE] if run.results["baselines"] else [])])
     return figure
 
 
-def tools(run: RunData) -> Figure:
+def _draw_rates(axes: Axes, x: float, evaluation: Evaluation, domain: str, colour: str) -> None:
+    of = evaluation["success"][domain]
+    pale = evaluation["after"] in BEFORE_GRPO
+    axes.bar(x, of["mean"], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
+    if of["mean"] >= 0.15:
+        ink = drawing.LIGHT_INK if colour in drawing.DARK and not pale else "black"
+        axes.text(x, 0.02, f"{of['mean']:.2f}", ha="center", size="small", color=ink)
+    draw_rate(axes, x - 0.15, of["mean"], of["num_tasks"], fmt="none", ecolor="black")
+    axes.plot(x + 0.2, of["greedy"], clip_on=False, **DIAMOND)
+
+
+def accuracy_matrix(run: RunData) -> Figure | None:
+    """Success of each domain (columns) after each stage (rows), in per cent with intervals."""
+    if not run.transfer:
+        return None
+    of, points = run.transfer["domains"], run.transfer["points"]
+    trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
+    framed = [(points.index(stage), of["names"].index(name)) for stage, name in trained]
+    words = "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
+    figure = _heat_map(run.points, of["names"], of["matrix"], words, height=0.5, framed=framed)
+    drawing.title(figure, run, "accuracy matrix")
+    return figure
+
+
+def tools(run: RunData) -> Figure | None:
     """Share of each tool's calls without an error (rows) after each stage (columns)."""
-    transfer = run.transfer
-    of = transfer["tools"]
-    columns = [point.replace(" the ", " ") for point in run.points]
+    of = run.transfer.get("tools", {"names": []})
     known = [c for c, name in enumerate(of["names"]) if not name.endswith("/unknown")]
-    names = [of["names"][c] for c in known]
+    if not known:
+        return None
+    columns = [point.replace(" the ", " ") for point in run.points]
     numbers = [[row[c] for row in of["matrix"]] for c in known]
-    figure, axes = _heat_map(names, columns, numbers, set(), height=0.25)
-    axes.set_xlabel("held-out calls answered without an error, %, with 95 % interval")
-    title(figure, run, "success of tool calls")
+    words = "held-out calls answered without an error, %, with 95 % interval"
+    figure = _heat_map([of["names"][c] for c in known], columns, numbers, words, height=0.25)
+    drawing.title(figure, run, "success of tool calls")
     return figure
 
 
@@ -64,31 +102,30 @@ def _heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
     numbers: Sequence[Sequence[Number | None]],
-    framed: set[tuple[int, int]],
+    words: str,
+    *,
     height: float,
-) -> tuple[Figure, Axes]:
+    framed: Sequence[tuple[int, int]] = (),
+) -> Figure:
     """Cells with their numbers in per cent; a dash stands for no number or no interval."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
-    figure = new_figure(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1)
+    figure = drawing.new_figure(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1)
     axes = figure.subplots()
-    colours = colormaps["cividis"]
-    apart = "\n" if height > 0.3 else " "
+    apart, size = ("\n", "small") if height > 0.3 else (" ", "x-small")
     for r, row in enumerate(numbers):
         for c, number in enumerate(row):
-            if not (points := percent(number)):
-                axes.text(c, r, "-", ha="center", va="center")
-                continue
-            value, low, high = points
-            axes.add_patch(Rectangle((c - 0.5, r - 0.5), 1, 1, color=colours(value / 100)))
-            ink = DARK_INK if value > 55 else LIGHT_INK
-            words = f"{value:.0f}{apart}[{low:.0f}, {high:.0f}]"
-            size = "small" if height > 0.3 else "x-small"
-            axes.text(c, r, words, ha="center", va="center", color=ink, fontsize=size)
-    frame: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
+            text, ink = "-", "black"
+            if points := percent(number):
+                value, low, high = points
+                fill_colour = colormaps["cividis"](value / 100)
+                axes.add_patch(Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
+                ink = drawing.DARK_INK if value > 55 else drawing.LIGHT_INK
+                text = f"{value:.0f}{apart}[{low:.0f}, {high:.0f}]"
+            axes.text(c, r, text, ha="center", va="center", color=ink, fontsize=size)
     for r, c in framed:
-        axes.add_patch(Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **frame))
+        axes.add_patch(Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **FRAME))
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xticks(range(len(columns)), [fill(name, 13) for name in columns])
@@ -96,45 +133,38 @@ def _heat_map(
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    return figure, axes
-
-
-def transfer(run: RunData) -> Figure:
-    """Changes over each stage, backward transfer, forward transfer and forgetting, as bars."""
-    panels = _bar_panels(run)
-    rows = [len(bars) for _, bars, _ in panels]
-    figure = new_figure(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4)
-    many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
-    for axes, (words, bars, directions) in zip(many, panels, strict=True):
-        _draw_bars(axes, bars)
-        # On the right it has room over the names, however long these are.
-        axes.set_title(words, loc="right", fontsize="medium", fontweight="bold")
-        axes.set_xlabel(f"{POINTS}; {directions}", fontsize="small")
-    title(figure, run, "changes, with 95 % intervals")
+    axes.set_xlabel(words)
     return figure
 
 
-def _bar_panels(run: RunData) -> list[tuple[str, list[Bar], str]]:
-    of = run.transfer["domains"]
+def transfer(run: RunData) -> Figure | None:
+    """Changes over each stage, backward transfer, forward transfer and forgetting, as bars."""
+    if not run.transfer or not run.transfer["domains"]["effects"]:
+        return None
+    of, means = run.transfer["domains"], run.transfer["metrics"]
     colours = dict(zip(of["names"], cycle(COLOURS), strict=False))
-    bars: list[Bar] = []
-    for stage, effects in zip(run.transfer["stages"], of["effects"], strict=True):
-        for name, number in zip(of["names"], effects, strict=True):
-            kind = " (own)" if name in stage["own"] else ""
-            bars.append((f"stage {stage['name']}: {name}{kind}", number, colours[name]))
-    panels = [("change of each domain over each stage", bars, "- lost, + gained")]
-    for name, words, directions in (
-        ("backward_transfer", "backward transfer: what later stages did", ""),
-        ("forward_transfer", "forward transfer: what earlier stages did", ""),
-        ("forgetting", "forgetting: best success minus that at the end", "+ lost, - gained"),
-    ):
-        found: dict[str, Any] = of[name]
-        if found:
-            bars = [(column, number, colours[column]) for column, number in found.items()]
-            if len(bars) > 1 and name in run.transfer["metrics"]:
-                bars.append(("mean", run.transfer["metrics"][name], GREY))
-            panels.append((words, bars, directions or "- lost, + helped"))
-    return panels
+    bars: list[Bar] = [
+        (f"stage {stage['name']}: {name}{' (own)' * (name in stage['own'])}", number, colours[name])
+        for stage, effects in zip(run.transfer["stages"], of["effects"], strict=True)
+        for name, number in zip(of["names"], effects, strict=True)
+    ]
+    panels = [(bars, "change of each domain over each stage", "- lost, + gained")]
+    for key, words in DIRECTIONS.items():
+        bars = [(name, number, colours[name]) for name, number in of[key].items()]
+        if len(bars) > 1 and key in means:
+            bars.append(("mean", means[key], drawing.GREY))
+        if bars:
+            panels.append((bars, *words))
+    rows = [len(bars) for bars, _, _ in panels]
+    figure = drawing.new_figure(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4)
+    many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
+    for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
+        _draw_bars(axes, bars)
+        # On the right there is room above names of any length.
+        axes.set_title(words_above, loc="right", fontsize="medium", fontweight="bold")
+        axes.set_xlabel(f"percentage points; {directions}", fontsize="small")
+    drawing.title(figure, run, "changes, with 95 % intervals")
+    return figure
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
@@ -144,8 +174,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
             axes.text(0, y, "no interval", va="center", fontsize="small")
             continue
         axes.barh(y, points[0], height=0.7, color=colour)
-        line: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "elinewidth": 1}
-        axes.errorbar(points[0], y, xerr=error_bar(*points), **line)
+        axes.errorbar(points[0], y, xerr=error_bar(*points), **INTERVAL)
         words = "{} [{}, {}]".format(*(f"{round(x, 1) + 0.0:+.1f}" for x in points))
         beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": "x-small"}
         axes.text(1.02, y, words, va="center", **beside)
@@ -154,4 +183,53 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     axes.set_ylim(len(bars) - 0.4, -0.6)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, -1.0), max(high, 1.0))
-    tidy(axes, grid="x")
+    drawing.tidy(axes, grid="x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Runs with equal settings except the seed, and their transfer numbers."""
+
+    label: str
+    runs: Sequence[RunData]
+    transfer: Mapping[str, Any]  # `transfer.summary` of all seeds
+    is_mixed: bool
+    against_mixed: Mapping[str, Any] | None  # minus mixed training with as many episodes
+
+
+def pareto(rows: Sequence[Row]) -> Figure:
+    """New-domain gain against forgetting: a point with a cross of intervals for each row.
+
+    A row with nothing to forget stands at zero. Labels stand below the plot, so that they never
+    overlap.
+    """
+    shown = [row for row in rows if percent(row.transfer["metrics"].get("stage_gain"))]
+    figure = drawing.new_figure(WIDTH, 3.6 + 0.17 * len(shown))
+    axes = figure.subplots()
+    styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
+    for row in shown:
+        gain = percent(row.transfer["metrics"]["stage_gain"])
+        forgetting = percent(row.transfer["metrics"].get("forgetting"))
+        style = MIXED
+        if row.is_mixed:
+            axes.axhline(gain[0], color="black", linestyle=":", linewidth=1)
+        else:
+            colour, marker = next(styles)
+            style = {"marker": marker, "color": colour, "markersize": 6}
+        place = (forgetting[0] if forgetting else 0.0, gain[0])
+        across = error_bar(*forgetting) if forgetting else None
+        lines = {**INTERVAL, "ecolor": style["color"], "zorder": 3}
+        axes.errorbar(*place, yerr=error_bar(*gain), xerr=across, **lines)
+        axes.plot(*place, label=row.label, linestyle="none", zorder=4, **style)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # so that noise does not look like a difference
+    axes.autoscale_view()
+    axes.margins(0.08)
+    axes.set_xlabel("forgetting, percentage points (+ lost, - gained)")
+    axes.set_ylabel("new-domain gain, percentage points")
+    drawing.tidy(axes, grid="both")
+    name = "gain against forgetting, 95 % intervals over tasks and seeds"
+    figure.suptitle(name, fontsize="medium")
+    columns = 2 if max((len(row.label) for row in shown), default=0) < 34 else 1
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
+    return figure

@@ -16,18 +16,16 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import SUCCESS, differences, summary
-from pipeline.plots.comparison import Row
-from pipeline.report.sections import Block, Picture, Section, Table, with_content
-from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, of_name, shown
+from pipeline.plots.transfer import Row
+from pipeline.report.sections import Block, Picture, Section, Table, bullets
+from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, number_table, of_name
 from pipeline.tracking.run_files import RunData, load_run
 
-# Sections that do not change what a run learns.
+# Sections of the configuration that do not change what a run learns.
 IGNORED = ("run", "tracking")
+KIND = "curriculum.curriculum"
 # Settings of a curriculum in stages, which mixed training ignores.
-OF_STAGES = tuple(
-    f"curriculum.{name}"
-    for name in ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
-)
+OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
 IN_TABLE = ("average_accuracy", "stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 FURTHER = ("total_gain", "learning_efficiency", "area_under_curve")
 
@@ -42,27 +40,26 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
-    """The runs that were evaluated after every stage, and the others; UserError if there is none.
+    """The runs that were evaluated after every stage, and the others.
 
-    The others were interrupted, or have no stages.
+    The others were interrupted, or have no stages. Raises UserError if no run is finished.
     """
-    runs = [load_run(folder) for folder in folders]
-    done = []
-    for run in runs:
+    done: list[RunData] = []
+    others: list[RunData] = []
+    for run in map(load_run, folders):
         stages = run.results.get("curriculum", {}).get("stages", ())
-        if stages and len(run.points) == len(stages) + 1:
-            done.append(run)
+        (done if stages and len(run.points) == len(stages) + 1 else others).append(run)
     if not done:
-        names = ", ".join(run.folder.name for run in runs)
+        names = ", ".join(run.folder.name for run in others)
         raise UserError(
             f"report: got no finished run with stages to compare ({names}); finish one with "
             "--output-dir FOLDER --resume-from-checkpoint latest"
         )
-    return done, [run for run in runs if run not in done]
+    return done, others
 
 
 def rows_of(runs: Sequence[RunData]) -> list[Row]:
-    """Mixed training first, then the others by their settings.
+    """Mixed training first, then the others in the order of their folders.
 
     Raises UserError if the seeds of a row cannot be put together.
     """
@@ -70,20 +67,19 @@ def rows_of(runs: Sequence[RunData]) -> list[Row]:
     for run in sorted(runs, key=lambda run: int(run.config["run"]["seed"])):
         groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), []).append(run)
     settings = [json.loads(key) for key in groups]
-    mixed = [group for group, of in zip(groups.values(), settings, strict=True) if _is_mixed(of)]
+    mixed = [of for mine, of in zip(settings, groups.values(), strict=True) if _is_mixed(mine)]
     rows = []
     for mine, group in zip(settings, groups.values(), strict=True):
-        transfer = group[0].transfer if len(group) == 1 else summary([r.results for r in group])
-        against = None if _is_mixed(mine) else _against(group, transfer["episodes"], mixed)
+        is_mixed, transfer = _is_mixed(mine), summary([run.results for run in group])
         row = Row(
             label=_label(mine, settings),
             runs=group,
             transfer=transfer,
-            is_mixed=_is_mixed(mine),
-            against_mixed=against,
+            is_mixed=is_mixed,
+            against_mixed=None if is_mixed else _against(group, transfer["episodes"], mixed),
         )
         rows.append(row)
-    return sorted(rows, key=lambda row: (not row.is_mixed, _in_order(row.label)))
+    return sorted(rows, key=lambda row: not row.is_mixed)
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,49 +94,40 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         elif section not in IGNORED:
             settings |= {f"{section}.{name}": value for name, value in values.items()}
     if _is_mixed(settings):
-        settings = {k: v for k, v in settings.items() if k not in OF_STAGES}
+        ignored = {f"curriculum.{name}" for name in OF_STAGES}
+        settings = {key: value for key, value in settings.items() if key not in ignored}
     path = Path(settings["model.model"])
-    origin = path.parent.parent / "config.yaml"
-    if path.parent.name == "checkpoints" and not origin.is_file():  # moved from elsewhere
-        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))
-    elif path.parent.name == "checkpoints":
-        other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
-        kept = {k: v for k, v in other.items() if k.startswith(("model.", "warm_start.", "data."))}
-        settings["model.model"] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
+    if path.parent.name == "checkpoints":
+        origin = path.parent.parent / "config.yaml"
+        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # if it was moved here
+        if origin.is_file():
+            other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
+            kept = {
+                k: of for k, of in other.items() if k.startswith(("model.", "warm_start.", "data."))
+            }
+            settings["model.model"] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
     return settings
 
 
 def _is_mixed(settings: Mapping[str, Any]) -> bool:
-    return settings.get("curriculum.curriculum") == "mixed"
+    return settings.get(KIND) == "mixed"
 
 
 def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
     """The settings in which a row differs from most rows of its kind, such as `replay 0.3`."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
-    name = "curriculum.curriculum"
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
-    words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != name]
-    if _is_mixed(mine) or len({of.get(name) for of in kind}) > 1 or not words:
-        words.insert(0, str(mine.get(name)))
+    words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != KIND]
+    if _is_mixed(mine) or len({of.get(KIND) for of in kind}) > 1 or not words:
+        words.insert(0, str(mine.get(KIND)))
     return ", ".join(words)
 
 
 def _short(value: Any) -> str:
     if isinstance(value, list):
         return "-".join(map(str, value)) or "as listed"
-    if isinstance(value, dict):
-        return " ".join(f"{name}={_short(of)}" for name, of in value.items()) or "none"
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _in_order(label: str) -> list[tuple[bool, float, str]]:
-    """A sort key: `replay 0.05` before `replay 0.3`, and `steps 9` before `steps 10`."""
-    words = re.split(r"([\d.]*\d)", label)
-    return [
-        (i % 2 == 0, float(word) if i % 2 and word.count(".") < 2 else 0.0, word)
-        for i, word in enumerate(words)
-    ]
 
 
 def _against(
@@ -157,18 +144,17 @@ def _against(
     return None
 
 
-def sections_of(rows: Sequence[Row], left_out: Sequence[RunData] = ()) -> list[Section]:
+def sections_of(rows: Sequence[Row], unfinished: Sequence[RunData] = ()) -> list[Section]:
     """The comparison in words, tables and the Pareto plot."""
     blocks: list[Block] = [
         "Runs with equal settings but for the seed are one row, named by the settings in which it "
-        "differs from most rows. In brackets: 95 % intervals, "
-        "percentile bootstrap over seeds and tasks, paired. With one seed they say nothing of "
-        "other seeds; with two or three, little.",
+        "differs from most rows. In brackets: 95 % intervals, percentile bootstrap over seeds and "
+        "tasks, paired. With one seed they do not cover other seeds; with two or three, hardly.",
         _table(rows, IN_TABLE),
-        "\n".join(f"- *{METRICS[name][0]}*: {METRICS[name][1]}." for name in IN_TABLE),
+        bullets(f"*{name}*: {meaning}." for name, meaning in map(METRICS.__getitem__, IN_TABLE)),
     ]
-    if left_out:
-        blocks.append(f"**Left out**, for they are not finished: {_folders(left_out)}.")
+    if unfinished:
+        blocks.append(f"**Left out**, because they are not finished: {_folders(unfinished)}.")
     if not any(row.is_mixed for row in rows):
         blocks.append(
             "**There is no mixed training among these runs, so there is no reference row**: add a "
@@ -179,58 +165,42 @@ def sections_of(rows: Sequence[Row], left_out: Sequence[RunData] = ()) -> list[S
             f"**Without a reference**: {'; '.join(row.label for row in missing)}. No mixed "
             "training has the same number of episodes, seeds and tasks."
         )
-    pareto = (
+    pareto: list[Block] = [
+        Picture("pareto", "New-domain gain against forgetting"),
         "Up and to the left is better. Mixed training has one stage, in which all domains "
-        "are new; after it there is nothing to forget, so it stands at zero."
-    )
-    picture = Picture("pareto", "New-domain gain against forgetting")
-    runs = "\n".join(f"- {row.label}: {_folders(row.runs)}" for row in rows)
-    sections = [
-        Section("New domains against old ones", blocks),
-        Section("Pareto plot", [picture, pareto]),
-        _differences(rows),
-        Section("Further numbers", [_table(rows, FURTHER), *_rewards(rows), runs]),
+        "are new; after it there is nothing to forget, so it stands at zero.",
     ]
-    return with_content(sections)
+    difference = (
+        "Each configuration minus mixed training with as many episodes, on the same tasks and "
+        f"seeds; {NO_INTERVAL}: not defined for one stage."
+    )
+    compared = {row.label: row.against_mixed for row in rows if row.against_mixed}
+    minus_mixed = number_table("minus mixed", compared, METRICS, sign="+")
+    ends = {row.label: {d: of[-1] for d, of in row.transfer["rewards"].items()} for row in rows}
+    domains = dict.fromkeys(domain for of in ends.values() for domain in of)
+    rewards = number_table("mean reward at the end", ends, domains)
+    runs = bullets(f"{row.label}: {_folders(row.runs)}" for row in rows)
+    return [
+        Section("New domains against old ones", blocks),
+        Section("Pareto plot", pareto),
+        Section("Difference to mixed training", [difference, minus_mixed]),
+        Section("Further numbers", [_table(rows, FURTHER), rewards, runs]),
+    ]
 
 
 def _folders(runs: Sequence[RunData]) -> str:
     return ", ".join(f"`{run.folder.resolve().name}`" for run in runs)
 
 
-def _rewards(rows: Sequence[Row]) -> list[Block]:
-    """The mean reward at the end, of domains whose rewards are not all 0 or 1."""
-    rewards = [row.transfer.get("rewards", {}) for row in rows]
-    names = list(dict.fromkeys(domain for of in rewards for domain in of))
-    cells = [
-        [row.label, *(shown(of[name][-1] if name in of else None) for name in names)]
-        for row, of in zip(rows, rewards, strict=True)
-    ]
-    return [Table(["mean reward at the end", *names], cells)] if names else []
-
-
 def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:
     """A row for each configuration; mixed training is marked as the reference."""
-    cells = []
-    for row in rows:
-        numbers = [of_name(row.transfer["metrics"].get(name), name) for name in names]
-        label = f"{row.label} (reference)" if row.is_mixed else row.label
-        cells.append([label, str(len(row.runs)), f"{row.episodes:,}", *numbers])
-    return Table(["configuration", "seeds", "episodes", *(METRICS[n][0] for n in names)], cells)
-
-
-def _differences(rows: Sequence[Row]) -> Section:
-    """Each configuration minus mixed training."""
-    compared = {row.label: row.against_mixed for row in rows if row.against_mixed}
-    names = [name for name in METRICS if any(name in of for of in compared.values())]
-    digits = {"learning_efficiency": 3}
     cells = [
-        [label, *(shown(of.get(name), "+", digits.get(name, 2)) for name in names)]
-        for label, of in compared.items()
+        [
+            f"{row.label} (reference)" if row.is_mixed else row.label,
+            str(len(row.runs)),
+            f"{row.transfer['episodes']:,}",
+            *(of_name(row.transfer["metrics"].get(name), name) for name in names),
+        ]
+        for row in rows
     ]
-    text = (
-        "What a configuration has more than mixed training with as many episodes, on the same "
-        f"tasks and seeds; {NO_INTERVAL}: not defined for one stage."
-    )
-    table = Table(["minus mixed", *(METRICS[name][0] for name in names)], cells if names else [])
-    return Section("Difference to mixed training", [text, table])
+    return Table(["configuration", "seeds", "episodes", *(METRICS[n][0] for n in names)], cells)

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -20,9 +20,6 @@ from markupsafe import Markup, escape
 from pipeline.plots.pictures import inline_svg
 from pipeline.report.reader_data import Reader
 from pipeline.report.sections import Section
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # In escaped text: `code`, **importance**, *emphasis*.
@@ -33,23 +30,18 @@ def write_page(
     path: Path,
     title: str,
     sections: Sequence[Section],
-    figures: Mapping[str, Figure],
+    figures: Mapping[str, Any],
     reader: Reader | None = None,
 ) -> None:
-    """Write the page; a `reader` without episodes is left out."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """Write the page, without a reader if it has no episodes."""
+    loader = FileSystemLoader(TEMPLATES)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     environment.filters |= {"rich": rich, "data": data, "kind": lambda block: type(block).__name__}
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    anchors = [re.sub(r"\W+", "-", section.title.lower()).strip("-") for section in sections]
     text = environment.get_template("page.html").render(
         title=title,
-        sections=list(zip(anchors, sections, strict=True)),
+        sections=[(re.sub(r"\W+", "-", of.title.lower()).strip("-"), of) for of in sections],
         svgs={name: Markup(inline_svg(figure, name)) for name, figure in figures.items()},
         reader=reader if reader and reader.chunks else None,
         style=Markup(style),
@@ -73,6 +65,4 @@ def rich(text: str) -> Markup:
 def data(value: Any) -> Markup:
     """JSON for a script element: ASCII, without characters that could end the element."""
     text = json.dumps(value, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
+    return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))

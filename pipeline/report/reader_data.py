@@ -1,7 +1,7 @@
 """Transcripts of a run folder -> the data of the page's reader: an index, and packed episodes.
 
-A long run is shown in part: whole groups, evenly over stages, steps and domains. There is a chunk
-of packed episodes for each stage and step; a chunk holds each of its texts once.
+The page shows a long run in part: whole groups, evenly over stages and steps. There is a chunk of
+packed episodes for each stage and step; a chunk holds each of its texts once.
 """
 
 from __future__ import annotations
@@ -9,26 +9,29 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from pipeline.files.durable import whole_lines
-from pipeline.report.token_texts import TokenTexts, token_texts_of
 from pipeline.tracking.run_files import transcripts_in
 
 MAX_EPISODES = 10_000
 MAX_CHARACTERS = 11_000_000  # of all chunks: the page stays below 15 MB
-KEY = re.compile(rb'\{"domain": ("(?:[^"\\]|\\.)*"), "task_id": ("(?:[^"\\]|\\.)*")')
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+MOST_TOKENS = 4  # of one character
+NAMES = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error")
 
 Episode = Mapping[str, Any]
 Step = tuple[str, int]  # stage or `evaluation-<after>`, step
 Task = tuple[str, str]  # domain, id
 Group = tuple[Step, Task]
+TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -47,81 +50,71 @@ def read_episodes(
 ) -> Reader:
     """The episodes of a run folder: at most so many, in chunks of at most so many characters."""
     files = transcripts_in(folder)
-    sizes: Counter[Group] = Counter()
-    for step, paths in files.items():
-        sizes.update((step, _task_of(line)) for path in paths for line in whole_lines(path))
-    token_texts = token_texts_of(folder)
-    limit = max_episodes
+    tasks = {p: list(map(_task_of, whole_lines(p))) for paths in files.values() for p in paths}
+    sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
+    tokenizers = folder.glob("checkpoints/*/tokenizer.json")
+    newest = max(tokenizers, key=lambda path: path.stat().st_mtime, default=None)
+    token_texts = token_texts_of(newest) if newest else None
     while True:
-        reader = _read(files, sizes, limit, token_texts)
-        reader.index["success_threshold"] = success_threshold
-        num_characters = sum(map(len, reader.chunks))
-        if num_characters <= max_characters or len(reader.index["groups"]) < 2:
-            return reader
-        limit = int(0.9 * reader.index["shown"] * max_characters / num_characters)
+        chosen = set(choose(sizes, max_episodes))
+        index, chunks = _read(files, tasks, chosen, token_texts)
+        shown, num_characters = sum(sizes[group] for group in chosen), sum(map(len, chunks))
+        if num_characters <= max_characters or len(chosen) < 2:
+            counts = {"shown": shown, "total": sizes.total()}
+            return Reader({**index, **counts, "success_threshold": success_threshold}, chunks)
+        max_episodes = int(0.9 * shown * max_characters / num_characters)
 
 
 def _task_of(line: bytes) -> Task:
-    """Domain and id of an episode's task; if they come first, the rest is not parsed."""
-    if match := KEY.match(line):
-        return json.loads(match[1]), json.loads(match[2])
     episode = json.loads(line)
     return episode["domain"], episode["task_id"]
-
-
-def _read(
-    files: Mapping[Step, Sequence[Path]],
-    sizes: Counter[Group],
-    limit: int,
-    token_texts: TokenTexts | None,
-) -> Reader:
-    stages = list(dict.fromkeys(stage for stage, _ in files))
-    chosen = set(choose(sizes, limit))
-    index: list[list[Any]] = []
-    chunks: list[str] = []
-    for step, paths in files.items():
-        groups: dict[Task, list[Episode]] = defaultdict(list)
-        for line in (line for path in paths for line in whole_lines(path)):
-            if (step, task := _task_of(line)) in chosen:
-                groups[task].append(json.loads(line))
-        if not groups:
-            continue
-        in_order = [sorted(groups[task], key=lambda e: e["trial"]) for task in sorted(groups)]
-        for group in in_order:
-            names = [group[0][name] for name in ("domain", "family", "branch", "task_id")]
-            ends = [[episode[name] for episode in group] for name in ("reward", "stop_reason")]
-            index.append([stages.index(step[0]), step[1], len(chunks), *names, *ends])
-        chunks.append(packed(in_order, token_texts))
-    shown, total = sum(sizes[group] for group in chosen), sizes.total()
-    return Reader({"stages": stages, "groups": index, "shown": shown, "total": total}, chunks)
 
 
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:
     """Whole groups with at most `limit` episodes together, but at least one group.
 
-    Stages get equal parts of the limit; the rest of a part goes to other stages. The groups of a
-    stage are taken evenly over its steps, by chance within a step.
+    Stages take turns with one group at a time, and so do the steps of a stage.
     """
-    of_stage: dict[str, list[Group]] = defaultdict(list)
-    for group in sizes:
-        of_stage[group[0][0]].append(group)
-    chosen: list[Group] = []
-    left = limit
-    # Small stages first, because they leave a rest.
-    stages = sorted(of_stage.values(), key=lambda groups: sum(sizes[group] for group in groups))
-    for i, groups in enumerate(stages):
-        groups.sort(key=lambda group: (group[0][1], crc32(repr(group[1]).encode())))
-        share = left // (len(stages) - i)
-        largest = max(sizes[group] for group in groups)
-        fits = sum(sizes[group] for group in groups) <= share
-        count = len(groups) if fits else share // largest
-        taken = [groups[j * len(groups) // count] for j in range(count)]
-        chosen += taken
-        left -= sum(sizes[group] for group in taken)
-    return chosen or list(sizes)[:1]
+
+    def in_turns(groups: list[Group], owner: Callable[[Group], Hashable]) -> list[Group]:
+        turns: dict[Hashable, count[int]] = defaultdict(count)
+        return sorted(groups, key=lambda group: next(turns[owner(group)]))
+
+    by_chance = sorted(sizes, key=lambda group: crc32(repr(group).encode()))
+    by_step = in_turns(by_chance, lambda group: group[0])
+    by_stage = in_turns(by_step, lambda group: group[0][0])
+    totals = accumulate(sizes[group] for group in by_stage)
+    within = [g for g, total in zip(by_stage, totals, strict=True) if total <= limit]
+    return within or by_stage[:1]
 
 
-def packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None) -> str:
+def _read(
+    files: Mapping[Step, Sequence[Path]],
+    tasks: Mapping[Path, Sequence[Task]],
+    chosen: Container[Group],
+    token_texts: TokenTexts | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The index with a row for each chosen group, and a chunk for each step."""
+    stages = list(dict.fromkeys(stage for stage, _ in files))
+    rows: list[list[Any]] = []
+    chunks: list[str] = []
+    for (stage, step), paths in files.items():
+        found: dict[Task, list[Episode]] = defaultdict(list)
+        for path in paths:
+            for line, task in zip(whole_lines(path), tasks[path], strict=False):
+                if ((stage, step), task) in chosen:
+                    found[task].append(json.loads(line))
+        groups = [sorted(found[task], key=lambda e: e["trial"]) for task in sorted(found)]
+        for group in groups:
+            names = [group[0][name] for name in ("domain", "family", "branch", "task_id")]
+            ends = [[episode[name] for episode in group] for name in ("reward", "stop_reason")]
+            rows.append([stages.index(stage), step, len(chunks), *names, *ends])
+        if groups:
+            chunks.append(_packed(groups, token_texts))
+    return {"stages": stages, "groups": rows}, chunks
+
+
+def _packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None) -> str:
     """Base64 of gzip of JSON: the texts, and the episodes, in which a text is its number."""
     texts: dict[str, int] = {}
 
@@ -141,25 +134,51 @@ def _packed_episode(
     sampled = iter(zip(episode.get("ids", ()), episode.get("logprobs", ()), strict=False))
     messages = []
     for message in episode["messages"]:
-        role = message.get("role", "")
-        packed: dict[str, Any] = {"role": role, "text": number(message.get("content"))}
-        if message.get("name"):
-            packed["name"] = str(message["name"])
-        if message.get("tool_calls"):
-            calls = [call.get("function", call) for call in message["tool_calls"]]
+        packed = {"role": message.get("role", ""), "text": number(message.get("content"))}
+        if name := message.get("name"):
+            packed["name"] = str(name)
+        if calls := [call.get("function", call) for call in message.get("tool_calls") or ()]:
             packed["calls"] = [[number(c.get("name")), number(c.get("arguments"))] for c in calls]
-        if role == "assistant":
-            ids, logprobs = next(sampled, ([], []))
-            if ids and token_texts is not None:
-                packed["tokens"] = [number(text) for text in token_texts(ids)]
-                packed["logprobs"] = [round(logprob, 2) for logprob in logprobs]
+        ids, logprobs = next(sampled, ((), ())) if packed["role"] == "assistant" else ((), ())
+        if ids and token_texts:
+            packed["tokens"] = [number(text) for text in token_texts(ids)]
+            packed["logprobs"] = [round(logprob, 2) for logprob in logprobs]
         messages.append(packed)
-    names = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error")
     return {
-        **{name: episode.get(name) for name in names},
+        **{name: episode.get(name) for name in NAMES},
         "left_out": episode.get("left_out") or "",
         "advantage": episode.get("advantage"),
         "parts": episode.get("reward_breakdown") or {},
         "difference": episode.get("difference") or {},
         "messages": messages,
     }
+
+
+def token_texts_of(path: Path) -> TokenTexts:
+    """A function from token ids to as many texts, made from a tokenizer file.
+
+    The text of a character of several tokens stands at the last of these tokens.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    # Some decoders drop the space before the first token, so all tokens are decoded after an "a".
+    before = tokenizer.encode("a", add_special_tokens=False).ids
+    length = len(tokenizer.decode(before, skip_special_tokens=False))
+
+    @cache
+    def decoded(ids: tuple[int, ...]) -> str:
+        return str(tokenizer.decode([*before, *ids], skip_special_tokens=False))[length:]
+
+    def token_texts(ids: Sequence[int]) -> list[str]:
+        texts: list[str] = []
+        while (at := len(texts)) < len(ids):
+            for end in range(at + 1, min(at + MOST_TOKENS, len(ids)) + 1):
+                if BROKEN not in (text := decoded(tuple(ids[at:end]))):
+                    texts += [""] * (end - at - 1) + [text]
+                    break
+            else:
+                texts.append(decoded((ids[at],)))
+        return texts
+
+    return token_texts

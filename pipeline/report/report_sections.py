@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from statistics import fmean, median
 from typing import Any
 
 from pipeline.evaluation.transfer_metrics import wilson
 from pipeline.files.layout import METRICS, TIMINGS
-from pipeline.report.sections import Block, Picture, Section, Table, with_content
-from pipeline.report.transfer_sections import HOW, shown, tools, transfer_and_forgetting, trials
+from pipeline.report import transfer_sections as of_transfer
+from pipeline.report.sections import Block, Picture, Section, Table, bullets
 from pipeline.tracking.run_files import (
     Evaluation,
     RunData,
@@ -25,6 +26,7 @@ from pipeline.tracking.run_files import (
     rate,
 )
 
+KINDS = {"mean": "sampled", "greedy": "greedy"}  # of success rates
 BASELINES = {
     "nothing": "doing nothing",
     "transfer": "always transferring (best single reason)",
@@ -32,12 +34,19 @@ BASELINES = {
     "unread": "best that never reads the record",
     "unread_by_family": "best of each family",
 }
-PHASES = {
-    "sample_s": "sampling",
-    "environment_s": "environment (within sampling)",
-    "update_s": "update",
-    "wait_s": "waiting for ranks",
-    "step_s": "whole step",
+ZERO_STD = {
+    "rollout/all_failed": "all failed",
+    "rollout/all_solved": "all solved",
+    "rollout/too_few_left": "fewer than two left",
+    "rollout/frac_reward_zero_std": "in all",
+}
+TIMES = {
+    "perf/sample_s": ("sampling", "{:.2f} s"),
+    "perf/environment_s": ("environment (within sampling)", "{:.2f} s"),
+    "perf/update_s": ("update", "{:.2f} s"),
+    "perf/wait_s": ("waiting for ranks", "{:.2f} s"),
+    "perf/step_s": ("whole step", "{:.2f} s"),
+    "perf/peak_memory_mb": ("peak memory of a rank", "{:,.0f} MB"),
 }
 FILES = {
     "report.html": "all of this in one page, and a reader of the episodes",
@@ -49,46 +58,46 @@ FILES = {
     "trajectories": "transcripts, one file per stage, step and rank",
     "checkpoints": "models for `from_pretrained`; `latest` names the last",
 }
+STOP, LEFT_OUT = "rollout/stop/", "rollout/left_out/"
 
 
 def sections_of(run: RunData) -> list[Section]:
-    caption = "Training reward and held-out success over the steps"
-    sections = [
+    """All sections in order; those of a run that lacks their data are empty."""
+    curves = Picture("learning_curves", "Training reward and held-out success over the steps")
+    return [
         Section("", [_what_ran(run)]),
-        _before_and_after(run),
-        Section("", [Picture("learning_curves", caption)]),
-        transfer_and_forgetting(run),
-        _evaluations(run),
-        _mean_rewards(run),
-        _families(run),
-        tools(run),
-        trials(run),
-        _baselines(run),
-        _curriculum(run),
-        _stop_reasons(run),
-        _zero_std_groups(run),
-        _time(run),
-        _faults(run),
-        _files(run),
+        Section("Success", _success(run)),
+        Section("", [curves]),
+        Section("Transfer and forgetting", of_transfer.transfer_and_forgetting(run)),
+        Section("Every evaluation", _evaluations(run)),
+        Section("Mean reward", of_transfer.mean_rewards(run)),
+        Section("By family and branch", [_families(run)]),
+        Section("Tools", of_transfer.tools(run)),
+        Section("pass@k and pass^k", of_transfer.trials(run)),
+        Section("Baselines", _baselines(run)),
+        Section("Curriculum", _curriculum(run)),
+        Section("How training episodes ended", _stop_reasons(run)),
+        Section("", _left_out(run)),
+        Section("Zero-std groups", _zero_std_groups(run)),
+        Section("Time and memory", _time(run)),
+        Section("Faults", _faults(run)),
+        Section("Files", [_files(run)]),
     ]
-    return with_content(sections)
 
 
 def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Table:
     """Success before and after GRPO and the change with its interval, or the only success."""
-    domains = [*domains_of(evaluations), "mean"]
     before, after = before_and_after(evaluations)
-    if before is None or after is None:
-        only = before or after
-        rows = [[d, *(number(rate(only, d, kind)) for kind in ("mean", "greedy"))] for d in domains]
-        return Table(["success", "sampled", "greedy"], rows)
-    gains = dict(transfer.get("domains", {}).get("gain", {}))
-    gains["mean"] = transfer.get("metrics", {}).get("total_gain")
-    rows = []
-    for domain in domains:
-        rates = [rate(e, domain, kind) for kind in ("mean", "greedy") for e in (before, after)]
-        old, new, *greedy = map(number, rates)
-        rows.append([domain, old, new, shown(gains.get(domain), "+"), *greedy])
+    found = [before, after] if before and after else [before or after]
+    rates = {
+        domain: [number(rate(e, domain, kind)) for kind in KINDS for e in found]
+        for domain in [*domains_of(evaluations), "mean"]
+    }
+    if len(found) < 2:
+        return Table(["success", "sampled", "greedy"], [[d, *of] for d, of in rates.items()])
+    mean = transfer.get("metrics", {}).get("total_gain")
+    gains = {**transfer.get("domains", {}).get("gain", {}), "mean": mean}
+    rows = [[d, *of[:2], of_transfer.shown(gains.get(d), "+"), *of[2:]] for d, of in rates.items()]
     kinds = ["sampled before", "sampled after", "change [95 %]", "greedy before", "greedy after"]
     return Table(["success", *kinds], rows)
 
@@ -96,76 +105,65 @@ def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Ta
 def _what_ran(run: RunData) -> str:
     config, results = run.config, run.results
     data, grpo, rollout = config["data"], config["grpo"], config["rollout"]
+    steps = (
+        f"GRPO: {len(run.train)} of {grpo['max_steps']} steps, each {rollout['tasks_per_step']} "
+        f"groups of {rollout['num_generations']} episodes, learning rate "
+        f"{grpo['learning_rate']:g}, beta {grpo['beta']:g}."
+    )
+    interrupted = "**There is no evaluation in this folder: the run was interrupted.**"
+    control = "**A control: rewards were permuted among the episodes of each step.**"
     lines = [
         f"Recipe `{config['recipe']}`, seed {config['run']['seed']}, "
         f"{results.get('num_ranks', 'unknown number of')} rank(s).",
         f"Model `{config['model']['model']}`; domains {', '.join(run.domains)}; "
         f"{data['tasks_per_domain']} training tasks of each ({data['difficulty']}).",
         f"Warm start: {config['warm_start']['steps'] or 'no'} supervised steps.",
-        f"GRPO: {len(run.train)} of {grpo['max_steps']} steps, each {rollout['tasks_per_step']} "
-        f"groups of {rollout['num_generations']} episodes, learning rate "
-        f"{grpo['learning_rate']:g}, beta {grpo['beta']:g}."
-        if grpo["use_grpo"]
-        else "GRPO: not used; this run evaluates only.",
+        steps if grpo["use_grpo"] else "GRPO: not used; this run evaluates only.",
+        control if grpo["permute_rewards"] else "",
+        f"Wall time {_duration(results['wall_s'])}." if "wall_s" in results else "",
+        f"A training step took {median(run.step_s):.2f} s (median)." if run.step_s else "",
+        "" if run.evaluations else interrupted,
     ]
-    if grpo["permute_rewards"]:
-        lines.append("**A control: rewards were permuted among the episodes of each step.**")
-    if "wall_s" in results:
-        lines.append(f"Wall time {_duration(results['wall_s'])}.")
-    if run.step_s:
-        lines[-1] += f" A training step took {median(run.step_s):.2f} s (median)."
-    if not results["evaluations"]:
-        lines.append("**There is no evaluation in this folder: the run was interrupted.**")
-    return _list(lines)
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    return bullets(filter(None, lines))
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    return f"{timedelta(seconds=round(seconds))} h"
 
 
-def _before_and_after(run: RunData) -> Section:
+def _success(run: RunData) -> list[Block]:
     if not run.evaluations:
-        return Section("", [])
-    before, after = before_and_after(run.evaluations)
-    title = "Before and after GRPO" if before and after else "Success"
-    names = [after_name(e["after"]) for e in (before, after) if e]
-    names = [f"before: {names[0]}", f"after: {names[1]}"] if len(names) == 2 else names
+        return []
+    points = [after_name(e["after"]) for e in before_and_after(run.evaluations) if e]
+    names = [f"before: {points[0]}", f"after: {points[1]}"] if len(points) == 2 else points
     of = next(iter(run.evaluations[-1]["success"].values()))
-    how = (
+    return [
+        change(run.evaluations, run.transfer),
         f"On {of['num_tasks']} tasks of each domain ({run.results.get('split', 'test')} split); "
         f"{', '.join(names)}. *Sampled*: the mean of {of['num_trials']} trial(s) of each task at "
         f"the training temperature ({run.config['rollout']['temperature']:g}). *Greedy*: one trial "
-        "of each, always the likeliest token. Compare sampled with sampled and greedy with greedy."
-    )
-    return Section(title, [change(run.evaluations, run.transfer), how])
-
-
-def _evaluations(run: RunData) -> Section:
-    domains = [*run.domains, "mean"]
-    tables = [
-        Table([name, "step", *domains], [_row(e, domains, kind) for e in run.evaluations])
-        for kind, name in (("mean", "sampled"), ("greedy", "greedy"))
+        "of each, always the likeliest token. Compare sampled with sampled and greedy with greedy.",
     ]
-    text = (
+
+
+def _evaluations(run: RunData) -> list[Block]:
+    domains = [*run.domains, "mean"]
+    rows = {
+        kind: [
+            [after_name(e["after"]), str(e["step"]), *(_with_interval(e, d, kind) for d in domains)]
+            for e in run.evaluations
+        ]
+        for kind in KINDS
+    }
+    return [
+        *(Table([KINDS[kind], "step", *domains], of) for kind, of in rows.items()),
         "In brackets: 95 % Wilson intervals that count each task once, because trials of one task "
-        "are not independent. They are wide on purpose."
-    )
-    picture = Picture("stage_performance", "Held-out success of each domain after each stage")
-    return Section("Every evaluation", [*tables, text, picture])
+        "are not independent. They are wide on purpose.",
+        Picture("stage_performance", "Held-out success of each domain after each stage"),
+    ]
 
 
-def _row(evaluation: Evaluation, domains: Sequence[str], kind: str) -> list[str]:
-    cells = [_cell(evaluation, domain, kind) for domain in domains]
-    return [after_name(evaluation["after"]), str(evaluation["step"]), *cells]
-
-
-def _cell(evaluation: Evaluation, domain: str, kind: str) -> str:
+def _with_interval(evaluation: Evaluation, domain: str, kind: str) -> str:
     value = rate(evaluation, domain, kind)
     # Older runs have mean rewards, which need not be shares.
     if value is None or domain == "mean" or not 0 <= value <= 1:
@@ -174,151 +172,127 @@ def _cell(evaluation: Evaluation, domain: str, kind: str) -> str:
     return f"{value:.3f} [{low:.2f}, {high:.2f}]"
 
 
-def _mean_rewards(run: RunData) -> Section:
-    """The mean reward of domains whose rewards are not all 0 or 1."""
-    rewards = run.transfer.get("rewards", {})
-    rows = [[domain, *(shown(value) for value in values)] for domain, values in rewards.items()]
-    text = (
-        "Sampled, over all trials. A trial is a success with a reward of "
-        f"{run.success_threshold:g} or more (`success_threshold`). {HOW}"
-    )
-    return Section("Mean reward", [Table(["reward", *run.points], rows), text])
-
-
-def _families(run: RunData) -> Section:
-    evaluations = [e for e in before_and_after(run.evaluations) if e]
+def _families(run: RunData) -> Table:
+    """Rates of each family, and of its branches below it, before and after GRPO."""
+    found = [e for e in before_and_after(run.evaluations) if e]
     rows = []
-    for domain, success in evaluations[-1]["success"].items() if evaluations else []:
+    for domain, success in found[-1]["success"].items() if found else ():
         for family in success.get("families", {}):
-            names = [domain, family, "all"]
-            rows.append([*names, *_rates(evaluations, domain, "families", family)])
+            levels = [("families", family, [domain, family, "all"])]
             for branch in success.get("branches", {}):
                 if branch.startswith(f"{family}/"):
-                    names = ["", "", branch.removeprefix(f"{family}/")]
-                    rows.append([*names, *_rates(evaluations, domain, "branches", branch)])
-    when = [" before", " after"] if len(evaluations) == 2 else [""]
-    rates = [f"{kind}{word}" for kind in ("sampled", "greedy") for word in when]
-    table = Table(["domain", "family", "branch", "tasks", *rates], rows, num_left=3)
-    return Section("By family and branch", [table])
+                    words = ["", "", branch.removeprefix(f"{family}/")]
+                    levels.append(("branches", branch, words))
+            for level, name, words in levels:
+                of = [e["success"].get(domain, {}).get(level, {}).get(name, {}) for e in found]
+                rates = [number(group.get(kind)) for kind in KINDS for group in of]
+                rows.append([*words, str(of[-1]["num_tasks"]), *rates])
+    when = [" before", " after"] if len(found) == 2 else [""]
+    rates = [f"{kind}{word}" for kind in KINDS.values() for word in when]
+    return Table(["domain", "family", "branch", "tasks", *rates], rows, num_left=3)
 
 
-def _rates(evaluations: list[Evaluation], domain: str, level: str, name: str) -> list[str]:
-    groups = [e["success"].get(domain, {}).get(level, {}).get(name, {}) for e in evaluations]
-    rates = [number(group.get(kind)) for kind in ("mean", "greedy") for group in groups]
-    return [str(groups[-1]["num_tasks"]), *rates]
-
-
-def _baselines(run: RunData) -> Section:
+def _baselines(run: RunData) -> list[Block]:
     baselines = run.results["baselines"]
     rows = [[d, *(number(of.get(key)) for key in BASELINES)] for d, of in baselines.items()]
-    text = (
-        "What policies earn that never read the record of a request. The last two are the best of "
-        "all such policies: one for every request, and one for each family of requests. They may "
-        "use what the customer answers, and are chosen on these tasks, so others earn less."
-    )
-    return Section("Baselines", [text, Table(["domain", *BASELINES.values()], rows)])
+    return [
+        "Mean reward of policies that never read the record of a request. The last two are the "
+        "best of all such policies: one for every request, and one for each family of requests. "
+        "They may use the customer's answers, and are chosen on these tasks, so others earn less.",
+        Table(["domain", *BASELINES.values()], rows),
+    ]
 
 
-def _curriculum(run: RunData) -> Section:
-    rows = []
-    for stage in run.stages:
-        first, last = stage["first_step"] + 1, stage["first_step"] + stage["num_steps"]
-        groups = ", ".join(f"{count} {domain}" for domain, count in stage["domains"].items())
-        rows.append([stage["name"], f"{first} to {last}", groups])
-    table = Table(["stage", "steps", "groups in each step"], rows, num_left=3)
+def _curriculum(run: RunData) -> list[Block]:
+    rows = [
+        [
+            stage["name"],
+            f"{stage['first_step'] + 1} to {stage['first_step'] + stage['num_steps']}",
+            ", ".join(f"{count} {domain}" for domain, count in stage["domains"].items()),
+        ]
+        for stage in run.stages
+    ]
     replay = (
         f"Replay: after the first stage {run.replay:.0%} of a step's groups, in whole groups, come "
         "from the domains of earlier stages."
         if run.replay
         else "No replay: a stage draws from its own domains only."
     )
-    return Section("Curriculum", [table, replay])
+    return [Table(["stage", "steps", "groups in each step"], rows, num_left=3), replay]
 
 
-def _shares(run: RunData, prefix: str) -> dict[str, list[float]]:
-    """Means over each stage's steps of the metrics with a prefix, by the rest of their names."""
-    keys = sorted({key for record in run.train for key in record if key.startswith(prefix)})
-    return {
-        key.removeprefix(prefix): [
-            fmean(record.get(key) or 0.0 for record in run.of_stage(stage)) for stage in run.stages
-        ]
-        for key in keys
-    }
+def _shares(run: RunData, head: str, names: Mapping[str, str]) -> Table:
+    """Means of metrics over each stage's steps, as shares; `names` maps metrics to rows."""
+    stages = {stage["name"]: run.of_stage(stage) for stage in run.stages}
+    rows = [
+        [name, *(f"{fmean(r.get(key) or 0.0 for r in of):.1%}" for of in stages.values())]
+        for key, name in names.items()
+    ]
+    return Table([head, *stages], rows)
 
 
-def _table_of_shares(run: RunData, head: str, shares: Mapping[str, Sequence[float]]) -> Table:
-    rows = [[name, *(f"{share:.1%}" for share in of)] for name, of in shares.items()]
-    return Table([head, *(stage["name"] for stage in run.stages)], rows)
-
-
-def _stop_reasons(run: RunData) -> Section:
-    shares = {name: of for name, of in _shares(run, "rollout/stop/").items() if any(of)}
-    picture = Picture("stop_reasons", "Why training episodes ended, over the steps")
-    table = _table_of_shares(run, "reason", shares)
-    blocks = ["Share of a stage's episodes.", picture, table, *_left_out(run)]
-    return Section("How training episodes ended", blocks)
+def _stop_reasons(run: RunData) -> list[Block]:
+    found = {key for record in run.train for key, share in record.items() if share}
+    names = {key: key.removeprefix(STOP) for key in sorted(found) if key.startswith(STOP)}
+    return [
+        "Share of a stage's episodes.",
+        Picture("stop_reasons", "Why training episodes ended, over the steps"),
+        _shares(run, "reason", names),
+    ]
 
 
 def _left_out(run: RunData) -> list[Block]:
-    """How many episodes training left out, by domain and kind, if there were any."""
-    prefix, counts = "rollout/left_out/", Counter[str]()
+    """How many episodes training left out, by domain and kind of failure."""
+    counts = Counter[str]()
     for record in run.train:
-        for key, count in record.items():
-            if key.startswith(prefix):
-                counts[key.removeprefix(prefix)] += round(count)
-    rows = [[*reversed(key.split("/", 1)), str(counts[key])] for key in sorted(counts)]
-    text = (
-        "Left out of training, because an environment failed at what the policy is not answerable "
-        "for: its `reset`, its user's `reply`, or a service that it said is down (`outage`)."
-    )
-    return [text, Table(["domain", "what failed", "episodes"], rows, num_left=2)] if rows else []
+        counts.update({k: round(n) for k, n in record.items() if k.startswith(LEFT_OUT)})
+    rows = [
+        [*reversed(key.removeprefix(LEFT_OUT).split("/", 1)), str(counts[key])]
+        for key in sorted(counts)
+    ]
+    return [
+        "Left out of training, because an environment failed and not the policy: its `reset`, its "
+        "user's `reply`, or a service that it reported as down (`outage`).",
+        Table(["domain", "failure", "episodes"], rows, num_left=2),
+    ]
 
 
-def _zero_std_groups(run: RunData) -> Section:
-    kinds = {"all_failed": "all failed", "all_solved": "all solved"}
-    if any(record.get("rollout/too_few_left") for record in run.train):
-        kinds["too_few_left"] = "fewer than two left"
-    kinds["frac_reward_zero_std"] = "in all"
-    shares = {name: _shares(run, f"rollout/{kind}").get("", []) for kind, name in kinds.items()}
-    text = (
+def _zero_std_groups(run: RunData) -> list[Block]:
+    found = {key for record in run.train for key in record}
+    return [
         "Share of a stage's groups whose episodes all earned the same (or fewer than two were not "
-        "left out): they have no advantage and teach nothing."
-    )
-    picture = Picture("zero_std_groups", "Groups without a signal, over the steps")
-    table = _table_of_shares(run, "groups", {name: of for name, of in shares.items() if of})
-    return Section("Zero-std groups", [text, picture, table])
+        "left out): they have no advantage and teach nothing.",
+        Picture("zero_std_groups", "Groups without a signal, over the steps"),
+        _shares(run, "groups", {key: name for key, name in ZERO_STD.items() if key in found}),
+    ]
 
 
-def _time(run: RunData) -> Section:
-    if not any("perf/sample_s" in record for record in run.timings):
-        return Section("", [])
+def _time(run: RunData) -> list[Block]:
     rows = []
-    for key, name in PHASES.items():
-        values = [record.get(f"perf/{key}") for record in run.timings]
-        if seconds := [value for value in values if value is not None]:
-            most, total = f"{max(seconds):.2f} s", _duration(sum(seconds))
-            rows.append([name, f"{median(seconds):.2f} s", most, total])
-    if memory := [r["perf/peak_memory_mb"] for r in run.timings if "perf/peak_memory_mb" in r]:
-        most = f"{max(memory):,.0f} MB"
-        rows.append(["peak memory of a rank", f"{median(memory):,.0f} MB", most, "-"])
-    text = "Seconds are means over ranks; memory is that of the rank that takes most."
-    picture = Picture("time_and_memory", "Time and memory of each training step")
-    table = Table(["of a training step", "median", "most", "in all"], rows)
-    return Section("Time and memory", [text, picture, table])
+    for key, (name, form) in TIMES.items():
+        if values := [record[key] for record in run.timings if record.get(key) is not None]:
+            total = _duration(sum(values)) if key.endswith("_s") else "-"
+            rows.append([name, form.format(median(values)), form.format(max(values)), total])
+    return [
+        "Seconds are means over ranks; memory is that of the rank with the highest peak.",
+        Picture("time_and_memory", "Time and memory of each training step"),
+        Table(["of a training step", "median", "most", "in all"], rows),
+    ]
 
 
-def _faults(run: RunData) -> Section:
+def _faults(run: RunData) -> list[Block]:
     """Faults that the run recovered from."""
-    faults: dict[str, Any] = run.results.get("faults", {})
-    texts = []
+    faults = run.results.get("faults", {})
+    texts: list[Block] = []
     if count := faults.get("skipped_steps"):
-        steps = "1 step was" if count == 1 else f"{count} steps were"
-        texts.append(f"{steps} skipped for a loss or gradient that was not finite (`faults/`).")
+        texts.append(
+            f"Steps skipped for a loss or gradient that was not finite: {count} (`faults/`)."
+        )
     if budget := faults.get("max_tokens_per_microbatch"):
         texts.append(f"Memory ran out; `max_tokens_per_microbatch` was lowered to {budget}.")
-    return Section("Faults", texts)
+    return texts
 
 
-def _files(run: RunData) -> Section:
+def _files(run: RunData) -> str:
     names = [name for name in FILES if name == "report.html" or (run.folder / name).exists()]
-    return Section("Files", [_list([f"`{name}`: {FILES[name]}" for name in names])])
+    return bullets(f"`{name}`: {FILES[name]}" for name in names)

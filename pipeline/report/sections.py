@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -32,22 +32,26 @@ class Section(NamedTuple):
     blocks: Sequence[Block]
 
 
-def with_content(sections: Iterable[Section]) -> list[Section]:
-    """The sections that have blocks, and rows if they have tables."""
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def with_content(sections: Iterable[Section], drawn: Container[str]) -> list[Section]:
+    """Drop pictures that were not drawn, empty tables, and sections without rows or blocks."""
     kept = []
-    for section in sections:
-        tables = [block for block in section.blocks if isinstance(block, Table)]
-        if any(table.rows for table in tables) if tables else section.blocks:
-            kept.append(section)
+    for title, blocks in sections:
+        shown = [b for b in blocks if not isinstance(b, Picture) or b.name in drawn]
+        tables = [block for block in shown if isinstance(block, Table)]
+        if any(table.rows for table in tables) if tables else shown:
+            kept.append(Section(title, [b for b in shown if not isinstance(b, Table) or b.rows]))
     return kept
 
 
 def markdown(sections: Iterable[Section]) -> str:
     parts: list[str] = []
-    for section in sections:
-        if section.title:
-            parts.append(f"## {section.title}")
-        parts += [_markdown_of(block) for block in section.blocks]
+    for title, blocks in sections:
+        parts += [f"## {title}"] if title else []
+        parts += map(_markdown_of, blocks)
     return "\n\n".join(parts)
 
 
@@ -63,10 +67,8 @@ def _markdown_of(block: Block) -> str:
 
 def text_table(table: Table) -> str:
     """For a terminal: the first column on the left, the others on the right."""
-    rows = [table.header, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join(lines)
+    columns = []
+    for i, column in enumerate(zip(table.header, *table.rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if i else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(row) for row in zip(*columns, strict=True))

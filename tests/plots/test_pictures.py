@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from pipeline.plots.pictures import pictures_of, save
-from pipeline.plots.plots import smooth
-from pipeline.plots.training import zero_std_groups
+from pipeline.plots.training import smooth, zero_std_groups
 from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
     THREE,

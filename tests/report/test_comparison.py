@@ -81,7 +81,7 @@ def test_a_row_is_named_by_the_settings_in_which_it_differs_from_most(tmp_path):
     grid = ({}, {"grpo": {"beta": 0.05}}, {"curriculum": {"replay": 0.5}})
     for number, settings in enumerate(grid):
         make_run(tmp_path / str(number), THREE, settings=settings)
-    assert [row.label for row in rows_of(tmp_path)] == ["beta 0.05", "replay 0.5", "sequential"]
+    assert [row.label for row in rows_of(tmp_path)] == ["sequential", "beta 0.05", "replay 0.5"]
 
 
 def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path, capsys):
@@ -144,7 +144,7 @@ def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path, capsys):
     assert main([str(tmp_path / "all")]) == 0
     assert f"warning: {interrupted} is not finished" in capsys.readouterr().err
     text = (tmp_path / "all" / "comparison.md").read_text()
-    assert "**Left out**, for they are not finished: `b`." in text
+    assert "**Left out**, because they are not finished: `b`." in text
 
 
 def test_without_any_finished_run_there_is_nothing_to_compare(tmp_path):

@@ -47,9 +47,10 @@ def test_the_report_of_a_sequential_run(sequential):
 - Model `tiny`; domains airline, retail, telecom; 800 training tasks of each (medium).
 - Warm start: 440 supervised steps.
 - GRPO: 30 of 30 steps, each 24 groups of 8 episodes, learning rate 0.0003, beta 0.
-- Wall time 1 min 23 s. A training step took 2.00 s (median).
+- Wall time 0:01:23 h.
+- A training step took 2.00 s (median).
 
-## Before and after GRPO
+## Success
 
 | success | sampled before | sampled after | change [95 %] | greedy before | greedy after |
 | :-- | --: | --: | --: | --: | --: |
@@ -94,7 +95,7 @@ def test_an_evaluation_only_is_reported_without_before_and_after(tmp_path, witho
         in text
     )
     assert "| domain | family | branch | tasks | sampled | greedy |" in text
-    for absent in ("Before and after", "Curriculum", "episodes ended"):
+    for absent in ("before GRPO", "Curriculum", "episodes ended"):
         assert absent not in text
 
 
