@@ -10,7 +10,7 @@ from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer_metrics import is_graded, succeeded
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 Success = dict[str, Any]
@@ -33,19 +33,19 @@ def evaluate(
     RuntimeError if a trial is missing or double, and Interrupted if the run is told to stop.
     """
     mine = [tasks[index] for index in ranks.shard(len(tasks))]
-    starts = [
-        Start(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
+    requests = [
+        RolloutRequest(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
         for task in mine
         for k in range(num_trials)
     ]
-    trajectories = rollout(starts, greedy=greedy)
+    trajectories = rollout(requests, greedy=greedy)
     ranks.agree("end of evaluation")
     for attempt in range(1, ATTEMPTS + 1):
         gathered = ranks.all_gather_objects([t.record() for t in trajectories], "evaluation")
         if attempt == ATTEMPTS or not failed_trials(record for part in gathered for record in part):
             break
         failed = [i for i, t in enumerate(trajectories) if _has_failed(t)]
-        again = rollout([starts[i] for i in failed], greedy=greedy)
+        again = rollout([requests[i] for i in failed], greedy=greedy)
         ranks.agree("end of evaluation")
         for i, trajectory in zip(failed, again, strict=True):
             trajectories[i] = trajectory

@@ -187,7 +187,7 @@ def zero_std_groups(
 ) -> torch.Tensor:
     """True, per episode, if all counted siblings earned the same: nothing is learned from these.
 
-    All count if `counted` is missing. A group with fewer than two counted episodes is dead.
+    All count if `counted` is missing. A group with fewer than two counted episodes is one, too.
     """
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     shape = len(rewards) // num_generations, num_generations

@@ -1,7 +1,7 @@
 """The rollouts of a step: groups of the stage's tasks, replacements of zero-std groups, advantages.
 
 A zero-std group has equal rewards only: its advantages are zero, and nothing is learned from it.
-With `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step plays another
+With `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step takes another
 task for each zero-std group, in at most `max_resample_times` rounds, and trains on the other
 groups. DAPO draws whole batches until one is full; here a task of the same domain replaces each
 zero-std group, so that the curriculum's shares hold, and a step never trains on more than
@@ -21,22 +21,22 @@ from pipeline.data.rng import permutation, stream_key
 from pipeline.data.tasks import Source, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import group_advantages, in_baseline, zero_std_groups
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """The episodes of a step that this rank played.
+    """The episodes of a step that this rank collected.
 
     The groups of a step are in order: the stage's own, then the rounds of replacements. A rank
-    plays every num_ranks-th group.
+    collects every num_ranks-th group.
     """
 
     trajectories: list[Trajectory]  # siblings next to each other
     places: list[int]  # index of each episode in the step, the same for any number of ranks
-    # False if the episode or all of its siblings are left out, or if its group is dead and dynamic
-    # sampling is on.
+    # False if the episode or all of its siblings are left out, or if its group has a standard
+    # deviation of zero and dynamic sampling is on.
     kept: list[bool]
     num_first: int  # number of episodes of the stage's own groups
     rounds: list[int]  # groups over all ranks: the stage's own, then each round of replacements
@@ -55,14 +55,14 @@ def collect_rollouts(
     step: int,
     sources: Mapping[str, Source],
 ) -> RolloutBatch:
-    """Play this rank's groups of a step; `step` is the number of optimizer steps before it.
+    """Collect this rank's groups of a step; `step` is the number of optimizer steps before it.
 
     Zero-std groups depend on exact rewards of whole groups, and replacements are drawn by counts:
     both are the same on every rank, for any number of ranks, and after a resume.
     """
     settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
-    dead: list[bool] = []  # by group, with dynamic sampling only
+    zero_std: list[bool] = []  # by group, with dynamic sampling only
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
     fresh = tasks_of_step(stage, step, sources, seed)
@@ -72,19 +72,21 @@ def collect_rollouts(
         mine = [p for p in ranks.shard(len(tasks)) if p >= len(tasks) - len(fresh)]
         trials = [(tasks[place], k) for place in mine for k in range(size)]
         of_step = (seed, "rollout", stage.name, step)
-        starts = [Start(task=t, trial=k, key=stream_key(*of_step, *t.key, k)) for t, k in trials]
+        requests = [
+            RolloutRequest(task=t, trial=k, key=stream_key(*of_step, *t.key, k)) for t, k in trials
+        ]
         with ranks.phase("sample", stage.name, step + 1):
-            played = no_gain_by_failing(rollout(starts), size)
+            rollouts = no_gain_by_failing(rollout(requests), size)
             ranks.agree("end of rollouts")
-        trajectories += played
+        trajectories += rollouts
         if not settings.dynamic_sampling:
             break
-        dead += _find_zero_std(
-            ranks, played, size, [place - len(dead) for place in mine], len(fresh)
+        zero_std += _find_zero_std(
+            ranks, rollouts, size, [place - len(zero_std) for place in mine], len(fresh)
         )
         if len(rounds) > settings.max_resample_times:
             break
-        last = dead[-len(fresh) :]
+        last = zero_std[-len(fresh) :]
         domains = [
             task.domain for task, is_zero_std in zip(fresh, last, strict=True) if is_zero_std
         ]
@@ -96,7 +98,10 @@ def collect_rollouts(
     return RolloutBatch(
         trajectories=trajectories,
         places=places,
-        kept=[c and not (dead and dead[p // size]) for p, c in zip(places, counted, strict=True)],
+        kept=[
+            c and not (zero_std and zero_std[p // size])
+            for p, c in zip(places, counted, strict=True)
+        ],
         num_first=sum(group < rounds[0] for group in groups) * size,
         rounds=rounds,
     )
@@ -105,11 +110,11 @@ def collect_rollouts(
 def _find_zero_std(
     ranks: Ranks, trajectories: Sequence[Trajectory], size: int, mine: Sequence[int], count: int
 ) -> list[bool]:
-    """Which of the `count` groups of a round are dead; this rank played those at `mine`."""
+    """Which of the `count` groups of a round are zero-std; this rank has those at `mine`."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    dead = zero_std_groups(rewards, size, ~left_out(trajectories))[::size].tolist()
+    zero_std = zero_std_groups(rewards, size, ~left_out(trajectories))[::size].tolist()
     flags = [0.0] * count
-    for place, is_zero_std in zip(mine, dead, strict=True):
+    for place, is_zero_std in zip(mine, zero_std, strict=True):
         flags[place] = float(is_zero_std)
     return [flag > 0 for flag in ranks.sum(flags)]
 
@@ -158,8 +163,8 @@ def advantages_of(
     counted = in_baseline(left_out(batch.trajectories), size)
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std, counted)
     scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in batch.trajectories]
-    dead = zero_std_groups(rewards, size, counted)
-    kept = (counted & ~dead if settings.drop_zero_std_groups else counted).tolist()
+    zero_std = zero_std_groups(rewards, size, counted)
+    kept = (counted & ~zero_std if settings.drop_zero_std_groups else counted).tolist()
     return [a * scale for a, scale in zip(advantages.tolist(), scales, strict=True)], kept
 
 

@@ -33,7 +33,7 @@ NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # keeps transformers from
 SIMILAR = 1.5  # paths whose lengths differ by less than this factor share an attention call
 
 
-class Row(NamedTuple):
+class SharedRow(NamedTuple):
     """Sequences in one row, which holds their common prefixes once."""
 
     ids: list[int]
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     tree: PrefixTree
 
 
-def shared_row(sequences: Sequence[list[int]]) -> Row:
+def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     """The row of sequences in lexicographic order.
 
     In that order, no earlier sequence has a longer common prefix with a sequence than the one
@@ -63,7 +63,7 @@ def shared_row(sequences: Sequence[list[int]]) -> Row:
         leaves.append((first, paths[-1]))
         row += ids[common:]
         positions += range(common, len(ids))
-    return Row(row, positions, paths, _tree(leaves, len(row)))
+    return SharedRow(row, positions, paths, _tree(leaves, len(row)))
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:

@@ -154,7 +154,7 @@ class Updater:
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
-        if num_tokens == 0:  # every group was dead, on every rank
+        if num_tokens == 0:  # zero-std groups only, on every rank
             return statistics | {"train/skipped": 0}
         loss_type, max_tokens = self.settings.loss_type, self.limits.max_tokens
         weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)

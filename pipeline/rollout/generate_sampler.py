@@ -109,7 +109,7 @@ class GenerateSampler(ModelSampler):
         def draw(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             """Draw the next token of each row, and leave generate no other choice."""
             logprobs_BV = logprobs_of(scores, self.temperature)
-            picked = self.pick(logprobs_BV, keys, drawn + len(tokens), greedy)[:, None]
+            picked = self.sample_tokens(logprobs_BV, keys, drawn + len(tokens), greedy)[:, None]
             tokens.append(picked)
             values.append(logprobs_BV.gather(-1, picked))
             return torch.full_like(scores, float("-inf")).scatter_(-1, picked, 0.0)

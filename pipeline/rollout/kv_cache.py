@@ -137,15 +137,15 @@ class RowCache(Cache):
             for held in (layer.keys, layer.values):
                 held[target, :, :length] = held[source, :, :length]
 
-    def take_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def save_prefix(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of the first positions of a row: keys and values of each layer."""
         return [
             (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
             for layer in self.layers
         ]
 
-    def put_in(self, row: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Write the result of `take_out` into a row."""
+    def load_prefix(self, row: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Write the result of `save_prefix` into a row."""
         for layer, (keys, values) in zip(self.layers, held, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys[None], values[None])

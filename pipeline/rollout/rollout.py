@@ -1,4 +1,4 @@
-"""Plays episodes: messages go from the sampler to environments, and replies back."""
+"""Runs episodes: messages go from the sampler to environments, and replies back."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ TURN_SHARE = 0.25  # fraction of running messages to finish before replies are c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """An episode to play: a task, the number of the trial, and the key of its draws."""
+class RolloutRequest:
+    """A request for one episode: its task, the number of the trial, and the key of its draws."""
 
     task: Task
     trial: int
@@ -49,7 +49,7 @@ class Start:
 class _Episode:
     """An episode under way; fields of its Trajectory have the same names here."""
 
-    start: Start
+    request: RolloutRequest
     in_background: bool  # whether its environment works in a thread
     environment: Any = None
     addition: str = ""  # text of the environment that is appended to the request
@@ -83,13 +83,13 @@ class _Episode:
 
     def trajectory(self) -> Trajectory:
         assert self.stop_reason is not None
-        task, names = self.start.task, {f.name for f in fields(Trajectory)}
+        task, names = self.request.task, {f.name for f in fields(Trajectory)}
         return Trajectory(
             domain=task.domain,
             task_id=task.id,
             family=task.family,
             branch=task.branch,
-            trial=self.start.trial,
+            trial=self.request.trial,
             reward=self.outcome.reward,
             reward_breakdown=self.outcome.reward_breakdown,
             difference=self.outcome.difference,
@@ -101,7 +101,7 @@ EpisodeWork = Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
 
 
 class Rollout:
-    """Plays episodes of any domain with one sampler, one chat format and the recipe's limits.
+    """Runs episodes of any domain with one sampler, one chat format and the recipe's limits.
 
     `on_progress` is called with domain/task_id before each call of an environment or wait for one,
     and with "" before each call of the sampler. An exception that it raises before a call of the
@@ -123,30 +123,32 @@ class Rollout:
         self.environment_s = 0.0  # seconds spent in environments, or waiting for them
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
-    def __call__(self, starts: Sequence[Start], greedy: bool = False) -> list[Trajectory]:
-        """One trajectory per start, in order.
+    def __call__(
+        self, requests: Sequence[RolloutRequest], greedy: bool = False
+    ) -> list[Trajectory]:
+        """One trajectory per request, in order.
 
-        Where runs must be deterministic, only episodes of one task are played side by side, so that
+        Where runs must be deterministic, only episodes of one task run side by side, so that
         the shapes of a forward pass do not depend on other tasks.
         """
         self._calls.forget()
-        key = (lambda start: start.task.key) if self.deterministic else (lambda start: None)
-        together = [list(group) for _, group in groupby(starts, key)]
-        return [trajectory for group in together for trajectory in self._play(group, greedy)]
+        key = (lambda request: request.task.key) if self.deterministic else (lambda request: None)
+        together = [list(group) for _, group in groupby(requests, key)]
+        return [trajectory for group in together for trajectory in self._collect(group, greedy)]
 
-    def _play(self, starts: Sequence[Start], greedy: bool) -> list[Trajectory]:
-        """Play the episodes, at most `max_concurrent_episodes` side by side, and score them."""
+    def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
+        """Run the episodes, at most `max_concurrent_episodes` side by side, and score them."""
         background = {name: may_wait(known) for name, known in self.environments.items()}
         episodes = [
             _Episode(
-                start=start,
-                in_background=background[start.task.domain],
-                messages=[dict(message) for message in start.task.prompt],
+                request=request,
+                in_background=background[request.task.domain],
+                messages=[dict(message) for message in request.task.prompt],
             )
-            for start in starts
+            for request in requests
         ]
         try:
-            self._play_turns(deque(episodes), greedy)
+            self._take_turns(deque(episodes), greedy)
             for episode in episodes:
                 if episode.stop_reason is not StopReason.ENVIRONMENT_ERROR:
                     self._begin(episode, _score)
@@ -159,8 +161,8 @@ class Rollout:
             raise
         return [episode.trajectory() for episode in episodes]
 
-    def _play_turns(self, waiting: deque[_Episode], greedy: bool) -> None:
-        """Play until all episodes have ended.
+    def _take_turns(self, waiting: deque[_Episode], greedy: bool) -> None:
+        """Run until all episodes have ended.
 
         Episodes whose environment works in the background are waited for once they outnumber the
         others: the order of work depends on counts, never on time.
@@ -194,20 +196,20 @@ class Rollout:
                 self._encode_prompt(episode)
         live = [episode for episode in episodes if episode.stop_reason is None]
         if live:
-            prompts, keys = [e.prompt_ids for e in live], [e.start.key for e in live]
+            prompts, keys = [e.prompt_ids for e in live], [e.request.key for e in live]
             for episode, handle in zip(live, self.sampler.open(prompts, keys), strict=True):
                 episode.handle = handle
         return live
 
     async def _reset(self, episode: _Episode, guard: Guard) -> None:
-        task, episode.excused = episode.start.task, "reset"
+        task, episode.excused = episode.request.task, "reset"
         start = partial(started, self.environments[task.domain], task.row())
         episode.environment, episode.addition, episode.in_background = await guard("reset", start)
 
     def _encode_prompt(self, episode: _Episode) -> None:
         if episode.addition:
             episode.messages[-1]["content"] += episode.addition
-        tools = tool_schemas(self.environments[episode.start.task.domain])
+        tools = tool_schemas(self.environments[episode.request.task.domain])
         episode.prompt_ids = self.chat.prompt_ids(episode.messages, tools)
         if episode.num_tokens >= self.limits.max_tokens:
             episode.stop_reason = StopReason.MAX_TOKENS
@@ -230,7 +232,7 @@ class Rollout:
         episode.append(sampled.ids, sampled.logprobs)
         episode.num_turns += 1
         episode.replies = []
-        tools = tool_schemas(self.environments[episode.start.task.domain])
+        tools = tool_schemas(self.environments[episode.request.task.domain])
         parsed = self.chat.parse(sampled.ids, tools, sampled.finished)
         episode.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
@@ -277,7 +279,7 @@ class Rollout:
 
     def _begin(self, episode: _Episode, work: EpisodeWork) -> None:
         """Do an environment's work, in the background if it is to be done there."""
-        key = episode.start.task.key
+        key = episode.request.task.key
         if episode.in_background:
             episode.wait = self._calls.beside(key, partial(work, episode))
         else:

@@ -17,18 +17,18 @@ from pipeline.rollout.kv_cache import ROWS, RowCache
 from pipeline.rollout.sequences import (
     Ids,
     ModelSampler,
-    Row,
     RowEpisode,
-    common_stems,
+    Slot,
     logprobs_of,
     members_of,
     num_common,
     passes,
+    shared_prefixes,
     streams_of,
 )
 from pipeline.rollout.trajectory import Sampled
 
-MIN_STEM = 64  # tokens; shorter common prefixes of prompts are not computed apart
+MIN_PREFIX = 64  # tokens; shorter common prefixes of prompts are not computed apart
 MIN_FILL = 0.85  # share of unfinished rows in a batch; below it the batch is made smaller
 STEPS_PER_LOOK = 8  # tokens between two checks of what a GPU has sampled
 
@@ -48,13 +48,13 @@ class RowSampler(ModelSampler):
         self.model.set_attn_implementation("row_cache")
         self.shares_rows = self.device.type != "cuda"
         self.steps_per_look = 1 if self.shares_rows else STEPS_PER_LOOK
-        self._rows: dict[int, Row] = {}  # by place
+        self._slots: dict[int, Slot] = {}  # by place
         self._cache = RowCache(0, 0, self.device)
-        self._stems: dict[Ids, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._shared_prefixes: dict[Ids, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def load_weights(self, weights: Weights) -> None:
         """See `Sampler`; the kept prefixes of prompts are dropped."""
-        self._stems = {}
+        self._shared_prefixes = {}
         super().load_weights(weights)
 
     @torch.no_grad()
@@ -63,13 +63,13 @@ class RowSampler(ModelSampler):
         if not self._cache.layers:
             layers = self.model.config.get_text_config().num_hidden_layers
             self._cache = RowCache(layers, 2 * max(map(len, prompts)), self.device)
-        rows: dict[Ids, Row] = {}
+        rows: dict[Ids, Slot] = {}
         episodes = []
         for prompt, key in list(zip(prompts, keys, strict=True)):  # raises before a row is made
             held = tuple(prompt[:-1])  # the last token is left for `sample`
             if held not in rows:
-                rows[held] = self._new_row(len(held))
-            episodes.append(RowEpisode(key=key, pending=[prompt[-1]], row=rows[held]))
+                rows[held] = self._new_slot(len(held))
+            episodes.append(RowEpisode(key=key, pending=[prompt[-1]], slot=rows[held]))
             rows[held].members.append(episodes[-1])
         self._prefill({prompt: row.place for prompt, row in rows.items() if prompt})
         return episodes
@@ -80,17 +80,17 @@ class RowSampler(ModelSampler):
 
     def close(self, episode: RowEpisode) -> None:
         """End a conversation; a row without conversations is free."""
-        episode.row.members.remove(episode)
-        if not episode.row.members:
-            del self._rows[episode.row.place]
-        if not self._rows and self.device.type == "cuda":
+        episode.slot.members.remove(episode)
+        if not episode.slot.members:
+            del self._slots[episode.slot.place]
+        if not self._slots and self.device.type == "cuda":
             # The update needs the memory; a CPU keeps it, because allocating it again is slow.
             self._cache = RowCache(0, 0, self.device)
 
-    def _new_row(self, length: int) -> Row:
-        place = next(place for place in count() if place not in self._rows)
-        self._rows[place] = row = Row(place=place, length=length)
-        self._cache.num_rows = max(self._cache.num_rows, -(-len(self._rows) // ROWS) * ROWS)
+    def _new_slot(self, length: int) -> Slot:
+        place = next(place for place in count() if place not in self._slots)
+        self._slots[place] = row = Slot(place=place, length=length)
+        self._cache.num_rows = max(self._cache.num_rows, -(-len(self._slots) // ROWS) * ROWS)
         return row
 
     @torch.no_grad()
@@ -132,12 +132,12 @@ class RowSampler(ModelSampler):
             row.length += len(ids)
         members, which = members_of(rows)
         logprobs_BV = self._logprobs(hidden)[torch.from_numpy(which).to(self.device)]
-        picked = self.pick(logprobs_BV, *streams_of(members), greedy)
+        picked = self.sample_tokens(logprobs_BV, *streams_of(members), greedy)
         chosen = logprobs_BV.gather(-1, picked[:, None])
         for episode, token, values in zip(members, picked.tolist(), chosen.tolist(), strict=True):
             episode.append([token], values)
 
-    def _parted(self, episodes: Sequence[RowEpisode]) -> list[Row]:
+    def _parted(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
         """The rows of these conversations, each with the same pending tokens in all of its members.
 
         Conversations that differ from the others of their row get a copy of it.
@@ -145,19 +145,19 @@ class RowSampler(ModelSampler):
         alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
             fed = tuple(episode.pending) if self.shares_rows else (id(episode),)
-            alike.setdefault((id(episode.row), fed), []).append(episode)
+            alike.setdefault((id(episode.slot), fed), []).append(episode)
         rows, copies, longest = [], [], 0
         for members in alike.values():
-            row = members[0].row
+            row = members[0].slot
             if len(members) < len(row.members):
                 leaving = set(members)
                 row.members = [episode for episode in row.members if episode not in leaving]
-                new = self._new_row(row.length)
+                new = self._new_slot(row.length)
                 new.members = members
                 copies.append((row.place, new.place))
                 longest = max(longest, row.length)
                 for episode in members:
-                    episode.row = new
+                    episode.slot = new
                 row = new
             rows.append(row)
         if longest:
@@ -171,13 +171,13 @@ class RowSampler(ModelSampler):
         It must if too few rows are unfinished, or if the conversations of a row differ. Every
         conversation has one pending token.
         """
-        rows = self._bring_to_front(self._parted(episodes))
+        rows = self._compact_slots(self._parted(episodes))
         count = len(rows)
         members, which = members_of(rows)
         # The batch is filled up with the next rows, which are written only beyond their length.
         held = [0] * (-(-count // ROWS) * ROWS)
-        for place in self._rows.keys() & range(len(held)):
-            held[place] = self._rows[place].length
+        for place in self._slots.keys() & range(len(held)):
+            held[place] = self._slots[place].length
         first = np.flatnonzero(np.diff(which, prepend=-1))  # a member of each row
         tokens = torch.zeros((len(held), 1), dtype=torch.int64)
         tokens[:count, 0] = torch.tensor([row.members[0].pending[0] for row in rows])
@@ -194,7 +194,7 @@ class RowSampler(ModelSampler):
             hidden = self._forward(index, tokens, positions, max(held) + step, True)[:, 0]
             self.num_tokens += count
             logprobs_BV = self._logprobs(hidden)[which_B]
-            picked.append(self.pick(logprobs_BV, keys, drawn + step - 1, greedy))
+            picked.append(self.sample_tokens(logprobs_BV, keys, drawn + step - 1, greedy))
             chosen.append(logprobs_BV.gather(-1, picked[-1][:, None]))
             tokens[:count, 0] = picked[-1][first_B]
             positions = (positions + 1).clamp_(max=last)
@@ -219,37 +219,37 @@ class RowSampler(ModelSampler):
         for episode, length, *sampled in zip(members, lengths, ids, logprobs, strict=True):
             episode.append(*(line[:length].tolist() for line in sampled))
 
-    def _bring_to_front(self, wanted: Sequence[Row]) -> list[Row]:
+    def _compact_slots(self, wanted: Sequence[Slot]) -> list[Slot]:
         """Swap rows into the first places; returns them in order."""
         count, inside = len(wanted), set(wanted)
-        holes = [place for place in range(count) if self._rows.get(place) not in inside]
+        holes = [place for place in range(count) if self._slots.get(place) not in inside]
         movers = [row.place for row in wanted if row.place >= count]
         if holes:
             source, target = (torch.tensor(x) for x in (movers + holes, holes + movers))
-            longest = max(self._rows[r].length for r in movers + holes if r in self._rows)
+            longest = max(self._slots[r].length for r in movers + holes if r in self._slots)
             self._cache.copy_rows(source.to(self.device), target.to(self.device), longest)
         for hole, mover in zip(holes, movers, strict=True):
-            moved, displaced = self._rows.pop(mover), self._rows.pop(hole, None)
-            moved.place, self._rows[hole] = hole, moved
+            moved, displaced = self._slots.pop(mover), self._slots.pop(hole, None)
+            moved.place, self._slots[hole] = hole, moved
             if displaced is not None:
-                displaced.place, self._rows[mover] = mover, displaced
-        return [self._rows[place] for place in range(count)]
+                displaced.place, self._slots[mover] = mover, displaced
+        return [self._slots[place] for place in range(count)]
 
     def _prefill(self, place: Mapping[Ids, int]) -> None:
         """Compute prompts, each in its row; common prefixes are computed once and kept."""
-        for stem in common_stems(list(place), MIN_STEM):
-            if not any(2 * num_common(old, stem) >= len(stem) for old in self._stems):
-                row = next(row for prompt, row in place.items() if prompt[: len(stem)] == stem)
-                self._feed([row], [list(stem)], [0])
-                self._stems[stem] = self._cache.take_out(row, len(stem))
+        for prefix in shared_prefixes(list(place), MIN_PREFIX):
+            if not any(2 * num_common(old, prefix) >= len(prefix) for old in self._shared_prefixes):
+                row = next(row for prompt, row in place.items() if prompt[: len(prefix)] == prefix)
+                self._feed([row], [list(prefix)], [0])
+                self._shared_prefixes[prefix] = self._cache.save_prefix(row, len(prefix))
         rest = []
         for prompt, row in place.items():
-            known = (stem for stem in self._stems if prompt[: len(stem)] == stem)
-            stem = max(known, key=len, default=())
-            if stem:
-                self._cache.put_in(row, self._stems[stem])
-            if len(stem) < len(prompt):
-                rest.append((row, list(prompt[len(stem) :]), len(stem)))
+            known = (prefix for prefix in self._shared_prefixes if prompt[: len(prefix)] == prefix)
+            prefix = max(known, key=len, default=())
+            if prefix:
+                self._cache.load_prefix(row, self._shared_prefixes[prefix])
+            if len(prefix) < len(prompt):
+                rest.append((row, list(prompt[len(prefix) :]), len(prefix)))
         if rest:
             self._feed(*zip(*rest, strict=True))
 

@@ -23,7 +23,7 @@ Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 @dataclass(kw_only=True, eq=False)
-class Row:
+class Slot:
     """A row of the cache, and the conversations whose tokens so far it holds."""
 
     place: int
@@ -37,7 +37,7 @@ class RowEpisode:
 
     key: int  # of its stream of draws
     pending: list[int]  # tokens to feed before the next one is sampled
-    row: Row
+    slot: Slot
     num_sampled: int = 0  # draws used so far
     room: int = 0  # largest number of tokens of the current message
     ids: list[int] = field(default_factory=list)  # of the current message
@@ -51,7 +51,7 @@ class RowEpisode:
         self.pending = ids[-1:]
 
 
-def members_of(rows: Sequence[Row]) -> tuple[list[RowEpisode], NDArray[np.int64]]:
+def members_of(rows: Sequence[Slot]) -> tuple[list[RowEpisode], NDArray[np.int64]]:
     """The conversations of rows, and for each the index of its row."""
     which = np.repeat(np.arange(len(rows)), [len(row.members) for row in rows])
     return [episode for row in rows for episode in row.members], which
@@ -75,23 +75,23 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return [*passes(lengths[:cut]), *rest]
 
 
-def common_stems(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
+def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
     """Common prefixes of neighbours in sorted order, of `at_least` so many tokens.
 
-    A prompt that shares less than half of a stem starts another one: domains have policies of
+    A prompt that shares less than half of a prefix starts another one: domains have policies of
     their own behind a common opening.
     """
-    stems: list[Ids] = []
-    stem: Ids = ()
+    prefixes: list[Ids] = []
+    prefix: Ids = ()
     for before, prompt in pairwise([(), *sorted(prompts)]):
-        if stem and 2 * (shared := num_common(stem, prompt)) >= len(stem):
-            stems[-1] = stem = stem[:shared]
+        if prefix and 2 * (shared := num_common(prefix, prompt)) >= len(prefix):
+            prefixes[-1] = prefix = prefix[:shared]
         elif (shared := num_common(before, prompt)) >= at_least:
-            stem = prompt[:shared]
-            stems.append(stem)
+            prefix = prompt[:shared]
+            prefixes.append(prefix)
         else:
-            stem = ()
-    return [stem for stem in stems if len(stem) >= at_least]
+            prefix = ()
+    return [prefix for prefix in prefixes if len(prefix) >= at_least]
 
 
 def num_common(a: Tokens, b: Tokens) -> int:
@@ -117,7 +117,7 @@ def logprobs_of(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
     return (logits_BV.float() / temperature).log_softmax(-1)
 
 
-def pick(
+def sample_tokens(
     logprobs_BV: torch.Tensor,
     keys: NDArray[np.uint64],
     positions: NDArray[np.int64],
@@ -209,7 +209,7 @@ class ModelSampler:
         """See `Sampler`. Weights that have the type already are shared, not copied."""
         self._copy.load(weights)
 
-    def pick(
+    def sample_tokens(
         self,
         logprobs_BV: torch.Tensor,
         keys: NDArray[np.uint64],
@@ -217,4 +217,4 @@ class ModelSampler:
         greedy: bool,
     ) -> torch.Tensor:
         """The next token of each row, [B]; its draw stands at `positions` of the stream `keys`."""
-        return pick(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)
+        return sample_tokens(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)
