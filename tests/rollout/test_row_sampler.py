@@ -188,14 +188,14 @@ def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_repli
     )
     greedy = sampler.sample(episodes, [5] * 6, greedy=True)
     assert {tuple(message.ids) for message in greedy} == {tuple(greedy[0].ids)}
-    assert len({episode.row for episode in episodes}) == 1
+    assert len({episode.slot for episode in episodes}) == 1
     assert set(fed) <= {1, 4}  # one row, beside those that fill the batch up
     for number, episode in enumerate(episodes):
         sampler.extend(episode, [1, 2 + number // 3])
     said = sampler.sample(episodes, [5] * 6)
     assert said[0].ids == said[1].ids == said[2].ids
-    assert episodes[0].row is episodes[1].row is episodes[2].row
-    assert episodes[3].row not in (episodes[0].row, episodes[4].row)  # another reply, another key
+    assert episodes[0].slot is episodes[1].slot is episodes[2].slot
+    assert episodes[3].slot not in (episodes[0].slot, episodes[4].slot)  # another reply, another key
     for episode in episodes[1:]:
         sampler.close(episode)
     apart = sampler_of()
@@ -204,5 +204,5 @@ def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_repli
     assert all_close(apart.sample(others, [5] * 6, greedy=True), greedy)
     for number, episode in enumerate(others):
         apart.extend(episode, [1, 2 + number // 3])
-    assert len({episode.row for episode in others}) == 6
+    assert len({episode.slot for episode in others}) == 6
     assert all_close(apart.sample(others, [5] * 6), said)
