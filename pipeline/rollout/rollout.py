@@ -15,18 +15,8 @@ from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
+from pipeline.environments import tools
 from pipeline.environments.timeouts import Calls, Guard
-from pipeline.environments.tools import (
-    EnvironmentFault,
-    answer_call,
-    error_result,
-    may_wait,
-    outcome_of,
-    reply_of,
-    started,
-    tool_methods,
-    tool_schemas,
-)
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
@@ -130,7 +120,7 @@ class Rollout:
 
     def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
         """Run episodes, at most `max_concurrent_episodes` side by side, and score them."""
-        background = {name: may_wait(known) for name, known in self.environments.items()}
+        background = {name: tools.may_wait(known) for name, known in self.environments.items()}
         episodes = [
             _Episode(
                 request=request,
@@ -186,8 +176,8 @@ class Rollout:
             if episode.stop_reason is not None:
                 continue
             episode.messages[-1]["content"] += episode.addition
-            tools = tool_schemas(self.environments[episode.request.task.domain])
-            episode.prompt_ids = self.chat.prompt_ids(episode.messages, tools)
+            schemas = tools.tool_schemas(self.environments[episode.request.task.domain])
+            episode.prompt_ids = self.chat.prompt_ids(episode.messages, schemas)
             if episode.num_tokens >= self.limits.max_tokens:
                 episode.stop_reason = StopReason.MAX_TOKENS
         live = [episode for episode in episodes if episode.stop_reason is None]
@@ -199,7 +189,7 @@ class Rollout:
 
     async def _reset(self, episode: _Episode, guard: Guard) -> None:
         task, episode.excused = episode.request.task, "reset"
-        start = partial(started, self.environments[task.domain], task.row())
+        start = partial(tools.started, self.environments[task.domain], task.row())
         episode.environment, episode.addition, episode.in_background = await guard("reset", start)
 
     def _sample(self, live: Sequence[_Episode], greedy: bool) -> list[_Episode]:
@@ -221,8 +211,8 @@ class Rollout:
         episode.append(sampled.ids, sampled.logprobs)
         episode.num_turns += 1
         episode.replies = []
-        tools = tool_schemas(self.environments[episode.request.task.domain])
-        parsed = self.chat.parse(sampled.ids, tools, sampled.finished)
+        schemas = tools.tool_schemas(self.environments[episode.request.task.domain])
+        parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
         episode.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             episode.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
@@ -232,7 +222,7 @@ class Rollout:
             episode.num_malformed_calls += 1
             if episode.num_malformed_calls > self.limits.max_malformed_calls:
                 episode.stop_reason = StopReason.MALFORMED_CALL
-            content = error_result(f"malformed call: {parsed.malformed}")
+            content = tools.error_result(f"malformed call: {parsed.malformed}")
             episode.replies = [{"role": "tool", "name": "error", "content": content}]
         else:
             self._begin(episode, partial(_answer, parsed))
@@ -243,7 +233,7 @@ class Rollout:
         replies, most = episode.replies, self.limits.max_tool_result_tokens
         for reply in replies:
             if reply["role"] == "tool" and self.chat.num_content_tokens(reply["content"]) > most:
-                reply["content"] = error_result("result too long")
+                reply["content"] = tools.error_result("result too long")
         episode.messages += replies
         if episode.stop_reason is None and episode.num_turns >= self.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
@@ -281,7 +271,7 @@ class Rollout:
         begun = time.perf_counter()
         try:
             wait()
-        except EnvironmentFault as fault:
+        except tools.EnvironmentFault as fault:
             episode.stop_reason, episode.error = StopReason.ENVIRONMENT_ERROR, str(fault)
             episode.left_out = "outage" if fault.outage else episode.excused
         self.environment_s += time.perf_counter() - begun
@@ -289,7 +279,7 @@ class Rollout:
 
 async def _score(episode: _Episode, guard: Guard) -> None:
     episode.excused = ""
-    outcome = await guard("get_reward", partial(outcome_of, episode.environment))
+    outcome = await guard("get_reward", partial(tools.outcome_of, episode.environment))
     episode.reward, episode.reward_breakdown, episode.difference = outcome
 
 
@@ -297,9 +287,9 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     """Let the environment answer the calls, or the user answer the message."""
     environment, episode.excused = episode.environment, ""
     for name, arguments in parsed.calls:
-        answer = await guard(name, partial(answer_call, environment, name, arguments))
+        answer = await guard(name, partial(tools.answer_call, environment, name, arguments))
         episode.num_tool_errors += answer.raised
-        known = name if name in tool_methods(type(environment)) else UNKNOWN_TOOL
+        known = name if name in tools.tool_methods(type(environment)) else UNKNOWN_TOOL
         calls, errors = episode.tools.get(known, (0, 0))
         episode.tools[known] = [calls + 1, errors + answer.is_error]
         episode.replies.append({"role": "tool", "name": name, "content": answer.content})
@@ -308,7 +298,7 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
             return
     if not parsed.calls:
         episode.excused = "reply"
-        reply = await guard("reply", partial(reply_of, environment, parsed.content))
+        reply = await guard("reply", partial(tools.reply_of, environment, parsed.content))
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return

@@ -113,7 +113,7 @@ def test_what_prompts_begin_with_is_computed_once_until_the_weights_change():
     assert fed == [(1, 81)]
 
 
-def test_stems_are_shared_openings_and_not_what_two_domains_happen_to_begin_with():
+def test_shared_prefixes_are_long_openings_and_not_the_first_tokens_of_two_domains():
     one, two = tuple(range(100)), tuple(range(10)) + tuple(range(200, 290))
     prompts = [(*one, 1), (*one, 2, 3), (*two, 1), (*two, 1, 5), (7, 8)]
     assert shared_prefixes(prompts, 64) == [one, (*two, 1)]
@@ -195,7 +195,10 @@ def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_repli
     said = sampler.sample(episodes, [5] * 6)
     assert said[0].ids == said[1].ids == said[2].ids
     assert episodes[0].slot is episodes[1].slot is episodes[2].slot
-    assert episodes[3].slot not in (episodes[0].slot, episodes[4].slot)  # another reply, another key
+    assert episodes[3].slot not in (
+        episodes[0].slot,
+        episodes[4].slot,
+    )  # another reply, another key
     for episode in episodes[1:]:
         sampler.close(episode)
     apart = sampler_of()
