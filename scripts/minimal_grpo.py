@@ -31,7 +31,7 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.models.weights import trained_weights
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.sft import IGNORED, encode
@@ -89,12 +89,12 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     for step in range(1, steps + 1):
         chosen = random.Random(step).sample(tasks, limits.tasks_per_step)
-        starts = [
-            Start(task=task, trial=trial, key=stream_key(step, task.id, trial))
+        requests = [
+            RolloutRequest(task=task, trial=trial, key=stream_key(step, task.id, trial))
             for task in chosen
             for trial in range(size)
         ]
-        episodes = rollout(starts)
+        episodes = rollout(requests)
         rewards = torch.tensor([episode.reward for episode in episodes])
         advantages = group_advantages(rewards, size)
         alive = ~zero_std_groups(
@@ -139,8 +139,10 @@ def update(
 
 def success(rollout: Rollout, tasks: list[Task]) -> float:
     """The share of tasks that end with reward 1, sampled once each."""
-    starts = [Start(task=task, trial=0, key=stream_key("held out", task.id)) for task in tasks]
-    return sum(episode.reward >= 1 for episode in rollout(starts)) / len(tasks)
+    requests = [
+        RolloutRequest(task=task, trial=0, key=stream_key("held out", task.id)) for task in tasks
+    ]
+    return sum(episode.reward >= 1 for episode in rollout(requests)) / len(tasks)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer_metrics import is_graded, succeeded
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 Success = dict[str, Any]
@@ -36,12 +36,12 @@ def evaluate(
     whose environment fails is played again, at most ATTEMPTS times (see `failed_trials`). Raises
     RuntimeError if a trial is missing or double, and Interrupted if the run is told to stop.
     """
-    starts = [
-        Start(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
+    requests = [
+        RolloutRequest(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
         for task in (tasks[index] for index in ranks.shard(len(tasks)))
         for k in range(num_trials)
     ]
-    trajectories = rollout(starts, greedy=greedy)
+    trajectories = rollout(requests, greedy=greedy)
     for attempt in range(1, ATTEMPTS + 1):
         ranks.agree("end of evaluation")
         mine = [t.record() for t in trajectories]
@@ -49,7 +49,7 @@ def evaluate(
         if attempt == ATTEMPTS or not failed_trials(records):
             break
         failed = [i for i, record in enumerate(mine) if failed_trials([record])]
-        again = rollout([starts[i] for i in failed], greedy=greedy)
+        again = rollout([requests[i] for i in failed], greedy=greedy)
         for i, trajectory in zip(failed, again, strict=True):
             trajectories[i] = trajectory
     by_trial = {(r.domain, r.task_id, r.trial): r for r in records}

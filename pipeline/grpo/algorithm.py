@@ -1,33 +1,31 @@
-"""GRPO: advantages of groups, and the losses of its family.
+"""GRPO: advantages of groups, and the losses of its family, as pure functions.
 
-Both are pure functions, of the rewards of episodes and of the N sampled tokens of a micro-batch.
-
-With `ratio = exp(logprobs - old_logprobs)` per token, old log-probabilities kept from sampling,
+With `ratio = exp(logprobs - old_logprobs)` per token, and old log-probabilities from sampling,
 
     clipped = clip(ratio, 1 - epsilon, 1 + epsilon_high)
     loss    = -min(min(ratio, delta) * advantages, clipped * advantages)
               + beta * k3(logprobs, ref_logprobs)
 
-is GRPO's objective (Shao et al. 2024, arXiv 2402.03300, equation 3). `epsilon_high` apart from
-`epsilon` is DAPO's (Yu et al. 2025, arXiv 2503.14476, equation 10); the bound `delta` of the other
-side is INTELLECT-2's (2025, arXiv 2505.07291), off unless set. Tokens are summed with the weights
-of their `loss_type` (`token_weights`).
+is GRPO's objective (Shao et al. 2024, arXiv 2402.03300, equation 3). DAPO (Yu et al. 2025, arXiv
+2503.14476, equation 10) separates `epsilon_high` from `epsilon`; INTELLECT-2 (2025, arXiv
+2505.07291) adds the bound `delta`, which is off unless set. `token_weights` gives the weights of
+the sum over tokens for each `loss_type`.
 
 - `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
   every token and bounds its weight: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages
   * logprobs`. The bound is `epsilon_high` itself, as in ScaleRL (2025, arXiv 2510.13786) and TRL,
   not 1 + epsilon_high as in MiniMax-M1.
 - `importance_sampling_level` sequence (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7) gives
-  all tokens of an episode the ratio `exp(mean(logprobs - old_logprobs))`; GSPO's own objective,
-  equation 5, is this with `loss_type` grpo.
+  all tokens of an episode the ratio `exp(mean(logprobs - old_logprobs))`. With `loss_type` grpo it
+  is GSPO's objective, equation 5.
 - `use_bias_correction_kl` multiplies the divergence by the ratio (DeepSeek-V3.2, 2025, arXiv
   2512.02556); off here, as in GRPO's equation 3, on by default in TRL 1.16.
-- The entropy bonus is `-entropy_coef * mean(entropy)` over the step's sampled tokens, whatever
+- The entropy bonus is `-entropy_coef * mean(entropy)` over the step's sampled tokens, for every
   `loss_type` (as in TRL).
 
-One normaliser: weights are normalised by counts over *all* ranks, and gradients are summed over the
-ranks, so that the sum is that of one process with the whole batch. For bnpo and grpo, TRL
-normalises each micro-batch by itself and averages; on one rank without accumulation the two agree.
+Weights are normalised by counts over *all* ranks, and gradients are summed over the ranks, so the
+sum is that of one process with the whole batch. For bnpo and grpo, TRL normalises each micro-batch
+by itself and averages; on one rank without accumulation the two agree.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ EPSILON = 1e-4  # as in TRL
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Logged sums over a micro-batch; each is a float tensor without gradient."""
+    """Sums over a micro-batch, as float tensors without gradient."""
 
     loss: torch.Tensor  # weighted, all terms
     policy_loss: torch.Tensor  # weighted, without divergence and entropy
@@ -53,13 +51,13 @@ class TokenStats:
     entropy: torch.Tensor
     clipped: torch.Tensor  # tokens whose ratio was clipped
     sampling_logp_difference: torch.Tensor  # |logprobs - old_logprobs|
-    sampling_logp_difference_max: torch.Tensor  # the largest of them, no sum
+    sampling_logp_difference_max: torch.Tensor  # a maximum, not a sum
 
 
 def token_weights(
     lengths: Sequence[int], loss_type: str, num_sequences: float, num_tokens: float, max_tokens: int
 ) -> list[float]:
-    """The weight of the sampled tokens of each sequence, from their numbers (`lengths`).
+    """The weight of a sampled token of each sequence; `lengths` count the sampled tokens.
 
     - `grpo`: 1 / (length * num_sequences), the mean over a sequence's tokens, then over sequences
       (arXiv 2402.03300, equation 3);
@@ -67,8 +65,7 @@ def token_weights(
       2503.14476, equation 8; 2506.13585, equation 4);
     - `dr_grpo`: 1 / (max_tokens * num_sequences), a constant (arXiv 2503.20783).
 
-    `num_sequences` and `num_tokens` count the episodes and tokens of the step, over all ranks,
-    without those that are dropped.
+    `num_sequences` and `num_tokens` count the step's kept episodes and their tokens on all ranks.
     """
     if loss_type == "grpo":
         return [1 / (max(length, 1) * num_sequences) for length in lengths]
@@ -108,7 +105,7 @@ def grpo_loss(
 ) -> tuple[torch.Tensor, TokenStats]:
     """The module's loss of [N] tokens, summed by weight, and its statistics.
 
-    `num_tokens` are the sampled tokens of the step over all ranks, for the mean entropy. Without
+    `num_tokens` counts the sampled tokens of the step over all ranks, for the mean entropy. Without
     `ref_logprobs` there is no divergence. Tokens of weight 0 count nowhere.
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
@@ -124,8 +121,7 @@ def grpo_loss(
         outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
         if settings.delta is not None:
             outside |= (ratio > settings.delta) & (advantages < 0)
-    policy_loss = (per_token * batch.weights).sum()
-    loss = policy_loss
+    loss = policy_loss = (per_token * batch.weights).sum()
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = k3(logprobs, ref_logprobs)
@@ -156,10 +152,10 @@ def group_advantages(
     """Rewards minus their group's mean, divided by a standard deviation (unbiased) plus 1e-4.
 
     `rewards` is [groups x num_generations], siblings next to each other. `scale_rewards` `group`
-    divides by the group's own deviation, `batch` by `batch_std`, the deviation of all rewards of
-    the step over all ranks; `none` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783) does not divide.
-    Means and deviations are those of the `counted` episodes (bool, as long as `rewards`; all, if
-    missing). Other episodes, and groups with fewer than two counted ones, get zero.
+    divides by the group's own deviation, `batch` by `batch_std`, the deviation of the step's
+    rewards on all ranks; `none` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783) does not divide.
+    Only `counted` episodes (bool, as long as `rewards`; all, if missing) enter means and
+    deviations. Other episodes, and groups with fewer than two counted ones, get zero.
     """
     if len(rewards) == 0:  # a rank without a group in this step
         return rewards
@@ -167,10 +163,9 @@ def group_advantages(
         advantages = torch.zeros_like(rewards)
         for group in torch.arange(len(rewards)).split(num_generations):
             part = group[counted[group]]
-            if len(part) > 1:
-                advantages[part] = group_advantages(
-                    rewards[part], len(part), scale_rewards, batch_std
-                )
+            if (count := len(part)) > 1:
+                own = group_advantages(rewards[part], count, scale_rewards, batch_std)
+                advantages[part] = own
         return advantages
     grouped = rewards.view(-1, num_generations)
     advantages = grouped - grouped.mean(dim=1, keepdim=True)
@@ -185,9 +180,9 @@ def group_advantages(
 def zero_std_groups(
     rewards: torch.Tensor, num_generations: int, counted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """True, per episode, if all counted siblings earned the same: nothing is learned from these.
+    """True, per episode, if all counted siblings (all, if missing) have the same reward.
 
-    All count if `counted` is missing. A group with fewer than two counted episodes is dead.
+    Such groups teach nothing. A group with fewer than two counted episodes is one of them.
     """
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     shape = len(rewards) // num_generations, num_generations
@@ -197,7 +192,7 @@ def zero_std_groups(
 
 
 def in_baseline(left_out: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """True, per episode, if neither it nor all of its siblings are left out.
+    """True, per episode, if it and at least one sibling are not left out.
 
     `left_out` is bool, [groups x num_generations].
     """

@@ -1,4 +1,4 @@
-"""Faults of an update that are data: too little memory, a loss or gradient that is not finite."""
+"""Faults of an update: too little memory, a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
 
-NO_MEMORY = (  # texts of errors whose type does not say it
+NO_MEMORY = (  # in the texts of plain RuntimeErrors
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
@@ -33,10 +32,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """The token budget, halved until the largest of a rank's micro-batches exceeds it.
+    """The token budget, halved until the rank's largest micro-batch exceeds it.
 
-    The micro-batch at `failed` did not fit into memory. Raises RuntimeError if it is a single
-    episode and no micro-batch of several episodes is larger.
+    The micro-batch at `failed` did not fit into memory. RuntimeError if it is a single episode and
+    no micro-batch of several episodes is larger.
     """
     num_tokens = batches[failed].input_ids.numel()
     largest = max((b.input_ids.numel() for b in batches if len(b.lengths) > 1), default=0)
@@ -68,8 +67,8 @@ def find_suspects(
 ) -> str:
     """Find and save the micro-batches whose loss is not finite; every rank must call it.
 
-    If all losses of all ranks are finite, the gradient is at fault, and all micro-batches are
-    suspects. Each rank writes `step-000012.rank-1.pt`, which `torch.load(weights_only=True)` reads.
+    If all losses of all ranks are finite, all micro-batches are suspects, because the gradient is
+    not finite. Each rank writes `step-000012.rank-1.pt` for `torch.load(weights_only=True)`.
     Returns a text: `(rank 1, tasks retail/t3, retail/t7; rank 2, ...); the batches are in FOLDER`.
     """
     computed = list(zip(batches, losses, strict=True))
@@ -79,7 +78,7 @@ def find_suspects(
     all_finite = not any(tasks for _, tasks in shared)
     suspects = computed if all_finite else bad
     if folder is not None and suspects:
-        _save(folder, ranks, [_plain(batch, loss) for batch, loss in suspects])
+        _save(folder, ranks, suspects)
     parts = []
     for rank, (every_task, bad_tasks) in enumerate(shared):
         tasks = every_task if all_finite else bad_tasks
@@ -90,16 +89,14 @@ def find_suspects(
     return f"({printable('; '.join(parts))}){where}"
 
 
-def _plain(batch: MicroBatch, loss: float) -> dict[str, Any]:
-    """A micro-batch's fields in types that `weights_only` lets through."""
-    tree = None if batch.tree is None else asdict(batch.tree)
-    return {**vars(batch), "tree": tree, "loss": loss}
-
-
-def _save(folder: Path, ranks: Ranks, batches: list[dict[str, Any]]) -> None:
-    """Write a rank's suspects; a full disk must not stop the run as well."""
+def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float]]) -> None:
+    """Write a rank's suspects as plain types; a full disk must not stop the run as well."""
     step = ranks.current.step or 0
     content, path = io.BytesIO(), folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
+    batches = [
+        {**vars(batch), "tree": batch.tree and asdict(batch.tree), "loss": loss}
+        for batch, loss in suspects
+    ]
     torch.save({"step": step, "rank": ranks.rank, "micro_batches": batches}, content)
     try:
         folder.mkdir(exist_ok=True)  # fails if the run's folder is gone

@@ -1,11 +1,11 @@
-"""Trajectories to micro-batches: which rank computes them, and which share a forward pass."""
+"""From trajectories to micro-batches: which share a forward pass, and which rank computes them."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, compress, pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -17,8 +17,8 @@ from pipeline.rollout.sequences import num_common, num_distinct_tokens
 from pipeline.rollout.trajectory import Trajectory
 
 Item = tuple[Trajectory, float, float]  # a trajectory, its advantage, the weight of its tokens
-KEYS_PER_TOKEN = 8  # largest number of keys that attention gathers, per token of the budget
-TOLERANCE = 0.03  # by which the load of the busiest rank may exceed the mean
+KEYS_PER_TOKEN = 8  # attention gathers at most so many keys per token of the budget
+TOLERANCE = 0.03  # the largest load of a rank may exceed the mean by this share
 Kind = TypeVar("Kind")
 Owners = tuple[int, int]  # the ranks that compute the halves of a group
 Plan = Mapping[tuple[int, int], Owners]  # by (rank, number of its group)
@@ -31,11 +31,11 @@ def make_micro_batches(
     padding_free: bool = False,
     share_prefixes: bool = False,
 ) -> list[MicroBatch]:
-    """Sequences sorted by length, cut where a forward pass would exceed `max_tokens`.
+    """Forward passes of at most `max_tokens` tokens, of sequences in order of length.
 
-    Padding counts; with `padding_free` there is none. With `share_prefixes` they are sorted by
-    their tokens, and common prefixes count once. Episodes without a sampled token (the environment
-    failed at once) have no term in the loss and are left out.
+    Padding counts; `padding_free` joins sequences without it. With `share_prefixes` the order is
+    lexicographic, and common prefixes count once. Episodes without a sampled token have no term in
+    the loss and no place here.
     """
     sampled = [item for item in items if item[0].num_sampled_tokens]
     if share_prefixes:
@@ -63,9 +63,9 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 
 
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """The same for sequences in lexicographic order, where common prefixes count once.
+    """The same for sequences in lexicographic order; common prefixes count once.
 
-    The keys that attention gathers for all sequences are bounded, too.
+    There is a bound on the keys that attention gathers, too.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):
@@ -82,10 +82,9 @@ def micro_batch(
 ) -> MicroBatch:
     """One forward pass over these sequences: one row for each, or one row for all.
 
-    With `share_prefixes` they must be sorted by their tokens.
+    With `share_prefixes` they must be in lexicographic order.
     """
     sequences = [trajectory.ids for trajectory, _, _ in items]
-    ends = list(accumulate(map(len, sequences)))
     position_ids = tree = None
     paths: Sequence[Sequence[int]]  # the columns of each sequence's tokens
     if share_prefixes:
@@ -94,20 +93,17 @@ def micro_batch(
     elif padding_free:
         input_ids = [[token for ids in sequences for token in ids]]
         position_ids = torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
-        paths = [range(end - len(ids), end) for ids, end in zip(sequences, ends, strict=True)]
+        ends = [0, *accumulate(map(len, sequences))]
+        paths = [range(first, last) for first, last in pairwise(ends)]
     else:
         longest = max(map(len, sequences))
         input_ids = [ids + [pad_id] * (longest - len(ids)) for ids in sequences]
         paths = [range(longest)] * len(items)
     tokens: list[tuple[Any, ...]] = []
-    for number, (trajectory, advantage, weight) in enumerate(items):
-        start, path = len(trajectory.prompt_ids), paths[number]
-        same = (number, advantage, weight)
-        tokens += [
-            (path[start + i - 1], trajectory.completion_ids[i], trajectory.logprobs[i], *same)
-            for i, mask in enumerate(trajectory.loss_mask)
-            if mask
-        ]
+    for number, (path, (t, *advantage_weight)) in enumerate(zip(paths, items, strict=True)):
+        columns = path[len(t.prompt_ids) - 1 :]
+        rows = zip(columns, t.completion_ids, t.logprobs, t.loss_mask, strict=False)
+        tokens += [(*row, number, *advantage_weight) for *row, sampled in rows if sampled]
     if share_prefixes:
         tokens.sort(key=itemgetter(0))
     columns, targets, old_logprobs, numbers, advantages, weights = zip(*tokens, strict=True)
@@ -133,8 +129,8 @@ class MicroBatch:
     """The B sequences of one forward pass, and the terms of the loss of their N sampled tokens.
 
     Without `position_ids`, each sequence has a row of `input_ids`, padded on the right. With them,
-    all sequences are in one row: one after the other, or with a `tree`. Then common prefixes are in
-    the row once, and sampled tokens after the same prefix are neighbours among the N.
+    one row has all sequences: one after the other, or with a `tree`, common prefixes once. Sampled
+    tokens after the same prefix are then neighbours among the N.
     """
 
     input_ids: torch.Tensor  # [B, T] int64, or [1, T]
@@ -142,8 +138,8 @@ class MicroBatch:
     tree: PrefixTree | None = None
     lengths: torch.Tensor  # [B] int64, tokens of each sequence, without padding
     rows: torch.Tensor  # [N] int64, row of each sampled token
-    columns: torch.Tensor  # [N] int64, column in its row whose output predicts it
-    sequences: torch.Tensor  # [N] int64, which of the B sequences it belongs to
+    columns: torch.Tensor  # [N] int64, the output at this column predicts the token
+    sequences: torch.Tensor  # [N] int64, the token's number among the B sequences
     targets: torch.Tensor  # [N] int64, the sampled ids
     old_logprobs: torch.Tensor  # [N] float32
     advantages: torch.Tensor  # [N] float32
@@ -161,14 +157,14 @@ class MicroBatch:
 
 
 def halves(group: Sequence[Kind], ids: Callable[[Kind], list[int]]) -> list[list[Kind]]:
-    """A group in two; sequences with long common prefixes stay together."""
+    """The two halves of a group; sequences with long common prefixes stay together."""
     ordered = sorted(group, key=ids)
     middle = (len(ordered) + 1) // 2
     return [ordered[:middle], ordered[middle:]]
 
 
 def costs_of(groups: Sequence[Sequence[list[int]]], share_prefixes: bool) -> list[float]:
-    """Tokens that forward passes compute: three numbers a group, for the whole and each half."""
+    """Tokens to compute: three numbers a group, for the whole group and for each half."""
     parts = [part for group in groups for part in (group, *halves(group, lambda ids: ids))]
     if share_prefixes:
         return [float(num_distinct_tokens(part)) for part in parts]
@@ -176,16 +172,16 @@ def costs_of(groups: Sequence[Sequence[list[int]]], share_prefixes: bool) -> lis
 
 
 def make_plan(costs: Sequence[Sequence[float]]) -> Plan:
-    """The owners of all groups' halves, from the `costs_of` of every rank.
+    """The owners of all groups' halves, from every rank's `costs_of`.
 
-    The rank with the largest load repeatedly gives the rank with the smallest load a group or a
-    half, the one that makes the two most equal, until all are within TOLERANCE or no move helps.
+    The rank with the largest load repeatedly gives a group or a half to the rank with the smallest
+    load, so that these two become most equal. This ends within TOLERANCE or when no move helps.
     """
 
     def cost(rank: int, place: tuple[int, int], owners: Owners) -> float:
-        whole, *parts = costs[place[0]][3 * place[1] : 3 * place[1] + 3]
-        if owners[0] == owners[1]:
-            return whole if owners[0] == rank else 0.0
+        whole, *parts = costs[place[0]][3 * place[1] :][:3]
+        if owners == (rank, rank):
+            return whole
         return sum(part for part, owner in zip(parts, owners, strict=True) if owner == rank)
 
     plan = {(rank, i): (rank, rank) for rank, row in enumerate(costs) for i in range(len(row) // 3)}
@@ -194,10 +190,8 @@ def make_plan(costs: Sequence[Sequence[float]]) -> Plan:
         high, low = loads.index(max(loads)), loads.index(min(loads))
         best, move = loads[high], None
         for place, (first, second) in plan.items():
-            moves = [(low, low)] if first == second == high else []
-            moves += [(low, second)] if first == high else []
-            moves += [(first, low)] if second == high else []
-            for owners in moves:
+            possible = first == second == high, first == high, second == high
+            for owners in compress([(low, low), (low, second), (first, low)], possible):
                 after = [
                     loads[rank] + cost(rank, place, owners) - cost(rank, place, plan[place])
                     for rank in (high, low)
@@ -211,7 +205,7 @@ def make_plan(costs: Sequence[Sequence[float]]) -> Plan:
 
 
 def rearranged(groups: Sequence[Sequence[Item]], plan: Plan, ranks: Ranks) -> list[list[Item]]:
-    """This rank's groups after the plan's moves; every rank must call it."""
+    """This rank's groups after the moves of the plan; every rank must call it."""
     staying: list[list[Item]] = []
     leaving: list[list[Item]] = [[] for _ in range(ranks.num_ranks)]
     for number, group in enumerate(groups):
@@ -226,7 +220,7 @@ def rearranged(groups: Sequence[Sequence[Item]], plan: Plan, ranks: Ranks) -> li
 
 
 def packed(items: Sequence[Item]) -> bytes:
-    """Episodes for another rank, without what only reports need; empty if there are none."""
+    """Episodes for another rank, without the fields for reports; empty if there are none."""
     unused: dict[str, Any] = {"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}}
     rows = [(replace(trajectory, **unused), *numbers) for trajectory, *numbers in items]
     return pickle.dumps(rows) if rows else b""

@@ -1,4 +1,4 @@
-"""The policy: the model, its rollouts, its updater, and the way of weights between them."""
+"""The policy: the model, its rollouts, its updater, and the weights that they share."""
 
 from __future__ import annotations
 
@@ -45,13 +45,10 @@ class Policy:
         self.accelerator, self._ranks, self._config = accelerator, ranks, config
         self.updater: Updater | None = None
         self.model, self._make_sampler = self._placed(model), make_sampler
+        sampler, progress = self._sampler(chat, ranks.is_main), ranks.progress
+        limits, deterministic = config.rollout, config.run.deterministic
         self.rollout = Rollout(
-            self._sampler(chat, ranks.is_main),
-            chat,
-            environments,
-            config.rollout,
-            config.run.deterministic,
-            on_progress=ranks.progress,
+            sampler, chat, environments, limits, deterministic, on_progress=progress
         )
 
     def _placed(self, model: Any) -> Any:
@@ -60,8 +57,7 @@ class Policy:
 
     def _sampler(self, chat: Chat, is_main: bool) -> Sampler:
         dtype = torch.bfloat16 if uses_bf16(self._config.model) else torch.float32
-        limits = self._config.rollout
-        return self._make_sampler(self.model, chat, limits, dtype, is_main)
+        return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
     def replace(self, model: Any) -> None:
         """Continue with another model of the same shape."""
@@ -79,7 +75,7 @@ class Policy:
         saved: Mapping[str, Any],
         stages: Sequence[Stage],
     ) -> Updater:
-        """Begin GRPO, with the current model or from the checkpoint to resume from."""
+        """Begin GRPO with the current model, or continue from a checkpoint."""
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
         if config.model.use_peft:
             base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
@@ -89,7 +85,7 @@ class Policy:
             self.rollout.sampler = self._sampler(chat, is_main=False)  # no second warning
         if config.grpo.gradient_checkpointing:  # not in the sampler's copy of the model
             recompute_layers(self.model)
-        # Without dropout, as in sampling; so are the reference and probes.
+        # Sampling, the reference and the probes have no dropout either.
         module = TokenLogprobs(self.model, config.rollout.temperature).eval()
         if config.grpo.padding_free:
             refuse_mixed_up_sequences(module)
@@ -99,7 +95,7 @@ class Policy:
                 sync = config.grpo.sync_ref_model
                 self._set_weights(folder_of_reference(checkpointer.folder, state, stages, sync))
             reference = Reference(module)
-        if resumed is not None and (reference is not None or config.model.use_peft):
+        if resumed is not None and (reference or config.model.use_peft):
             self._set_weights(resumed)
         pad_id = chat.tokenizer.pad_token_id or 0
         updater = Updater(self.accelerator, module, self._ranks, config, pad_id, reference)

@@ -1,12 +1,11 @@
 """Prefix sharing: common prefixes of sequences are computed once, and exactly.
 
-The episodes of a group begin with one prompt, and often with the same first calls. What a model
-computes at a token depends only on the tokens before it, so a common prefix of two sequences is one
-computation, whose gradients add up. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares
-prompts in this way, AReaL's tree training all common prefixes, as is done here: one row holds the
-tokens of all sequences, each prefix once and without padding. Only attention uses other tokens than
-its own. There each sequence gathers the keys and values on its path through the row, and computes
-the outputs that no sequence before it has.
+The episodes of a group begin with one prompt, and often with the same calls. The output at a token
+depends only on the tokens before it, so a common prefix of two sequences is one computation, whose
+gradients add up. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts in this way,
+AReaL's tree training shares all common prefixes. So does this file: one row contains the tokens of
+all sequences, each prefix once and without padding. Only attention looks at other tokens. There
+each sequence gathers the keys and values on its path through the row, and computes its new outputs.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from pipeline.errors import UserError
 from pipeline.models.capabilities import unserved
 from pipeline.rollout.sequences import num_common
 
-NAME = "sdpa_prefixes"  # among transformers' attention implementations
-NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # keeps transformers from making one
+NAME = "sdpa_prefixes"  # the attention implementation for transformers
+NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # stops transformers from making a mask
 SIMILAR = 1.5  # paths whose lengths differ by less than this factor share an attention call
 
 
-class Row(NamedTuple):
-    """Sequences in one row, which holds their common prefixes once."""
+class SharedRow(NamedTuple):
+    """One row that contains sequences, their common prefixes once."""
 
     ids: list[int]
     positions: list[int]  # of each token in its sequences
@@ -42,11 +41,10 @@ class Row(NamedTuple):
     tree: PrefixTree
 
 
-def shared_row(sequences: Sequence[list[int]]) -> Row:
+def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     """The row of sequences in lexicographic order.
 
-    In that order, no earlier sequence has a longer common prefix with a sequence than the one
-    directly before it.
+    In this order, no earlier sequence shares a longer prefix than the previous one.
     """
     row: list[int] = []
     positions: list[int] = []
@@ -55,15 +53,14 @@ def shared_row(sequences: Sequence[list[int]]) -> Row:
     for number, ids in enumerate(sequences):
         before, path = (sequences[number - 1], paths[-1]) if number else ([], [])
         assert before <= ids, "sequences are not in lexicographic order"
-        common = num_common(before, ids)
-        first = common
+        first = common = num_common(before, ids)
         if leaves and common == len(before):  # the sequence before is a prefix of this one
             first = leaves.pop()[0]
         paths.append([*path[:common], *range(len(row), len(row) + len(ids) - common)])
         leaves.append((first, paths[-1]))
         row += ids[common:]
         positions += range(common, len(ids))
-    return Row(row, positions, paths, _tree(leaves, len(row)))
+    return SharedRow(row, positions, paths, _tree(leaves, len(row)))
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
@@ -96,9 +93,9 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
 
 
 def follow_prefixes(model: Any) -> bool:
-    """Let the model's attention follow prefix trees; False if it cannot.
+    """Make the model's attention follow prefix trees; False if it cannot.
 
-    It can if all layers have full attention through transformers' scaled_dot_product_attention.
+    All layers must have full attention through transformers' scaled_dot_product_attention.
     """
     config, can_switch = model.config, getattr(model, "_supports_attention_backend", False)
     if unserved(config.get_text_config()) is not None or not can_switch:
@@ -116,9 +113,9 @@ def attend(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface, [B, heads, T, size] to [B, T, heads, size].
+    """Attention along the paths of `settings["tree"]`, [B, heads, T, size] to [B, T, heads, size].
 
-    Along the paths of `settings["tree"]`; without one it is `sdpa_attention_forward`.
+    Without a tree it is `sdpa_attention_forward`.
     """
     tree: PrefixTree | None = settings.pop("tree", None)
     if tree is None and attention_mask is not None and attention_mask.numel() == 0:
@@ -129,14 +126,10 @@ def attend(
     used = [name for name in special if settings.get(name) is not None]
     if used:
         raise UserError(f"share_prefixes: this model's attention has {used[0]}; set it false")
-    query_sizes = [count * queries for count, queries, _ in tree.blocks]
-    key_sizes = [count * keys for count, _, keys in tree.blocks]
+    queries = tree.queries, [count * queries for count, queries, _ in tree.blocks]
+    keys = tree.keys, [count * keys for count, _, keys in tree.blocks]
     pieces = []
-    for states, places, sizes in (
-        (query, tree.queries, query_sizes),
-        (key, tree.keys, key_sizes),
-        (value, tree.keys, key_sizes),
-    ):
+    for states, (places, sizes) in ((query, queries), (key, keys), (value, keys)):
         # Under autocast, rotary positions leave queries and keys in fp32.
         rows = embedding(places, states[0].transpose(0, 1).flatten(1).to(value.dtype))
         pieces.append(rows.unflatten(1, (-1, states.shape[-1])).split(sizes))
@@ -163,7 +156,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixTree:
-    """The paths of sequences through a row that holds their common prefixes once.
+    """The paths of sequences through a `SharedRow`.
 
     Attention computes blocks of paths, padded on the right to one length. A sequence that is a
     prefix of another one needs no path.

@@ -12,12 +12,12 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
 
-LOGITS_PER_CHUNK = 1 << 24  # logits held at once when log-probabilities are computed
+LOGITS_PER_CHUNK = 1 << 24  # logits in memory at once
 
 
 @torch.no_grad()
 def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
-    """UserError if the model's attention mixes sequences that are joined in one row."""
+    """UserError if the model's attention mixes joined sequences up."""
     device = next(module.parameters()).device
     sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
     positions = torch.arange(4, device=device).repeat(2)[None]
@@ -32,9 +32,9 @@ def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
 class TokenLogprobs(nn.Module):
     """The policy in the update: log-probabilities and entropies of the sampled tokens.
 
-    Logits are computed only where a token was sampled, once for each position, in chunks that the
-    backward pass recomputes, so that they never take B x T x V floats. Padding on the right does
-    not change causal attention.
+    The module computes logits only for sampled tokens, once per position, in chunks that the
+    backward pass recomputes: they never take B x T x V floats. Padding on the right does not change
+    causal attention.
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
@@ -61,25 +61,20 @@ class TokenLogprobs(nn.Module):
             return self._head(head, hidden_U, which_N, batch.targets)
         firsts = torch.arange(0, len(hidden_U), size)
         ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()
-        by_token = [values.tensor_split(ends) for values in (which_N, batch.targets)]
+        chunks = hidden_U.split(size), *(x.tensor_split(ends) for x in (which_N, batch.targets))
         pieces = [
             checkpoint(self._head, head, hidden, which - first, targets, use_reentrant=False)
-            for first, hidden, which, targets in zip(
-                firsts.tolist(), hidden_U.split(size), *by_token, strict=True
-            )
+            for first, hidden, which, targets in zip(firsts.tolist(), *chunks, strict=True)
         ]
-        return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
+        logprobs, entropies = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
     def _head(
-        self,
-        head: nn.Module,
-        hidden_U: torch.Tensor,
-        which_N: torch.Tensor,
-        targets_N: torch.Tensor,
+        self, head: nn.Module, hidden_U: torch.Tensor, which_N: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for N tokens at U distinct positions; `which_N` is each token's position."""
         logits_UV = head(hidden_U)
         at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)
         logprobs_UV = (logits_UV.to(at_least_fp32) / self.temperature).log_softmax(-1)
         entropy_U = -(logprobs_UV.exp() * logprobs_UV).sum(-1)
-        return logprobs_UV[which_N, targets_N], entropy_U[which_N]
+        return logprobs_UV[which_N, targets], entropy_U[which_N]

@@ -1,7 +1,7 @@
 """The update: even shares, micro-batches, one exchange of gradients, clip, optimizer step.
 
-Faults are data: if memory does not suffice, micro-batches become smaller; if the loss or gradient
-is not finite, the optimizer step is skipped.
+If memory does not suffice, micro-batches become smaller. If the loss or gradient is not finite, all
+ranks skip the optimizer step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.gradients import Exchange, sharded_adamw, sum_gradients
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
-from pipeline.grpo.faults import (
-    find_suspects,
-    give_memory_back,
-    is_out_of_memory,
-    smaller_budget,
-)
+from pipeline.grpo.faults import find_suspects, give_memory_back, is_out_of_memory, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
     MicroBatch,
@@ -39,23 +34,19 @@ Computed = tuple[MicroBatch, TokenStats]
 
 
 class Reference:
-    """The reference policy: a copy of the trained parameters, which a forward pass can use.
+    """The reference policy: a copy of the trained parameters, with LoRA of the adapters.
 
-    With LoRA it copies the adapters only; with new adapters, whose product is zero, the reference
-    is the base model.
+    New adapters have the product zero: the reference is then the base model.
     """
 
     def __init__(self, module: TokenLogprobs) -> None:
         self.module = module
-        self.parameters: dict[str, torch.Tensor] = {}
         self.refresh()
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Copy the current policy."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                self.parameters[name] = parameter.detach().clone()
+        trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
+        self.parameters = {name: parameter.detach().clone() for name, parameter in trained}
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
@@ -67,8 +58,8 @@ class Reference:
 class Updater:
     """Optimizer updates on trajectories.
 
-    `module` is the policy's TokenLogprobs, not yet prepared by `accelerator`. `reference`, made of
-    the same module, is required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
+    `accelerator` has not prepared `module` yet. `reference`, made of the same module, is required
+    if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
     """
 
     def __init__(
@@ -82,8 +73,8 @@ class Updater:
         *,
         loss: Callable[..., tuple[torch.Tensor, TokenStats]] = grpo_loss,
     ) -> None:
-        self.accelerator, self.ranks, self.reference = accelerator, ranks, reference
-        self.loss = loss
+        self.accelerator, self.ranks = accelerator, ranks
+        self.reference, self.loss = reference, loss
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.exchange = sum_gradients(accelerator.prepare(Exchange(module)))
         self.settings = settings = config.grpo
@@ -107,15 +98,15 @@ class Updater:
         self.num_sampled_tokens = 0  # of this rank's episodes, trained on so far
         self.max_tokens_per_microbatch = settings.max_tokens_per_microbatch  # halved without memory
         self.num_skipped = self.num_skipped_in_a_row = 0  # steps
-        self.faults_folder: Path | None = None  # where micro-batches of skipped steps are kept
+        self.faults_folder: Path | None = None  # for micro-batches of skipped steps
         self._skipped_step: int | None = None
-        # After its first exchange, DDP changes its buckets, and with them the order in which it
-        # adds the terms of three or more ranks; this first exchange makes resumed runs exact.
+        # After its first exchange, DDP changes its buckets, and so the order in which it adds the
+        # terms of three or more ranks. This exchange before all others makes resumed runs exact.
         self._exchange()
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the optimizer's state; equal on all ranks."""
+        """The state for a checkpoint, without the optimizer's; equal on all ranks."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -124,7 +115,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; a smaller budget of the settings is kept."""
+        """Continue from a checkpoint; the smaller token budget counts."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
@@ -139,22 +130,22 @@ class Updater:
     ) -> dict[str, float]:
         """One optimizer step on this rank's groups; returns statistics over all ranks.
 
-        Only episodes that are `kept` (all, if missing) take part. If the loss or gradient is not
-        finite, all ranks skip the optimizer step; if that happens in more than `max_skipped_steps`
-        steps in a row, all raise RuntimeError. A rank raises it, too, if its memory does not
-        suffice for a single episode.
+        Only `kept` episodes (all, if missing) take part. If the loss or gradient is not finite, all
+        ranks skip the optimizer step; after more than `max_skipped_steps` in a row, all raise
+        RuntimeError. A rank raises it, too, if a single episode does not fit into its memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
         self.num_sampled_tokens += sum(lengths)
-        groups = self._groups(lengths)
+        places, size = range(len(lengths)), self.limits.num_generations  # siblings are neighbours
+        groups = [[i for i in places[first:][:size] if lengths[i]] for first in places[::size]]
         sequences = [[trajectories[i].ids for i in group] for group in groups]
         costs = costs_of(sequences, self.shares_prefixes) if self.balances else []
         self.ranks.barrier("update")  # names a rank that is stuck in its rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
-        if num_tokens == 0:  # every group was dead, on every rank
+        if num_tokens == 0:  # zero-std groups only, on every rank
             return statistics | {"train/skipped": 0}
         loss_type, max_tokens = self.settings.loss_type, self.limits.max_tokens
         weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)
@@ -174,14 +165,8 @@ class Updater:
             self._count_skipped(done)
         return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
 
-    def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The episodes of each group that have a term in the loss; siblings are neighbours."""
-        size = self.limits.num_generations
-        groups = [range(len(lengths))[i : i + size] for i in range(0, len(lengths), size)]
-        return [[i for i in group if lengths[i]] for group in groups]
-
     def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """Sequences and sampled tokens of all ranks; a mean of means is not the mean of all."""
+        """Sequences and sampled tokens of all ranks."""
         return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
@@ -189,7 +174,7 @@ class Updater:
         return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
 
     def _exchange(self) -> None:
-        """Add this rank's gradients to those of the others."""
+        """Sum the gradients of all ranks."""
         if self.ranks.num_ranks > 1:
             with self.ranks.waiting("gradients"):
                 self.accelerator.backward(self.exchange())
@@ -200,7 +185,7 @@ class Updater:
         """Add the gradients of single groups in the order of the step.
 
         Each sum then has the same terms in the same order, and each forward pass the same shapes,
-        for any number of ranks. One group's gradient per rank is exchanged at a time.
+        for any number of ranks. Each exchange has one group's gradient per rank.
         """
         sizes = [parameter.numel() for parameter in self.parameters]
         total, done = self.parameters[0].new_zeros(sum(sizes)), []
@@ -218,8 +203,8 @@ class Updater:
     def _accumulate(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
         """Add up the gradients of these items in micro-batches; there must be no gradients before.
 
-        If one does not fit into memory, all are computed again with smaller ones, because its
-        unfinished backward pass may have added to the gradients.
+        If one does not fit into memory, its unfinished backward pass may have added to the
+        gradients: all are computed again with smaller micro-batches.
         """
         while True:
             batches, stats = self._cut(items), list[TokenStats]()
@@ -236,7 +221,7 @@ class Updater:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
                 return list(zip(batches, stats, strict=True))
-            # Outside `except`: the frames of the exception kept the activations alive.
+            # Outside `except`: the exception's frames kept the activations alive.
             self.optimizer.zero_grad()
             give_memory_back(self.accelerator.device)
 
@@ -258,12 +243,11 @@ class Updater:
         """Clip the gradient, the same on every rank, by its global norm, and step.
 
         If the norm or a rank's loss is not finite, there is no step. Returns the statistics of all
-        ranks by the names of TokenStats, with the norm, and whether all was finite.
+        ranks by the names of TokenStats, with the norm, and whether all numbers were finite.
         """
         with self.ranks.waiting("gradients"):  # on a GPU, this call waits for them
-            norm = float(
-                self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
-            )
+            most = self.settings.max_grad_norm
+            norm = float(self.accelerator.clip_grad_norm_(self.parameters, most))
         names = [field.name for field in fields(TokenStats)]  # the last one is no sum
         mine = torch.zeros(len(names) + 2, dtype=torch.float64)
         mine[-2], mine[-1] = norm, self.max_tokens_per_microbatch
@@ -299,7 +283,7 @@ class Updater:
     def _count_skipped(self, done: Sequence[Computed]) -> None:
         """Save the suspects and print a warning; RuntimeError after too many skipped steps.
 
-        Several updates on the episodes of one step count once.
+        Several updates of one step count once.
         """
         step = self.ranks.current.step
         if step is None or step != self._skipped_step:

@@ -1,4 +1,4 @@
-"""A key-value cache whose rows stand at their own positions.
+"""A key-value cache whose rows have different lengths.
 
 Legend: B sequences, T tokens.
 """
@@ -27,10 +27,10 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of [B, heads, T, size] whose heads may share keys and values, [B, fewer, ...].
+    """Attention of [B, heads, T, size] to keys and values of [B, fewer heads, ...].
 
-    Returns [B, T, heads, size of a value]. Heads that share keys are computed as more queries of
-    one head, so that keys and values need not be repeated.
+    Returns [B, T, heads, size of a value]. Heads that share keys become more queries of one head,
+    so that keys and values need no copies.
     """
     batch, heads, num_queries, size = query.shape
     shared = heads // key.shape[1]
@@ -48,7 +48,7 @@ AttentionInterface.register("row_cache", attend)
 
 
 class _RowLayer(CacheLayerMixin):
-    """Keys and values of a layer, [rows, heads, positions, size], each row at its own positions."""
+    """Keys and values of a layer, [rows, heads, positions, size]."""
 
     keys: Any
     values: Any
@@ -58,9 +58,8 @@ class _RowLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # In latent attention, values have another size than keys.
         rows, capacity = self.cache.num_rows, self.cache.capacity
-        self.keys, self.values = (
+        self.keys, self.values = (  # in latent attention, their sizes differ
             states.new_zeros((rows, states.shape[1], capacity, states.shape[3]))
             for states in (key_states, value_states)
         )
@@ -69,7 +68,7 @@ class _RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, T, size] at the cache's place; returns what the rows now hold."""
+        """Write [B, heads, T, size] at the positions of the pass; returns the rows' content."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.grow()
@@ -83,13 +82,16 @@ class _RowLayer(CacheLayerMixin):
         return held[:, :, : cache.length].index_select(0, cache.rows)
 
     def grow(self) -> None:
-        """Have as many rows and positions as the cache."""
+        """Grow to the cache's number of rows and positions."""
         rows = self.cache.num_rows - self.keys.shape[0]
         positions = self.cache.capacity - self.keys.shape[2]
         if rows > 0 or positions > 0:
             padding = (0, 0, 0, positions, 0, 0, 0, rows)
-            self.keys = nn.functional.pad(self.keys, padding)
-            self.values = nn.functional.pad(self.values, padding)
+            self.keys, self.values = (nn.functional.pad(x, padding) for x in self.states)
+
+    @property
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.length, 0
@@ -102,15 +104,12 @@ class _RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """A key-value cache whose rows stand at their own positions."""
+    """A key-value cache whose rows have different lengths."""
 
     layers: list[Any]
 
-    def __init__(self, num_layers: int, capacity: int, device: Any) -> None:
+    def __init__(self, num_layers: int, capacity: int) -> None:
         self.num_rows, self.capacity, self.length = 0, capacity, 0
-        self.rows = self.positions = torch.empty(0, dtype=torch.int64)
-        self.first_rows = True
-        self._visible = torch.empty(0, dtype=torch.int64, device=device)
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
 
     def place(
@@ -118,37 +117,33 @@ class RowCache(Cache):
     ) -> torch.Tensor:
         """Set where the next forward pass writes, at positions below `end`.
 
-        With `first_rows`, `rows` are 0, 1, ..., and no copy of their content is needed. Returns the
+        With `first_rows`, `rows` are 0, 1, ..., and their content needs no copy. Returns the
         attention mask to add, [B, 1, T, length] float32.
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
         self.length = -(-end // LENGTHS) * LENGTHS
-        if self.capacity < self.length:  # by quarters: doubling could take twice what is needed
+        if self.capacity < self.length:  # by quarters: doubling could take too much memory
             self.capacity = max(self.length, self.capacity + self.capacity // 4)
-        if len(self._visible) < self.capacity:
-            self._visible = torch.arange(self.capacity, device=self._visible.device)
-        hidden = (self._visible[: self.length] > positions_BT[:, :, None])[:, None]
+        visible = torch.arange(self.length, device=positions_BT.device)
+        hidden = (visible > positions_BT[:, :, None])[:, None]
         return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of rows to others."""
         for layer in self.layers:
             layer.grow()
-            for held in (layer.keys, layer.values):
+            for held in layer.states:
                 held[target, :, :length] = held[source, :, :length]
 
-    def take_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def save_prefix(self, row: int, length: int) -> list[list[torch.Tensor]]:
         """Copies of the first positions of a row: keys and values of each layer."""
-        return [
-            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
-            for layer in self.layers
-        ]
+        return [[x[row, :, :length].clone() for x in layer.states] for layer in self.layers]
 
-    def put_in(self, row: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Write the result of `take_out` into a row."""
-        for layer, (keys, values) in zip(self.layers, held, strict=True):
+    def load_prefix(self, row: int, prefix: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Write the result of `save_prefix` into a row."""
+        for layer, saved in zip(self.layers, prefix, strict=True):
             if not layer.is_initialized:
-                layer.lazy_initialization(keys[None], values[None])
+                layer.lazy_initialization(*(x[None] for x in saved))
             layer.grow()
-            length = keys.shape[1]
-            layer.keys[row, :, :length], layer.values[row, :, :length] = keys, values
+            for held, states in zip(layer.states, saved, strict=True):
+                held[row, :, : states.shape[1]] = states

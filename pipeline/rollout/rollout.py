@@ -1,4 +1,4 @@
-"""Plays episodes: messages go from the sampler to environments, and replies back."""
+"""Episodes: the sampler writes messages, environments and users answer them."""
 
 from __future__ import annotations
 
@@ -15,49 +15,39 @@ from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
+from pipeline.environments import tools
 from pipeline.environments.timeouts import Calls, Guard
-from pipeline.environments.tools import (
-    EnvironmentFault,
-    Outcome,
-    answer_call,
-    error_result,
-    may_wait,
-    outcome_of,
-    reply_of,
-    started,
-    tool_methods,
-    tool_schemas,
-)
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
-NO_OUTCOME = Outcome(0.0, {}, {})
-UNKNOWN_TOOL = "unknown"  # the name under which calls of tools that do not exist are counted
+UNKNOWN_TOOL = "unknown"  # counts the calls of tools that do not exist
 TURN_SHARE = 0.25  # fraction of running messages to finish before replies are computed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """An episode to play: a task, the number of the trial, and the key of its draws."""
+class RolloutRequest:
+    """A request for one episode of a task."""
 
     task: Task
     trial: int
-    key: int
+    key: int  # of the stream of draws
 
 
 @dataclass(kw_only=True, eq=False)
 class _Episode:
-    """An episode under way; fields of its Trajectory have the same names here."""
+    """A running episode; it shares field names with its Trajectory."""
 
-    start: Start
-    in_background: bool  # whether its environment works in a thread
+    request: RolloutRequest
+    in_background: bool  # the environment works in a thread
     environment: Any = None
-    addition: str = ""  # text of the environment that is appended to the request
-    handle: Handle = None  # of its open conversation in the sampler
+    addition: str = ""  # the environment appends this text to the request
+    handle: Handle = None  # the open conversation in the sampler
     replies: list[Message] = field(default_factory=list)  # to the last message; after `wait`
-    wait: Callable[[], None] | None = None  # waits for the environment's work, if that is under way
-    excused: str = ""  # "reset" or "reply" during these calls, whose failure is left out
-    outcome: Outcome = NO_OUTCOME
+    wait: Callable[[], None] | None = None  # waits for the environment's current work
+    excused: str = ""  # "reset" or "reply" during these calls: training leaves their failures out
+    reward: float = 0.0
+    reward_breakdown: dict[str, float] = field(default_factory=dict)
+    difference: dict[str, list[str]] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -82,30 +72,23 @@ class _Episode:
         self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
 
     def trajectory(self) -> Trajectory:
-        assert self.stop_reason is not None
-        task, names = self.start.task, {f.name for f in fields(Trajectory)}
+        task, names = self.request.task, {f.name for f in fields(Trajectory)}
         return Trajectory(
             domain=task.domain,
             task_id=task.id,
             family=task.family,
             branch=task.branch,
-            trial=self.start.trial,
-            reward=self.outcome.reward,
-            reward_breakdown=self.outcome.reward_breakdown,
-            difference=self.outcome.difference,
+            trial=self.request.trial,
             **{name: value for name, value in vars(self).items() if name in names},
         )
 
 
-EpisodeWork = Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
-
-
 class Rollout:
-    """Plays episodes of any domain with one sampler, one chat format and the recipe's limits.
+    """Runs episodes of any domain with one sampler, one chat format and the recipe's limits.
 
-    `on_progress` is called with domain/task_id before each call of an environment or wait for one,
-    and with "" before each call of the sampler. An exception that it raises before a call of the
-    sampler ends the rollout, which leaves no conversation open and can be used again.
+    `on_progress` gets domain/task_id before each call of an environment or wait for one, and ""
+    before each call of the sampler. If it raises there, the rollout closes all conversations and
+    can be used again.
     """
 
     def __init__(
@@ -123,30 +106,31 @@ class Rollout:
         self.environment_s = 0.0  # seconds spent in environments, or waiting for them
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
-    def __call__(self, starts: Sequence[Start], greedy: bool = False) -> list[Trajectory]:
-        """One trajectory per start, in order.
+    def __call__(
+        self, requests: Sequence[RolloutRequest], greedy: bool = False
+    ) -> list[Trajectory]:
+        """One trajectory per request, in order.
 
-        Where runs must be deterministic, only episodes of one task are played side by side, so that
-        the shapes of a forward pass do not depend on other tasks.
+        In a deterministic run, only episodes of one task run side by side: other tasks must not
+        change the shapes of a forward pass.
         """
         self._calls.forget()
-        key = (lambda start: start.task.key) if self.deterministic else (lambda start: None)
-        together = [list(group) for _, group in groupby(starts, key)]
-        return [trajectory for group in together for trajectory in self._play(group, greedy)]
+        groups = groupby(requests, lambda request: self.deterministic and request.task.key)
+        return [t for _, group in groups for t in self._collect(list(group), greedy)]
 
-    def _play(self, starts: Sequence[Start], greedy: bool) -> list[Trajectory]:
-        """Play the episodes, at most `max_concurrent_episodes` side by side, and score them."""
-        background = {name: may_wait(known) for name, known in self.environments.items()}
+    def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
+        """Run episodes, at most `max_concurrent_episodes` side by side, and score them."""
+        background = {name: tools.may_wait(known) for name, known in self.environments.items()}
         episodes = [
             _Episode(
-                start=start,
-                in_background=background[start.task.domain],
-                messages=[dict(message) for message in start.task.prompt],
+                request=request,
+                in_background=background[request.task.domain],
+                messages=[dict(message) for message in request.task.prompt],
             )
-            for start in starts
+            for request in requests
         ]
         try:
-            self._play_turns(deque(episodes), greedy)
+            self._take_turns(deque(episodes), greedy)
             for episode in episodes:
                 if episode.stop_reason is not StopReason.ENVIRONMENT_ERROR:
                     self._begin(episode, _score)
@@ -159,18 +143,17 @@ class Rollout:
             raise
         return [episode.trajectory() for episode in episodes]
 
-    def _play_turns(self, waiting: deque[_Episode], greedy: bool) -> None:
-        """Play until all episodes have ended.
+    def _take_turns(self, waiting: deque[_Episode], greedy: bool) -> None:
+        """Run until all episodes have ended.
 
-        Episodes whose environment works in the background are waited for once they outnumber the
-        others: the order of work depends on counts, never on time.
+        The rollout waits for environments in the background once their episodes outnumber the
+        others. The order of work depends on counts, never on time.
         """
-        live: list[_Episode] = []  # the sampler has their next message to sample
+        live: list[_Episode] = []  # the sampler writes their next message
         away: list[_Episode] = []  # their environment works in the background
         while waiting or live or away:
-            live += self._start(
-                waiting, self.limits.max_concurrent_episodes - len(live) - len(away)
-            )
+            running = len(live) + len(away)
+            live += self._start(waiting, self.limits.max_concurrent_episodes - running)
             answered = self._sample(live, greedy) if live else []
             gone = set(answered)
             live = [episode for episode in live if episode not in gone]
@@ -181,7 +164,7 @@ class Rollout:
             live += [episode for episode in ready if self._continue(episode)]
 
     def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
-        """Start episodes in free places, many at a time; returns those that go on."""
+        """Start episodes in free places, many at a time; returns the ones that continue."""
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.limits.max_concurrent_episodes // 4)):
             return []
@@ -190,48 +173,46 @@ class Rollout:
             self._begin(episode, self._reset)
         for episode in episodes:
             self._wait(episode)
-            if episode.stop_reason is None:
-                self._encode_prompt(episode)
+            if episode.stop_reason is not None:
+                continue
+            episode.messages[-1]["content"] += episode.addition
+            schemas = tools.tool_schemas(self.environments[episode.request.task.domain])
+            episode.prompt_ids = self.chat.prompt_ids(episode.messages, schemas)
+            if episode.num_tokens >= self.limits.max_tokens:
+                episode.stop_reason = StopReason.MAX_TOKENS
         live = [episode for episode in episodes if episode.stop_reason is None]
         if live:
-            prompts, keys = [e.prompt_ids for e in live], [e.start.key for e in live]
+            prompts, keys = [e.prompt_ids for e in live], [e.request.key for e in live]
             for episode, handle in zip(live, self.sampler.open(prompts, keys), strict=True):
                 episode.handle = handle
         return live
 
     async def _reset(self, episode: _Episode, guard: Guard) -> None:
-        task, episode.excused = episode.start.task, "reset"
-        start = partial(started, self.environments[task.domain], task.row())
+        task, episode.excused = episode.request.task, "reset"
+        start = partial(tools.started, self.environments[task.domain], task.row())
         episode.environment, episode.addition, episode.in_background = await guard("reset", start)
 
-    def _encode_prompt(self, episode: _Episode) -> None:
-        if episode.addition:
-            episode.messages[-1]["content"] += episode.addition
-        tools = tool_schemas(self.environments[episode.start.task.domain])
-        episode.prompt_ids = self.chat.prompt_ids(episode.messages, tools)
-        if episode.num_tokens >= self.limits.max_tokens:
-            episode.stop_reason = StopReason.MAX_TOKENS
-
     def _sample(self, live: Sequence[_Episode], greedy: bool) -> list[_Episode]:
-        """Sample until a share of the messages is complete; returns the episodes of these."""
+        """Sample until a share of the messages is complete; returns their episodes."""
         self.on_progress("")
         limits = self.limits
         room = [min(limits.max_tokens_per_turn, limits.max_tokens - e.num_tokens) for e in live]
         until = math.ceil(len(live) * TURN_SHARE)
         messages = self.sampler.sample([e.handle for e in live], room, greedy, until)
-        pairs = zip(live, messages, strict=True)
-        complete = [(episode, message) for episode, message in pairs if message is not None]
-        for episode, message in complete:
-            self._take(episode, message)
-        return [episode for episode, _ in complete]
+        complete = []
+        for episode, message in zip(live, messages, strict=True):
+            if message is not None:
+                self._take(episode, message)
+                complete.append(episode)
+        return complete
 
     def _take(self, episode: _Episode, sampled: Sampled) -> None:
         """Add a message to its episode, and let the environment or the user answer it."""
         episode.append(sampled.ids, sampled.logprobs)
         episode.num_turns += 1
         episode.replies = []
-        tools = tool_schemas(self.environments[episode.start.task.domain])
-        parsed = self.chat.parse(sampled.ids, tools, sampled.finished)
+        schemas = tools.tool_schemas(self.environments[episode.request.task.domain])
+        parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
         episode.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             episode.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
@@ -241,7 +222,7 @@ class Rollout:
             episode.num_malformed_calls += 1
             if episode.num_malformed_calls > self.limits.max_malformed_calls:
                 episode.stop_reason = StopReason.MALFORMED_CALL
-            content = error_result(f"malformed call: {parsed.malformed}")
+            content = tools.error_result(f"malformed call: {parsed.malformed}")
             episode.replies = [{"role": "tool", "name": "error", "content": content}]
         else:
             self._begin(episode, partial(_answer, parsed))
@@ -249,7 +230,10 @@ class Rollout:
     def _continue(self, episode: _Episode) -> bool:
         """Append the replies to the last message; False if the episode has ended."""
         self._wait(episode)
-        replies = [self._limited(reply) for reply in episode.replies]
+        replies, most = episode.replies, self.limits.max_tool_result_tokens
+        for reply in replies:
+            if reply["role"] == "tool" and self.chat.num_content_tokens(reply["content"]) > most:
+                reply["content"] = tools.error_result("result too long")
         episode.messages += replies
         if episode.stop_reason is None and episode.num_turns >= self.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
@@ -263,21 +247,16 @@ class Rollout:
         self._close(episode)
         return False
 
-    def _limited(self, reply: Message) -> Message:
-        """The reply, or an error in place of a tool's result that is too long."""
-        most = self.limits.max_tool_result_tokens
-        if reply["role"] != "tool" or self.chat.num_content_tokens(reply["content"]) <= most:
-            return reply
-        return {**reply, "content": error_result("result too long")}
-
     def _close(self, episode: _Episode) -> None:
         handle, episode.handle = episode.handle, None
         if handle is not None:
             self.sampler.close(handle)
 
-    def _begin(self, episode: _Episode, work: EpisodeWork) -> None:
-        """Do an environment's work, in the background if it is to be done there."""
-        key = episode.start.task.key
+    def _begin(
+        self, episode: _Episode, work: Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Do an environment's work, or begin it in the background."""
+        key = episode.request.task.key
         if episode.in_background:
             episode.wait = self._calls.beside(key, partial(work, episode))
         else:
@@ -285,14 +264,14 @@ class Rollout:
             self._wait(episode)
 
     def _wait(self, episode: _Episode) -> None:
-        """Wait until an environment's work is done; its failure ends the episode, not the run."""
+        """Wait for an environment's work; its failure ends the episode, not the run."""
         wait, episode.wait = episode.wait, None
         if wait is None:
             return
         begun = time.perf_counter()
         try:
             wait()
-        except EnvironmentFault as fault:
+        except tools.EnvironmentFault as fault:
             episode.stop_reason, episode.error = StopReason.ENVIRONMENT_ERROR, str(fault)
             episode.left_out = "outage" if fault.outage else episode.excused
         self.environment_s += time.perf_counter() - begun
@@ -300,16 +279,17 @@ class Rollout:
 
 async def _score(episode: _Episode, guard: Guard) -> None:
     episode.excused = ""
-    episode.outcome = await guard("get_reward", partial(outcome_of, episode.environment))
+    outcome = await guard("get_reward", partial(tools.outcome_of, episode.environment))
+    episode.reward, episode.reward_breakdown, episode.difference = outcome
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
-    """Let the environment answer calls, or the user a message; sets how the episode ends."""
+    """Let the environment answer the calls, or the user answer the message."""
     environment, episode.excused = episode.environment, ""
     for name, arguments in parsed.calls:
-        answer = await guard(name, partial(answer_call, environment, name, arguments))
+        answer = await guard(name, partial(tools.answer_call, environment, name, arguments))
         episode.num_tool_errors += answer.raised
-        known = name if name in tool_methods(type(environment)) else UNKNOWN_TOOL
+        known = name if name in tools.tool_methods(type(environment)) else UNKNOWN_TOOL
         calls, errors = episode.tools.get(known, (0, 0))
         episode.tools[known] = [calls + 1, errors + answer.is_error]
         episode.replies.append({"role": "tool", "name": name, "content": answer.content})
@@ -318,7 +298,7 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
             return
     if not parsed.calls:
         episode.excused = "reply"
-        reply = await guard("reply", partial(reply_of, environment, parsed.content))
+        reply = await guard("reply", partial(tools.reply_of, environment, parsed.content))
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return

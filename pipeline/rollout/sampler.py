@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,23 +22,23 @@ Handle = Any  # an open conversation; only its sampler knows the type
 
 
 class Sampler(Protocol):
-    """Samples the policy's messages in conversations: tokens in, tokens and log-probabilities out.
+    """Samples the policy's messages: tokens in, tokens and log-probabilities out.
 
-    Made from a model, plain or with LoRA adapters; a frozen base is read once, trained weights come
-    through `load_weights`. A token is a function of the weights, the conversation's tokens and the
-    draw at (key, tokens sampled so far); other conversations and their order change only rounding.
-    `num_tokens` and `num_padded_tokens` count the tokens fed to the model, the latter with padding.
+    It is made from a model, plain or with LoRA adapters. A token is a function of the weights, the
+    conversation's tokens and the draw at (key, number of sampled tokens); other conversations and
+    their order change only rounding. `num_tokens` and `num_padded_tokens` count the tokens that the
+    model computed, without and with padding.
     """
 
     num_tokens: int
     num_padded_tokens: int
 
     def load_weights(self, weights: Weights) -> None:
-        """Take over trained weights from `trained_weights`, while no conversation is open.
+        """Take trained weights from `trained_weights`, while no conversation is open.
 
-        Whole tensors: every parameter of a plain model, or the adapters of a model with LoRA under
-        PEFT's names. They may be shared instead of copied: a later update then changes them here,
-        too. ValueError if a name is unknown or missing, or a shape differs.
+        Whole tensors: every parameter of a plain model, or the LoRA adapters under PEFT's names.
+        The sampler may share them with the model, so that a later update changes them here, too.
+        ValueError if a name is unknown or missing, or a shape differs.
         """
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
@@ -60,7 +60,7 @@ class Sampler(Protocol):
         """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
 
         Returns when `until` messages (all, if missing) are complete, or later. Incomplete messages
-        are None, and the next call continues them. A message includes the id that ended it; its
+        are None, and the next call continues them. A message includes the id that ended it. Its
         log-probabilities are at the sampling temperature, in nats. Greedy takes the most likely
         token instead of the drawn one.
         """
@@ -80,8 +80,8 @@ def make_sampler(
 ) -> Sampler:
     """The sampler that can serve the model; the main rank prints a warning if it is the slower one.
 
-    `row_sampler` is the class for models whose keys and values can be kept in rows. UserError where
-    no sampler can serve the model.
+    `row_sampler` is the class for models whose keys and values fit into rows. UserError if no
+    sampler can serve the model.
     """
     plain = base_model(model)
     refuse_changed_logits(plain)
@@ -90,11 +90,11 @@ def make_sampler(
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
         print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
-    kind: Callable[..., RowSampler | GenerateSampler]
-    kind = row_sampler if why is None else GenerateSampler
-    limits = settings.temperature, dtype, settings.top_k, settings.top_p
-    sampler = kind(model, chat.end_of_turn_id, *limits, other_stops=stops)
-    if isinstance(sampler, GenerateSampler) and is_main:
+    limits = chat.end_of_turn_id, settings.temperature, dtype, settings.top_k, settings.top_p
+    if why is None:
+        return row_sampler(model, *limits, other_stops=stops)
+    sampler = GenerateSampler(model, *limits, other_stops=stops)
+    if is_main:
         beside = "" if sampler.pads else ", beside others of equal length only"
         print(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
@@ -107,15 +107,13 @@ def make_sampler(
 def other_stops(model: Any, chat: Chat) -> list[int]:
     """Ids that end a message besides the template's end of turn, in order.
 
-    Servers stop at the same ids: those in the model's generation config, and the tokenizer's end of
-    sequence. UserError if the config has something else than ids.
+    As on servers, these are the ids in the model's generation config, and the tokenizer's end of
+    sequence. UserError if the config has anything but ids.
     """
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list) else [listed]
     if not all(token is None or type(token) is int for token in ids):
-        raise UserError(
-            f"model: its generation config has the eos_token_id {shown(listed)}; write an id or a "
-            "list of ids"
-        )
+        what = f"model: its generation config has the eos_token_id {shown(listed)}"
+        raise UserError(f"{what}; write an id or a list of ids")
     known = set(chat.tokenizer.get_vocab().values())
     return sorted(known.intersection([*ids, chat.tokenizer.eos_token_id]) - {chat.end_of_turn_id})

@@ -1,6 +1,4 @@
-"""What a rollout returns: Sampled, Trajectory and RunRecord.
-
-Sampled is one message of the policy, a Trajectory one episode in tokens, a RunRecord its summary.
+"""Sampled, one message of the policy; Trajectory, one episode in tokens; RunRecord, its summary.
 
 Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e]
 with loss_mask [1 1 1 1  0 0 0  1 1 1]: s sampled, e the sampled end of turn, t the tokens of a
@@ -17,23 +15,23 @@ from typing import Any
 
 
 class StopReason(StrEnum):
-    """Why an episode ended; what the model does wrong is a status here, never an exception."""
+    """Why an episode ended; mistakes of the model are a status here, never an exception."""
 
-    COMPLETED = "completed"  # by a message that the user does not answer, or by a tool
+    COMPLETED = "completed"  # the user did not answer, or a tool ended the episode
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # of a turn, or of the episode
     MALFORMED_CALL = "malformed_call"  # more than max_malformed_calls
     ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or the user raised; or a deadline
 
 
-# Failures of an environment that the policy did not cause: training leaves such episodes out. A
-# failure after the policy's own call (a tool past its deadline, get_reward) is not one of them.
+# Training leaves out episodes whose environment failed in these ways, because the policy did not
+# cause the failure. It did if its own call failed (a tool past its deadline, get_reward).
 LEFT_OUT = ("reset", "reply", "outage")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One assistant message as it was sampled; `finished` when its last id ends messages."""
+    """One assistant message as it was sampled; `finished` if its last id ends messages."""
 
     ids: list[int]
     logprobs: list[float]
@@ -42,13 +40,13 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode of one task, as it was sampled: ids are never rendered or encoded again."""
+    """One episode of one task; its ids are the sampled ones, never text that was encoded again."""
 
     domain: str
     task_id: str
     family: str = ""
     branch: str = ""
-    trial: int = 0  # the number among the siblings of its group, or of the evaluation trial
+    trial: int = 0  # the number in its group, or of the evaluation trial
     prompt_ids: list[int]
     completion_ids: list[int]
     loss_mask: list[bool]  # True where the policy sampled the token; as long as completion_ids
@@ -84,8 +82,10 @@ class Trajectory:
     def sampled_turns(self) -> list[tuple[list[int], list[float]]]:
         """The sampled ids of each assistant message, and their log-probabilities."""
         tokens = zip(self.loss_mask, self.completion_ids, self.logprobs, strict=True)
-        turns = [list(turn) for is_sampled, turn in groupby(tokens, itemgetter(0)) if is_sampled]
-        return [([ids for _, ids, _ in turn], [value for *_, value in turn]) for turn in turns]
+        turns = [
+            zip(*turn, strict=True) for sampled, turn in groupby(tokens, itemgetter(0)) if sampled
+        ]
+        return [(list(ids), list(logprobs)) for _, ids, logprobs in turns]
 
     def record(self) -> RunRecord:
         return RunRecord(**{f.name: getattr(self, f.name) for f in fields(RunRecord)})
@@ -93,7 +93,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The summary of an episode, which ranks exchange: fields and properties of its Trajectory."""
+    """The summary of an episode that ranks exchange; its Trajectory has the same attributes."""
 
     domain: str
     task_id: str

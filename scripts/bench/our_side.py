@@ -31,9 +31,13 @@ class Scripted:
     """
 
     def __init__(self, sampler: Any, scripts: Mapping[tuple[int, ...], list[list[int]]]) -> None:
-        self._open, self._pick, self._scripts = sampler.open, sampler.pick, scripts
+        self._open, self._sample_tokens, self._scripts = (
+            sampler.open,
+            sampler.sample_tokens,
+            scripts,
+        )
         self._said: dict[int, list[int]] = {}  # by the key of an episode's draws
-        sampler.open, sampler.pick = self.open, self.pick
+        sampler.open, sampler.sample_tokens = self.open, self.sample_tokens
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> Any:
         asked = list(map(tuple, prompts))
@@ -47,8 +51,8 @@ class Scripted:
             self._tokens[row, : len(ids)] = ids
         return self._open(prompts, keys)
 
-    def pick(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
-        picked = torch.as_tensor(self._pick(logprobs_BV, keys, positions, greedy))
+    def sample_tokens(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
+        picked = torch.as_tensor(self._sample_tokens(logprobs_BV, keys, positions, greedy))
         columns = np.minimum(np.asarray(positions), self._tokens.shape[1] - 1)
         tokens = self._tokens[np.searchsorted(self._keys, np.asarray(keys)), columns]
         return torch.as_tensor(tokens).to(picked)

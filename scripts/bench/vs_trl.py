@@ -11,9 +11,9 @@ bonus, AdamW and its learning rate, clip norm, zero-std groups kept, padded toke
 - step: whole optimizer steps, against the fastest of `--trl-settings`, each written
   per_device_train_batch_size:steps_per_generation.
 - sampling: episodes of four tool turns. Their tokens are forced after all the work of a draw: ours
-  in `RowSampler.pick`, TRL's by a logits processor. Each calls its domain's look-up four times,
-  then says "Done.", so both sides sample the same tokens. Siblings differ from the third call on;
-  until then ours computes them once, as it does natural ones until they part.
+  in `RowSampler.sample_tokens`, TRL's by a logits processor. Each calls its domain's look-up four
+  times, then says "Done.", so both sides sample the same tokens. Siblings differ from the third
+  call on; until then ours computes them once, as it does natural ones until they part.
 - update: on one step's trajectories; TRL gets them from a `rollout_func`, whose time is left out.
 - memory: peak above the level after imports, two forced steps of a 60 M model in fresh processes.
 - curve: rewards of `--curve-steps` steps from the same start; off unless named in `--parts`.

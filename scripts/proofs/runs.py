@@ -81,8 +81,8 @@ class ForcedSampler(RowSampler):
         super().__init__(*arguments, **settings)
         self.misses: dict[tuple[int, int], float | None] = {}
 
-    def pick(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
-        picked = super().pick(logprobs_BV, keys, positions, greedy)
+    def sample_tokens(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
+        picked = super().sample_tokens(logprobs_BV, keys, positions, greedy)
         for row, (key, position) in enumerate(zip(keys.tolist(), positions.tolist(), strict=True)):
             tokens = self.forced.get(key, ())
             if position >= len(tokens):  # a free stream, or one that is at its end

@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import Desk, call, chat, make_task, say, tokenizer
@@ -142,8 +142,8 @@ class Talker(RowSampler):
         super().__init__(*arguments)
         self.scripts, self.seen = {}, {}
 
-    def pick(self, logprobs_BV, keys, positions, greedy):
-        drawn = super().pick(logprobs_BV, keys, positions, greedy)
+    def sample_tokens(self, logprobs_BV, keys, positions, greedy):
+        drawn = super().sample_tokens(logprobs_BV, keys, positions, greedy)
         scripts = [self.scripts[key] for key in keys.tolist()]
         told = [s[p] if p < len(s) else FREE for s, p in zip(scripts, positions, strict=True)]
         told = torch.tensor(told)
@@ -213,9 +213,11 @@ def played(numbers):
     keys = [stream_key("tokens", number) for number in numbers]
     sampler.scripts = {key: script(key) for key in keys}
     tasks = [make_task(f"t{n}", TEXTS[n % len(TEXTS)]) for n in numbers]
-    starts = [Start(task=t, trial=0, key=key) for t, key in zip(tasks, keys, strict=True)]
+    requests = [
+        RolloutRequest(task=t, trial=0, key=key) for t, key in zip(tasks, keys, strict=True)
+    ]
     limits = LIMITS.model_copy(update={"max_concurrent_episodes": len(numbers) // 2})
-    trajectories = Rollout(sampler, chat(), {"desk": Hostile}, limits)(starts)
+    trajectories = Rollout(sampler, chat(), {"desk": Hostile}, limits)(requests)
     return trajectories, [sampler.seen[key] for key in keys]
 
 

@@ -15,7 +15,7 @@ from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.sft import (
     IGNORED,
     check_demonstrations,
@@ -86,7 +86,7 @@ def test_a_row_holds_the_tokens_of_the_rollout_that_says_the_same(domain):
         n: [m for m in messages if m["role"] == "assistant"] for n, messages in enumerate(played)
     }
     rollout = Rollout(ScriptedSampler(scripts), chat(), {domain: environment}, RolloutSettings())
-    trajectories = rollout([Start(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
+    trajectories = rollout([RolloutRequest(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
     for messages, trajectory in zip(played, trajectories, strict=True):
         row = encode(chat(), messages, tool_schemas(environment))
         assert row["input_ids"] == trajectory.prompt_ids + trajectory.completion_ids

@@ -9,7 +9,7 @@ from threading import Barrier, Event, current_thread
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.tools import may_wait, settled
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
 
 LIMITS = RolloutSettings(max_turns=6, max_tokens_per_turn=100, max_tokens=800)
@@ -19,11 +19,11 @@ TIMEOUT_S = 60
 def play(environments, scripts):
     """One episode per script, in a domain each: its name, its messages."""
     sampler = ScriptedSampler(dict(enumerate(script for _, script in scripts)))
-    starts = [
-        Start(task=make_task(f"t{n}", domain=domain), trial=0, key=n)
+    requests = [
+        RolloutRequest(task=make_task(f"t{n}", domain=domain), trial=0, key=n)
         for n, (domain, _) in enumerate(scripts)
     ]
-    return Rollout(sampler, chat(), environments, LIMITS)(starts)
+    return Rollout(sampler, chat(), environments, LIMITS)(requests)
 
 
 def test_async_tools_of_several_episodes_run_at_the_same_time():

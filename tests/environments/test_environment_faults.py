@@ -15,7 +15,7 @@ import torch
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.tools import Outage, ToolError, answer_call
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.grid import small_model
 from scripts.proofs.runs import ForcedSampler
@@ -39,12 +39,14 @@ def never():
 def play(environments, scripts, limits=LIMITS, on_progress=lambda key: None):
     """One episode per script: its domain, what its payload holds, its messages."""
     sampler = ScriptedSampler(dict(enumerate(script for _, _, script in scripts)))
-    starts = [
-        Start(task=make_task(f"t{n}", domain=domain, payload=json.dumps(payload)), trial=0, key=n)
+    requests = [
+        RolloutRequest(
+            task=make_task(f"t{n}", domain=domain, payload=json.dumps(payload)), trial=0, key=n
+        )
         for n, (domain, payload, _) in enumerate(scripts)
     ]
     rollout = Rollout(sampler, chat(), environments, limits, on_progress=on_progress)
-    trajectories = rollout(starts)
+    trajectories = rollout(requests)
     assert sampler.num_open == 0
     return trajectories
 
@@ -481,7 +483,7 @@ def test_a_rollout_that_is_stopped_at_any_pass_leaves_no_conversation_open(concu
         for key in range(6)
     }
     limits = LIMITS.model_copy(update={"max_turns": 3, "max_concurrent_episodes": 4})
-    starts = [Start(task=make_task(f"t{n}"), trial=0, key=n) for n in range(6)]
+    requests = [RolloutRequest(task=make_task(f"t{n}"), trial=0, key=n) for n in range(6)]
     stops_at, passes = [math.inf], 0
 
     def on_progress(key):
@@ -491,14 +493,14 @@ def test_a_rollout_that_is_stopped_at_any_pass_leaves_no_conversation_open(concu
             raise Stop
 
     rollout = Rollout(sampler, chat(), {"desk": Talking}, limits, on_progress=on_progress)
-    undisturbed = [t.completion_ids for t in rollout(starts)]
+    undisturbed = [t.completion_ids for t in rollout(requests)]
     assert passes > 5
     for number in range(1, passes + 1):
         stops_at.append(number)
         passes = 0
         with pytest.raises(Stop):
-            rollout(starts)
-        assert sampler._rows == {}
+            rollout(requests)
+        assert sampler._slots == {}
         assert passes == number
     stops_at.append(math.inf)
-    assert [t.completion_ids for t in rollout(starts)] == undisturbed
+    assert [t.completion_ids for t in rollout(requests)] == undisturbed

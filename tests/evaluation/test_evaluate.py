@@ -34,23 +34,23 @@ class Watched:
     """
 
     def __init__(self):
-        self.starts, self.greedy = [], None
+        self.requests, self.greedy = [], None
 
-    def __call__(self, starts, greedy=False):
-        self.starts, self.greedy = list(starts), greedy
+    def __call__(self, requests, greedy=False):
+        self.requests, self.greedy = list(requests), greedy
         return [
             make_trajectory(
-                domain=start.task.domain,
-                task_id=start.task.id,
-                trial=start.trial,
-                reward=int(start.task.id[1:]) / 10 + start.trial / 100,
+                domain=request.task.domain,
+                task_id=request.task.id,
+                trial=request.trial,
+                reward=int(request.task.id[1:]) / 10 + request.trial / 100,
             )
-            for start in starts
+            for request in requests
         ]
 
 
 def keys_of(rollout):
-    return {(*start.task.key, start.trial): start.key for start in rollout.starts}
+    return {(*request.task.key, request.trial): request.key for request in rollout.requests}
 
 
 # Gathering
@@ -103,8 +103,8 @@ def play_desk(fails):
     rollout = Rollout(ScriptedSampler(scripts), chat(), {"desk": Flaky}, RolloutSettings())
     by_number = iter(range(9))
 
-    def play(starts, greedy=False):
-        return rollout([replace(start, key=next(by_number)) for start in starts], greedy)
+    def play(requests, greedy=False):
+        return rollout([replace(request, key=next(by_number)) for request in requests], greedy)
 
     records, _ = evaluate(play, [make_task("fine"), make_task("broken")], 1, seed=1, ranks=ALONE)
     return records, next(by_number)
@@ -133,15 +133,15 @@ def evaluations_on_this_rank():
     few, none = evaluate(rollout, TASKS[:1], 1, seed=1, ranks=ranks)
     evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
 
-    def forgets(starts, greedy=False):
-        return rollout(starts)[:-1] if ranks.rank == 1 else rollout(starts)
+    def forgets(requests, greedy=False):
+        return rollout(requests)[:-1] if ranks.rank == 1 else rollout(requests)
 
-    def repeats(starts, greedy=False):
-        played = rollout(starts)
+    def repeats(requests, greedy=False):
+        played = rollout(requests)
         return [*played[:-1], played[0]] if ranks.rank == 1 else played
 
-    def adds(starts, greedy=False):
-        played = rollout(starts)
+    def adds(requests, greedy=False):
+        played = rollout(requests)
         return [*played, played[0]] if ranks.rank == 1 else played
 
     errors = []

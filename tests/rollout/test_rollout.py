@@ -17,7 +17,7 @@ from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.rollout.rollout import Rollout, Start
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import make_sampler, other_stops
 from pipeline.rollout.trajectory import StopReason
@@ -46,8 +46,8 @@ def play_all(scripts, limits=LIMITS, environment=Desk, tasks=None):
     tasks = tasks or [make_task(f"t{number}") for number in range(len(scripts))]
     sampler = ScriptedSampler(dict(enumerate(scripts)))
     rollout = Rollout(sampler, chat(), {"desk": environment}, limits)
-    starts = [Start(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
-    return rollout(starts), sampler
+    requests = [RolloutRequest(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
+    return rollout(requests), sampler
 
 
 def play(*messages, limits=LIMITS, environment=Desk, **payload):
@@ -134,8 +134,8 @@ def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, capsys):
     said[0][0][-1] = said[0][1][-1] = OTHER_END
     sampler.forced = {key: [token for ids in said[key] for token in ids] for key in range(2)}
     tasks = [make_task(f"t{number}") for number in range(2)]
-    starts = [Start(task=task, trial=0, key=key) for key, task in enumerate(tasks)]
-    stopped, plain = Rollout(sampler, own, {"desk": Desk}, LIMITS)(starts)
+    requests = [RolloutRequest(task=task, trial=0, key=key) for key, task in enumerate(tasks)]
+    stopped, plain = Rollout(sampler, own, {"desk": Desk}, LIMITS)(requests)
 
     result = {"role": "tool", "name": "look", "content": '{"lamp": "seen "}'}
     reply = own.reply_ids([result])  # follows the end that was sampled, whichever it is
@@ -426,7 +426,7 @@ def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
         assert reward == 1.0
         scripts[number] = [m for m in messages if m["role"] == "assistant"]
     rollout = Rollout(ScriptedSampler(scripts), chat(), environments, RolloutSettings())
-    trajectories = rollout([Start(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
+    trajectories = rollout([RolloutRequest(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 40
     assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.COMPLETED}
     records = [trajectory.record() for trajectory in trajectories]
@@ -442,12 +442,12 @@ def test_the_real_sampler_plays_the_same_episodes_again():
     sampler = RowSampler(model, chat().end_of_turn_id, 1.0, torch.float32)
     limits = RolloutSettings(max_tokens=120, max_tokens_per_turn=12)
     rollout = Rollout(sampler, chat(), environments_of(embedded("retail")), limits)
-    starts = [
-        Start(task=task, trial=trial, key=stream_key(1, *task.key, trial))
+    requests = [
+        RolloutRequest(task=task, trial=trial, key=stream_key(1, *task.key, trial))
         for task in tasks
         for trial in range(3)
     ]
-    first, again = rollout(starts), rollout(starts)
+    first, again = rollout(requests), rollout(requests)
     assert [t.completion_ids for t in first] == [t.completion_ids for t in again]
     assert len({tuple(t.completion_ids) for t in first}) == 12
     assert all(t.num_tokens <= 120 for t in first)

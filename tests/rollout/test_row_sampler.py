@@ -1,4 +1,4 @@
-"""The sampler's batch: rows that come and go, stems that prompts share, weights, looks."""
+"""The sampler's batch: rows that come and go, prefixes that prompts share, weights, looks."""
 
 from functools import cache
 from random import Random
@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from pipeline.models.weights import trained_weights
 from pipeline.rollout.kv_cache import attend
 from pipeline.rollout.row_sampler import RowSampler
-from pipeline.rollout.sequences import common_stems, passes
+from pipeline.rollout.sequences import passes, shared_prefixes
 from scripts.proofs.grid import small_model
 
 END = 0
@@ -84,7 +84,7 @@ def test_looking_at_tokens_rarely_as_on_a_gpu_changes_none_of_them():
     assert all_close(found[0], found[2])
 
 
-STEM = [1 + i % 15 for i in range(80)]
+PREFIX = [1 + i % 15 for i in range(80)]
 
 
 def test_what_prompts_begin_with_is_computed_once_until_the_weights_change():
@@ -92,15 +92,15 @@ def test_what_prompts_begin_with_is_computed_once_until_the_weights_change():
     sampler.model.model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    prompts = [[*STEM, 1, 2, 3], [*STEM, 4, 5], [6, 7]]
+    prompts = [[*PREFIX, 1, 2, 3], [*PREFIX, 4, 5], [6, 7]]
     episodes = sampler.open(prompts, [1, 2, 3])
     assert fed == [(1, 80), (3, 2)]
     fed.clear()
-    episodes += sampler.open([[*STEM, 9, 9]], [4])
+    episodes += sampler.open([[*PREFIX, 9, 9]], [4])
     assert fed == [(1, 1)]
     said = sampler.sample(episodes, [9] * 4)
     for key, (prompt, message) in enumerate(
-        zip([*prompts, [*STEM, 9, 9]], said, strict=True), start=1
+        zip([*prompts, [*PREFIX, 9, 9]], said, strict=True), start=1
     ):
         by_itself = sampler_of()
         (episode,) = by_itself.open([prompt], [key])
@@ -109,16 +109,16 @@ def test_what_prompts_begin_with_is_computed_once_until_the_weights_change():
         sampler.close(episode)
     fed.clear()
     sampler.load_weights(trained_weights(small_model()))
-    sampler.open([[*STEM, 9, 9]], [4])
+    sampler.open([[*PREFIX, 9, 9]], [4])
     assert fed == [(1, 81)]
 
 
-def test_stems_are_shared_openings_and_not_what_two_domains_happen_to_begin_with():
+def test_shared_prefixes_are_long_openings_and_not_the_first_tokens_of_two_domains():
     one, two = tuple(range(100)), tuple(range(10)) + tuple(range(200, 290))
     prompts = [(*one, 1), (*one, 2, 3), (*two, 1), (*two, 1, 5), (7, 8)]
-    assert common_stems(prompts, 64) == [one, (*two, 1)]
-    assert common_stems(prompts, 101) == [(*two, 1)]
-    assert common_stems([(*one, 1)], 64) == []
+    assert shared_prefixes(prompts, 64) == [one, (*two, 1)]
+    assert shared_prefixes(prompts, 101) == [(*two, 1)]
+    assert shared_prefixes([(*one, 1)], 64) == []
 
 
 def test_lengths_are_fed_apart_where_that_saves_more_than_a_pass_costs():
@@ -188,14 +188,17 @@ def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_repli
     )
     greedy = sampler.sample(episodes, [5] * 6, greedy=True)
     assert {tuple(message.ids) for message in greedy} == {tuple(greedy[0].ids)}
-    assert len({episode.row for episode in episodes}) == 1
+    assert len({episode.slot for episode in episodes}) == 1
     assert set(fed) <= {1, 4}  # one row, beside those that fill the batch up
     for number, episode in enumerate(episodes):
         sampler.extend(episode, [1, 2 + number // 3])
     said = sampler.sample(episodes, [5] * 6)
     assert said[0].ids == said[1].ids == said[2].ids
-    assert episodes[0].row is episodes[1].row is episodes[2].row
-    assert episodes[3].row not in (episodes[0].row, episodes[4].row)  # another reply, another key
+    assert episodes[0].slot is episodes[1].slot is episodes[2].slot
+    assert episodes[3].slot not in (
+        episodes[0].slot,
+        episodes[4].slot,
+    )  # another reply, another key
     for episode in episodes[1:]:
         sampler.close(episode)
     apart = sampler_of()
@@ -204,5 +207,5 @@ def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_repli
     assert all_close(apart.sample(others, [5] * 6, greedy=True), greedy)
     for number, episode in enumerate(others):
         apart.extend(episode, [1, 2 + number // 3])
-    assert len({episode.row for episode in others}) == 6
+    assert len({episode.slot for episode in others}) == 6
     assert all_close(apart.sample(others, [5] * 6), said)

@@ -12,7 +12,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import uniforms
 from pipeline.errors import UserError
 from pipeline.rollout import sequences as picking
-from pipeline.rollout.sequences import cumulative, inverse_cdf, kept, logprobs_of, pick
+from pipeline.rollout.sequences import cumulative, inverse_cdf, kept, logprobs_of, sample_tokens
 
 IMPOSSIBLE = float("-inf")
 LARGEST = 1 - 2.0**-53  # of the draws
@@ -51,7 +51,7 @@ def by_definition(logprobs: torch.Tensor, draw: float, top_k: int, top_p: float)
 @pytest.mark.parametrize(("top_k", "top_p"), SETTINGS)
 def test_a_token_is_drawn_as_defined(top_k, top_p):
     logprobs, (keys, positions) = some_logprobs(500), streams(500)
-    picked = pick(logprobs, keys, positions, False, top_k, top_p)
+    picked = sample_tokens(logprobs, keys, positions, False, top_k, top_p)
     assert picked.dtype == torch.int64
     draws = uniforms(keys, positions)
     assert picked.tolist() == [
@@ -64,7 +64,7 @@ def test_without_top_k_and_top_p_it_is_the_inverse_of_the_cumulative_distributio
     logprobs, (keys, positions) = some_logprobs(500), streams(500)
     draws = torch.from_numpy(uniforms(keys, positions))
     expected = inverse_cdf(cumulative(logprobs), draws)
-    assert torch.equal(pick(logprobs, keys, positions, False), expected)
+    assert torch.equal(sample_tokens(logprobs, keys, positions, False), expected)
 
 
 def test_equally_likely_tokens_are_kept_by_their_ids_and_the_nucleus_is_the_smallest():
@@ -93,7 +93,7 @@ def test_a_token_of_probability_zero_is_never_picked(monkeypatch, draw, top_k, t
     logits = torch.randn(2000, 300, generator=torch.Generator().manual_seed(1)) * 5
     logits[:, :40], logits[:, 200:] = IMPOSSIBLE, IMPOSSIBLE  # at both ends of the line
     logprobs = logprobs_of(logits, 0.7)
-    picked = pick(logprobs, *streams(2000), False, top_k, top_p)
+    picked = sample_tokens(logprobs, *streams(2000), False, top_k, top_p)
     allowed = kept(logprobs, top_k, top_p) & (logprobs > IMPOSSIBLE)
     assert allowed.gather(-1, picked[:, None]).all()
     if draw == 0.0:
@@ -113,24 +113,26 @@ def test_nor_is_one_left_out_where_a_device_adds_up_in_another_order(monkeypatch
     boundary = (line / line[:, -1:]).gather(-1, torch.arange(4000)[:, None] % 12)[:, 0].numpy()
     for draws in (boundary * (1 - 2.0**-50), np.full(4000, LARGEST), np.zeros(4000)):
         monkeypatch.setattr(picking, "uniforms", lambda keys, positions, draws=draws: draws)
-        picked = pick(logprobs, *streams(4000), False, 3)
+        picked = sample_tokens(logprobs, *streams(4000), False, 3)
         assert allowed.gather(-1, picked[:, None]).all()
 
 
 def test_greedy_and_the_single_most_likely_token_are_the_first_of_the_largest():
     logprobs, places = some_logprobs(200), streams(200)
     largest = [row.index(max(row)) for row in logprobs.tolist()]
-    assert pick(logprobs, *places, True).tolist() == largest
-    assert pick(logprobs, *places, True, 3, 0.5).tolist() == largest
-    assert pick(logprobs, *places, False, 1).tolist() == largest
+    assert sample_tokens(logprobs, *places, True).tolist() == largest
+    assert sample_tokens(logprobs, *places, True, 3, 0.5).tolist() == largest
+    assert sample_tokens(logprobs, *places, False, 1).tolist() == largest
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), SETTINGS)
 def test_a_row_does_not_depend_on_its_neighbours(top_k, top_p):
     logprobs, (keys, positions) = some_logprobs(64), streams(64)
-    together = pick(logprobs, keys, positions, False, top_k, top_p)
+    together = sample_tokens(logprobs, keys, positions, False, top_k, top_p)
     alone = [
-        pick(logprobs[i : i + 1], keys[i : i + 1], positions[i : i + 1], False, top_k, top_p)
+        sample_tokens(
+            logprobs[i : i + 1], keys[i : i + 1], positions[i : i + 1], False, top_k, top_p
+        )
         for i in range(64)
     ]
     assert torch.equal(together, torch.cat(alone))
