@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field, TypeAdapter
 
 from pipeline.environments.experts import Agent, Expert, ScriptedAgent
-from pipeline.environments.tools import ToolError, User, started
+from pipeline.environments.tools import ToolError, User, run_steps, started
 
 
 class Case(BaseModel):
@@ -148,7 +148,7 @@ class CaseEnvironment:
         if key not in _STEPS:
             if len(_STEPS) >= MAX_STEPS:
                 _STEPS.clear()
-            environment = started(type(self), self._row).environment
+            environment = run_steps(started(type(self), self._row)).environment
             self._expert(ScriptedAgent(environment, Random(0)), self._goal)
             _STEPS[key] = tuple(environment._steps)
         return _STEPS[key]

@@ -15,7 +15,7 @@ from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.timeouts import Calls, Guard
+from pipeline.environments.calls import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
     Outcome,
@@ -23,6 +23,7 @@ from pipeline.environments.tools import (
     error_result,
     may_wait,
     outcome_of,
+    reply_method,
     reply_of,
     started,
     tool_methods,
@@ -300,16 +301,19 @@ class Rollout:
 
 async def _score(episode: _Episode, guard: Guard) -> None:
     episode.excused = ""
-    episode.outcome = await guard("get_reward", partial(outcome_of, episode.environment))
+    method = type(episode.environment).get_reward
+    episode.outcome = await guard("get_reward", partial(outcome_of, episode.environment), method)
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     """Let the environment answer calls, or the user a message; sets how the episode ends."""
     environment, episode.excused = episode.environment, ""
+    tools = tool_methods(type(environment))
     for name, arguments in parsed.calls:
-        answer = await guard(name, partial(answer_call, environment, name, arguments))
+        call = partial(answer_call, environment, name, arguments)
+        answer = await guard(name, call, tools.get(name))
         episode.num_tool_errors += answer.raised
-        known = name if name in tool_methods(type(environment)) else UNKNOWN_TOOL
+        known = name if name in tools else UNKNOWN_TOOL
         calls, errors = episode.tools.get(known, (0, 0))
         episode.tools[known] = [calls + 1, errors + answer.is_error]
         episode.replies.append({"role": "tool", "name": name, "content": answer.content})
@@ -318,7 +322,8 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
             return
     if not parsed.calls:
         episode.excused = "reply"
-        reply = await guard("reply", partial(reply_of, environment, parsed.content))
+        answer_it = partial(reply_of, environment, parsed.content)
+        reply = await guard("reply", answer_it, reply_method(environment))
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return
