@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter
 
@@ -37,6 +37,7 @@ class Answer(BaseModel):
     words: str
 
 
+Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 LOOKUPS = ("find_", "get_")  # tools that change nothing
 MAX_STEPS = 1024  # tasks whose expert steps are kept: all episodes of a group have the same task
@@ -65,18 +66,28 @@ class ScriptedUser:
         return self.answer
 
 
-def _noted(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool; it notes each successful call as a step: `refund(K01, card)`."""
-    signature = inspect.signature(tool)
+def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
+    """Make a method a tool with a docstring of `text` and `arguments`, by default ids.
 
-    @wraps(tool)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = tool(self, *args, **kwargs)
-        _, *values = signature.bind(self, *args, **kwargs).arguments.values()
-        self._steps.append(f"{tool.__name__}({', '.join(map(str, values))})")
-        return result
+    Each successful call is noted as a step: `refund(K01, card)`.
+    """
 
-    return noted
+    def decorate(function: Any) -> Any:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(self, *args, **kwargs)
+            _, *values = signature.bind(self, *args, **kwargs).arguments.values()
+            self._steps.append(f"{function.__name__}({', '.join(map(str, values))})")
+            return result
+
+        _, *names = signature.parameters
+        lines = [f"    {name}: {arguments.get(name, f'{name.capitalize()} id.')}" for name in names]
+        noted.__doc__ = "\n".join([text, "", "Args:", *lines])
+        return noted
+
+    return decorate
 
 
 class CaseEnvironment:
@@ -98,13 +109,6 @@ class CaseEnvironment:
     final_message: str
     reward_breakdown: dict[str, float]
     difference: dict[str, list[str]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, member in list(vars(cls).items()):
-            is_tool = inspect.isfunction(member) and not name.startswith("_")
-            if is_tool and name not in ("reset", "get_reward"):
-                setattr(cls, name, _noted(member))
 
     def reset(self, **row: Any) -> str | None:
         self._row, self._steps = row, list[str]()

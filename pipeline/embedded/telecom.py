@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pipeline.embedded.generation import IDS, Draft, Family, generate, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of
+from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of, tool
 from pipeline.environments.experts import Agent
 
 POLICY = """
@@ -147,71 +147,41 @@ class TelecomEnvironment(CaseEnvironment):
     database_class = TelecomDatabase
     _expert = staticmethod(expert)
 
+    @tool("Find the line of a customer.")
     def find_line(self, customer: str) -> dict[str, str]:
-        """Find the line of a customer.
-
-        Args:
-            customer: Customer id.
-        """
         return self._found("lines", "line", customer)
 
+    @tool("Look a line up.")
     def get_line(self, line: str) -> dict[str, str]:
-        """Look a line up.
-
-        Args:
-            line: Line id.
-        """
         return self._shown("lines", line, "status", "bill", "plan", "usage", "roaming")
 
+    @tool("Send the customer the bill of a line.")
     def send_bill(self, line: str) -> dict[str, str]:
-        """Send the customer the bill of a line.
-
-        Args:
-            line: Line id.
-        """
         self._changed("lines", line, bill_sent=True)
         return {"bill": "sent"}
 
+    @tool("Resume a paused line.")
     def resume(self, line: str) -> dict[str, str]:
-        """Resume a paused line.
-
-        Args:
-            line: Line id.
-        """
         return self._changed("lines", line, status="active")
 
+    @tool("Add data to a line.", amount="Gigabytes.")
     def add_data(self, line: str, amount: Amount) -> dict[str, str]:
-        """Add data to a line.
-
-        Args:
-            line: Line id.
-            amount: Gigabytes.
-        """
         return self._changed("lines", line, added=amount)
 
+    @tool("Enable roaming on a line.")
     def enable_roaming(self, line: str) -> dict[str, str]:
-        """Enable roaming on a line.
-
-        Args:
-            line: Line id.
-        """
         return self._changed("lines", line, roaming="on")
 
+    @tool(
+        "Ask the user to do something: check the phone, pay a bill that was sent, or try a remedy\n"
+        "on the phone.",
+        action="What the user shall do.",
+    )
     def ask_user(self, action: UserAction) -> dict[str, str]:
-        """Ask the user to do something: check the phone, pay a bill that was sent, or try a remedy
-        on the phone.
-
-        Args:
-            action: What the user shall do.
-        """
         return done_by_user(self._db, action)
 
+    @tool("Hand the customer over to a person, which ends the conversation.", reason="Why.")
     def transfer(self, reason: Reason) -> dict[str, str]:
-        """Hand the customer over to a person, which ends the conversation.
-
-        Args:
-            reason: Why.
-        """
         return self._transfer(reason)
 
 
