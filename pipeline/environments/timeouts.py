@@ -116,9 +116,11 @@ def awaited(value: Any) -> Steps[Any]:
 
 
 def steps_of(call: Callable[[], Any]) -> Steps[Any]:
+    """Steps of a call that returns Steps, an awaitable or a value."""
     value = call()
-    steps: Any = value if inspect.isgenerator(value) else awaited(value)
-    return (yield from steps)
+    if inspect.isgenerator(value):
+        return (yield from value)
+    return (yield value) if inspect.isawaitable(value) else value
 
 
 def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
