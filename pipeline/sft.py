@@ -19,7 +19,7 @@ from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.distributed.gradients import skip_gradient_sync
 from pipeline.environments.domains import Domain, generated, try_expert
-from pipeline.environments.timeouts import EnvironmentFault
+from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, Family, generate, words_of
+from pipeline.embedded.generation import IDS, Draft, generate, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of
+from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
 from pipeline.environments.experts import Agent
 
 POLICY = """
@@ -58,14 +58,39 @@ class AirlineDatabase(Database):
     flights: dict[str, Flight]
 
 
-def _cancel(agent: Agent, goal: dict[str, str], reservation: str, record: dict[str, str]) -> str:
-    if record["status"] == "flown":
-        right = "flown"
-    elif record["fare"] == "flex":
-        right = "cancel"
-    else:
-        right = "ask" if record["insured"] == "yes" else "uninsured"
-    choice = agent.decide(right, ["flown", "cancel", "uninsured", "ask"])
+FAMILIES = (
+    Family(
+        "cancel",
+        ("cancel {record}", "please call off {record}", "i can not fly {record}"),
+        {
+            "flown": Branch(0.10, 0.12, {"status": "flown"}, "flown"),
+            "flex": Branch(0.28, 0.60, {"fare": "flex"}, "cancel"),
+            "uninsured": Branch(0.22, 0.28, {"fare": "saver", "insured": "no"}, "uninsured"),
+            "sick": Branch(0.22, 0.0, {"fare": "saver", "insured": "yes"}, "ask"),
+            "plans": Branch(0.18, 0.0, {"fare": "saver", "insured": "yes"}, "ask"),
+        },
+    ),
+    Family(
+        "move",
+        ("move {record} to {day}", "i want {record} on {day}", "change {record} to {day}"),
+        {
+            "flown": Branch(0.12, 0.08, {"status": "flown"}, "flown"),
+            "fare": Branch(0.28, 0.32, {"fare": "saver"}, "fare"),
+            "move": Branch(0.60, 0.60, {"fare": "flex"}, "move"),
+        },
+    ),
+    Family(
+        "bags",
+        ("add a bag to {record}", "one more bag for {record}", "bag for {record}"),
+        {
+            "flown": Branch(0.10, 0.10, {"status": "flown"}, "flown"),
+            **{tier: Branch(0.30, 0.30, {"tier": tier}, fee) for tier, fee in FEES.items()},
+        },
+    ),
+)
+
+
+def _cancel(agent: Agent, goal: dict[str, str], reservation: str, choice: str) -> str:
     if choice == "ask":
         right = "cancel" if agent.ask("Why?") == "sick" else "plans"
         choice = agent.decide(right, ["cancel", "plans"], chained=True)
@@ -75,29 +100,20 @@ def _cancel(agent: Agent, goal: dict[str, str], reservation: str, record: dict[s
     return "Done."
 
 
-def _move(agent: Agent, goal: dict[str, str], reservation: str, record: dict[str, str]) -> str:
-    right = "fare" if record["fare"] == "saver" else "move"
-    right = "flown" if record["status"] == "flown" else right
-    choice = agent.decide(right, ["flown", "fare", "move"])
-    if choice != "move":
-        return choice
+def _move(agent: Agent, goal: dict[str, str], reservation: str, choice: str) -> str:
     flights = agent.call("find_flights", day=goal["day"])
     flight = flights[agent.decide("free", ["free", "full"], chained=True)]
     agent.call("move", reservation=reservation, flight=flight)
     return "Done."
 
 
-def _add_bag(agent: Agent, goal: dict[str, str], reservation: str, record: dict[str, str]) -> str:
-    right = "flown" if record["status"] == "flown" else FEES[record["tier"]]
-    choice = agent.decide(right, ["flown", *FEES.values()])
-    if choice == "flown":
-        return choice
+def _add_bag(agent: Agent, goal: dict[str, str], reservation: str, choice: str) -> str:
     agent.call("add_bag", reservation=reservation, fee=choice)
     return f"The fee is {choice}."
 
 
 expert = expert_of(
-    "reservation", {"cancel": _cancel, "move": _move, "bags": _add_bag}, get_args(Reason)
+    "reservation", FAMILIES, {"cancel": _cancel, "move": _move, "bags": _add_bag}, get_args(Reason)
 )
 
 
@@ -107,63 +123,33 @@ class AirlineEnvironment(CaseEnvironment):
     database_class = AirlineDatabase
     _expert = staticmethod(expert)
 
+    @tool("Find the reservation of a customer.")
     def find_reservation(self, customer: str) -> dict[str, str]:
-        """Find the reservation of a customer.
-
-        Args:
-            customer: Customer id.
-        """
         return self._found("reservations", "reservation", customer)
 
+    @tool("Look a reservation up.")
     def get_reservation(self, reservation: str) -> dict[str, str]:
-        """Look a reservation up.
-
-        Args:
-            reservation: Reservation id.
-        """
         return self._shown("reservations", reservation, "status", "fare", "insured", "tier")
 
+    @tool("List the flights of a day, the free one and the full one.", day="Day of the week.")
     def find_flights(self, day: Day) -> dict[str, str]:
-        """List the flights of a day, the free one and the full one.
-
-        Args:
-            day: Day of the week.
-        """
         return {flight.seats: key for key, flight in self._db.flights.items() if flight.day == day}
 
+    @tool("Move a reservation to another flight.")
     def move(self, reservation: str, flight: str) -> dict[str, str]:
-        """Move a reservation to another flight.
-
-        Args:
-            reservation: Reservation id.
-            flight: Flight id.
-        """
         self._record("flights", flight)
         return self._changed("reservations", reservation, flight=flight)
 
+    @tool("Cancel a reservation.")
     def cancel(self, reservation: str) -> dict[str, str]:
-        """Cancel a reservation.
-
-        Args:
-            reservation: Reservation id.
-        """
         return self._changed("reservations", reservation, status="cancelled")
 
+    @tool("Add a bag to a reservation for a fee.", fee="Fee in euros.")
     def add_bag(self, reservation: str, fee: Fee) -> dict[str, str]:
-        """Add a bag to a reservation for a fee.
-
-        Args:
-            reservation: Reservation id.
-            fee: Fee in euros.
-        """
         return self._changed("reservations", reservation, bag_fee=fee)
 
+    @tool("Hand the customer over to a person, which ends the conversation.", reason="Why.")
     def transfer(self, reason: Reason) -> dict[str, str]:
-        """Hand the customer over to a person, which ends the conversation.
-
-        Args:
-            reason: Why.
-        """
         return self._transfer(reason)
 
 
@@ -176,19 +162,7 @@ def _reservation(random: Random, customer: str, flight: str, **fields: str) -> R
     return Reservation.model_validate({"customer": customer, "flight": flight, **drawn, **fields})
 
 
-def _fields(family: str, branch: str) -> dict[str, str]:
-    """What makes a reservation a case of this branch."""
-    if branch == "flown":
-        return {"status": "flown"}
-    if family == "bags":
-        return {"tier": branch}
-    if branch in ("flex", "move"):
-        return {"fare": "flex"}
-    insured = {"uninsured": "no", "sick": "yes", "plans": "yes"}
-    return {"fare": "saver", **({"insured": insured[branch]} if branch in insured else {})}
-
-
-def draft_task(random: Random, family: str, branch: str) -> Draft:
+def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
     """The customer's reservation, one of another customer, and two flights on each of two days."""
     ids = random.sample(IDS, 10)
     day, other_day = random.sample(DAYS, 2)
@@ -200,7 +174,7 @@ def draft_task(random: Random, family: str, branch: str) -> Draft:
     }
     flights = {key: departures[key] for key in random.sample(list(departures), 4)}
     reservations = {
-        ids[0]: _reservation(random, ids[1], ids[8], **_fields(family, branch)),
+        ids[0]: _reservation(random, ids[1], ids[8], **case.draw(random)),
         ids[2]: _reservation(random, ids[3], ids[9]),
     }
     goal = {"record": ids[0], "customer": ids[1]}
@@ -233,31 +207,6 @@ def draft_task(random: Random, family: str, branch: str) -> Draft:
         visible={"record": record, "flights": listed},
     )
 
-
-FAMILIES = (
-    Family(
-        name="cancel",
-        phrasings=("cancel {record}", "please call off {record}", "i can not fly {record}"),
-        branches={"flown": 0.10, "flex": 0.28, "uninsured": 0.22, "sick": 0.22, "plans": 0.18},
-        easy={"flown": 0.12, "flex": 0.60, "uninsured": 0.28},
-    ),
-    Family(
-        name="move",
-        phrasings=(
-            "move {record} to {day}",
-            "i want {record} on {day}",
-            "change {record} to {day}",
-        ),
-        branches={"flown": 0.12, "fare": 0.28, "move": 0.60},
-        easy={"flown": 0.08, "fare": 0.32, "move": 0.60},
-    ),
-    Family(
-        name="bags",
-        phrasings=("add a bag to {record}", "one more bag for {record}", "bag for {record}"),
-        branches={"flown": 0.10, "gold": 0.30, "silver": 0.30, "none": 0.30},
-        easy={"flown": 0.10, "gold": 0.30, "silver": 0.30, "none": 0.30},
-    ),
-)
 
 WORDS = partial(
     words_of, "airline", AirlineEnvironment, FAMILIES, said=("Why?", "The fee is ", "sick", "none")

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.data.curriculum import quota
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
-from pipeline.embedded.scripted import CaseEnvironment, Database
+from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family
 from pipeline.environments.tools import tool_schemas
 
 MAX_TASKS = 100_000  # of one call; a domain with more has a task file
@@ -37,17 +37,8 @@ class Draft:
     visible: dict[str, Any] = field(default_factory=dict)  # what the tools show to the expert
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A kind of request: its phrasings, with slots of the goal, and the shares of its branches."""
-
-    name: str
-    phrasings: tuple[str, ...]
-    branches: dict[str, float]
-    easy: dict[str, float]  # the shares at difficulty easy: mostly one lookup and one action
-
-
-DraftTask = Callable[[Random, str, str], Draft]  # (random, family, branch)
+# (random, names of family and branch, the branch)
+DraftTask = Callable[[Random, str, str, Branch], Draft]
 
 
 def _split_of(text: str) -> str:
@@ -82,7 +73,7 @@ def generate(
     seen: set[str] = set()
     for family, branch in _families_and_branches(families, n, difficulty):
         for _ in range(1000):
-            draft = draft_task(random, family.name, branch)
+            draft = draft_task(random, family.name, branch, family.branches[branch])
             request, goal = _request(family, draft.goal, difficulty, random)
             prompt = (
                 {"role": "system", "content": f"{domain}\n\n{policy.strip()}"},
@@ -108,12 +99,19 @@ def generate(
     return tasks
 
 
+def shares_of(family: Family, difficulty: str) -> dict[str, float]:
+    """The share of each branch that tasks of this difficulty have."""
+    if difficulty == "easy":
+        return {name: branch.easy for name, branch in family.branches.items() if branch.easy}
+    return {name: branch.share for name, branch in family.branches.items()}
+
+
 def _families_and_branches(
     families: Sequence[Family], n: int, difficulty: str
 ) -> Iterator[tuple[Family, str]]:
     branches = []
     for family in families:
-        shares = family.easy if difficulty == "easy" else family.branches
+        shares = shares_of(family, difficulty)
         total = sum(shares.values())
         shares = {branch: share / total for branch, share in shares.items()}
         branches.append(quota(shares, -(-n // len(families))))

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, Family, generate, words_of
+from pipeline.embedded.generation import IDS, Draft, generate, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of
+from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
 from pipeline.environments.experts import Agent
 from pipeline.environments.tools import ToolError
 
@@ -61,11 +61,48 @@ class RetailDatabase(Database):
     variants: dict[str, Variant]
 
 
-def _cancel(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
-    right = {"pending": "ask", "shipped": "recall", "delivered": "delivered"}[record["status"]]
-    choice = agent.decide(right, ["ask", "recall", "delivered"])
-    if choice == "delivered":
-        return choice
+# Possible values of the status; a new task has one of the first two.
+UNDELIVERED = "pending shipped cancelled recalled"
+DELIVERED = "delivered delivered"  # two, because each branch of the family draws a status
+UNSHIPPED = "pending delivered cancelled recalled"
+FAMILIES = (
+    Family(
+        "cancel",
+        ("cancel order {record}", "i do not want {record}", "stop order {record}"),
+        {
+            "pending": Branch(0.40, 0.0, {"status": "pending"}, "ask"),
+            "shipped": Branch(0.35, 0.75, {"status": "shipped"}, "recall"),
+            "delivered": Branch(0.25, 0.25, {"status": "delivered"}, "delivered"),
+        },
+    ),
+    Family(
+        "exchange",
+        (
+            "exchange {record} for {colour}",
+            "i want {record} in {colour}",
+            "swap {record} for {colour}",
+        ),
+        {
+            "undelivered": Branch(0.25, 0.30, {"status": UNDELIVERED}, "undelivered"),
+            "in": Branch(0.45, 0.70, {"status": DELIVERED}, "exchange"),
+            "out": Branch(0.30, 0.0, {"status": DELIVERED}, "exchange"),
+        },
+    ),
+    Family(
+        "refund",
+        ("refund {record}", "i want my money for {record}", "pay back {record}"),
+        {
+            "shipped": Branch(0.22, 0.22, {"status": "shipped"}, "shipped"),
+            **{
+                paid: Branch(0.26, 0.26, {"status": UNSHIPPED, "paid": paid}, target)
+                for paid, target in TARGETS.items()
+            },
+        },
+    ),
+)
+
+
+def _cancel(agent: Agent, goal: dict[str, str], order: str, choice: str) -> str:
     if choice == "recall":
         agent.call("recall", order=order)
     else:
@@ -73,11 +110,7 @@ def _cancel(agent: Agent, goal: dict[str, str], order: str, record: dict[str, st
     return "Done."
 
 
-def _exchange(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
-    right = "exchange" if record["status"] == "delivered" else "undelivered"
-    choice = agent.decide(right, ["undelivered", "exchange"])
-    if choice == "undelivered":
-        return choice
+def _exchange(agent: Agent, goal: dict[str, str], order: str, choice: str) -> str:
     variant = agent.call("find_variant", colour=goal["colour"])
     right = "exchange" if variant["stock"] == "in" else "stock"
     choice = agent.decide(right, ["exchange", "stock"], chained=True)
@@ -87,17 +120,16 @@ def _exchange(agent: Agent, goal: dict[str, str], order: str, record: dict[str, 
     return "Done."
 
 
-def _refund(agent: Agent, goal: dict[str, str], order: str, record: dict[str, str]) -> str:
-    right = "shipped" if record["status"] == "shipped" else TARGETS[record["paid"]]
-    choice = agent.decide(right, ["shipped", *TARGETS.values()])
-    if choice == "shipped":
-        return choice
+def _refund(agent: Agent, goal: dict[str, str], order: str, choice: str) -> str:
     agent.call("refund", order=order, to=choice)
     return f"The money goes to {choice}."
 
 
 expert = expert_of(
-    "order", {"cancel": _cancel, "exchange": _exchange, "refund": _refund}, get_args(Reason)
+    "order",
+    FAMILIES,
+    {"cancel": _cancel, "exchange": _exchange, "refund": _refund},
+    get_args(Reason),
 )
 
 
@@ -107,75 +139,40 @@ class RetailEnvironment(CaseEnvironment):
     database_class = RetailDatabase
     _expert = staticmethod(expert)
 
+    @tool("Find the order of a customer.")
     def find_order(self, customer: str) -> dict[str, str]:
-        """Find the order of a customer.
-
-        Args:
-            customer: Customer id.
-        """
         return self._found("orders", "order", customer)
 
+    @tool("Look an order up.")
     def get_order(self, order: str) -> dict[str, str]:
-        """Look an order up.
-
-        Args:
-            order: Order id.
-        """
         return self._shown("orders", order, "status", "paid", "size")
 
+    @tool("Look up the variant of a colour and whether it is in stock.", colour="Colour.")
     def find_variant(self, colour: Colour) -> dict[str, str]:
-        """Look up the variant of a colour and whether it is in stock.
-
-        Args:
-            colour: Colour.
-        """
         for key, variant in self._db.variants.items():
             if variant.colour == colour:
                 return {"stock": variant.stock, "variant": key}
         raise ToolError(f"no {colour}")
 
+    @tool("Exchange the item of an order for another variant.")
     def exchange(self, order: str, variant: str) -> dict[str, str]:
-        """Exchange the item of an order for another variant.
-
-        Args:
-            order: Order id.
-            variant: Variant id.
-        """
         self._record("variants", variant)
         return self._changed("orders", order, item=variant)
 
+    @tool("Cancel an order that has not been shipped.", reason="The customer's reason.")
     def cancel(self, order: str, reason: CancelReason) -> dict[str, str]:
-        """Cancel an order that has not been shipped.
-
-        Args:
-            order: Order id.
-            reason: The customer's reason.
-        """
         return self._changed("orders", order, status="cancelled", cancel_reason=reason)
 
+    @tool("Recall the parcel of an order on its way.")
     def recall(self, order: str) -> dict[str, str]:
-        """Recall the parcel of an order on its way.
-
-        Args:
-            order: Order id.
-        """
         return self._changed("orders", order, status="recalled")
 
+    @tool("Refund an order.", to="Where the money goes.")
     def refund(self, order: str, to: RefundTarget) -> dict[str, str]:
-        """Refund an order.
-
-        Args:
-            order: Order id.
-            to: Where the money goes.
-        """
         return self._changed("orders", order, refunded_to=to)
 
+    @tool("Hand the customer over to a person, which ends the conversation.", reason="Why.")
     def transfer(self, reason: Reason) -> dict[str, str]:
-        """Hand the customer over to a person, which ends the conversation.
-
-        Args:
-            reason: Why.
-        """
         return self._transfer(reason)
 
 
@@ -188,17 +185,7 @@ def _order(random: Random, customer: str, item: str, **fields: str) -> Order:
     return Order.model_validate({"customer": customer, "item": item, **drawn, **fields})
 
 
-def _fields(random: Random, family: str, branch: str) -> dict[str, str]:
-    """What makes an order a case of this branch."""
-    if family == "cancel" or branch == "shipped":
-        return {"status": branch}
-    if family == "refund":
-        return {"status": random.choice(["pending", "delivered"]), "paid": branch}
-    undelivered = random.choice(["pending", "shipped"])
-    return {"status": undelivered if branch == "undelivered" else "delivered"}
-
-
-def draft_task(random: Random, family: str, branch: str) -> Draft:
+def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
     """The customer's order, one of another customer, and two variants."""
     ids = random.sample(IDS, 8)
     colour, other_colour = random.sample(COLOURS, 2)
@@ -208,7 +195,7 @@ def draft_task(random: Random, family: str, branch: str) -> Draft:
         ids[5]: Variant(colour=other_colour, stock=random.choice(["in", "out"])),
     }
     orders = {
-        ids[0]: _order(random, ids[1], ids[6], **_fields(random, family, branch)),
+        ids[0]: _order(random, ids[1], ids[6], **case.draw(random)),
         ids[2]: _order(random, ids[3], ids[7]),
     }
     variants = {key: variants[key] for key in random.sample(list(variants), 2)}
@@ -242,31 +229,6 @@ def draft_task(random: Random, family: str, branch: str) -> Draft:
         visible={"record": record, "variant": variant},
     )
 
-
-FAMILIES = (
-    Family(
-        name="cancel",
-        phrasings=("cancel order {record}", "i do not want {record}", "stop order {record}"),
-        branches={"pending": 0.40, "shipped": 0.35, "delivered": 0.25},
-        easy={"shipped": 0.75, "delivered": 0.25},
-    ),
-    Family(
-        name="exchange",
-        phrasings=(
-            "exchange {record} for {colour}",
-            "i want {record} in {colour}",
-            "swap {record} for {colour}",
-        ),
-        branches={"undelivered": 0.25, "in": 0.45, "out": 0.30},
-        easy={"undelivered": 0.30, "in": 0.70},
-    ),
-    Family(
-        name="refund",
-        phrasings=("refund {record}", "i want my money for {record}", "pay back {record}"),
-        branches={"shipped": 0.22, "card": 0.26, "gift": 0.26, "cash": 0.26},
-        easy={"shipped": 0.22, "card": 0.26, "gift": 0.26, "cash": 0.26},
-    ),
-)
 
 WORDS = partial(
     words_of,

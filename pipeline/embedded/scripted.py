@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter
 
 from pipeline.environments.experts import Agent, Expert, ScriptedAgent
-from pipeline.environments.tools import ToolError, User, started
+from pipeline.environments.tools import ToolError, User, run_steps, started
 
 
 class Case(BaseModel):
@@ -37,12 +37,35 @@ class Answer(BaseModel):
     words: str
 
 
+Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 LOOKUPS = ("find_", "get_")  # tools that change nothing
 MAX_STEPS = 1024  # tasks whose expert steps are kept: all episodes of a group have the same task
 _STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}
-# (agent, goal, id of the record, the record) -> the final message, or the reason of a transfer
-Serve = Callable[[Agent, dict[str, str], str, dict[str, str]], str]
+# (agent, goal, id of the record, the first decision) -> the final message, or a transfer's reason
+Serve = Callable[[Agent, dict[str, str], str, str], str]
+
+
+class Branch(NamedTuple):
+    """A case of a family: its share of the tasks, and the rule of the policy for its records."""
+
+    share: float
+    easy: float  # the share at difficulty easy: mostly one lookup and one action
+    record: dict[str, str]  # of each field the possible values, separated by spaces
+    choice: str  # the right first decision for such a record
+
+    def draw(self, random: Random) -> dict[str, str]:
+        """Fields of a record; of several values, one of the first two."""
+        options = {name: values.split()[:2] for name, values in self.record.items()}
+        return {k: v[0] if len(v) == 1 else random.choice(v) for k, v in options.items()}
+
+
+class Family(NamedTuple):
+    """A kind of request: its phrasings, with slots of the goal, and its branches."""
+
+    name: str
+    phrasings: tuple[str, ...]
+    branches: dict[str, Branch]
 
 
 @dataclass
@@ -65,18 +88,28 @@ class ScriptedUser:
         return self.answer
 
 
-def _noted(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool; it notes each successful call as a step: `refund(K01, card)`."""
-    signature = inspect.signature(tool)
+def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
+    """Make a method a tool with a docstring of `text` and `arguments`, by default ids.
 
-    @wraps(tool)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = tool(self, *args, **kwargs)
-        _, *values = signature.bind(self, *args, **kwargs).arguments.values()
-        self._steps.append(f"{tool.__name__}({', '.join(map(str, values))})")
-        return result
+    Each successful call is noted as a step: `refund(K01, card)`.
+    """
 
-    return noted
+    def decorate(function: Any) -> Any:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(self, *args, **kwargs)
+            _, *values = signature.bind(self, *args, **kwargs).arguments.values()
+            self._steps.append(f"{function.__name__}({', '.join(map(str, values))})")
+            return result
+
+        _, *names = signature.parameters
+        lines = [f"    {name}: {arguments.get(name, f'{name.capitalize()} id.')}" for name in names]
+        noted.__doc__ = "\n".join([text, "", "Args:", *lines])
+        return noted
+
+    return decorate
 
 
 class CaseEnvironment:
@@ -98,13 +131,6 @@ class CaseEnvironment:
     final_message: str
     reward_breakdown: dict[str, float]
     difference: dict[str, list[str]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, member in list(vars(cls).items()):
-            is_tool = inspect.isfunction(member) and not name.startswith("_")
-            if is_tool and name not in ("reset", "get_reward"):
-                setattr(cls, name, _noted(member))
 
     def reset(self, **row: Any) -> str | None:
         self._row, self._steps = row, list[str]()
@@ -148,7 +174,7 @@ class CaseEnvironment:
         if key not in _STEPS:
             if len(_STEPS) >= MAX_STEPS:
                 _STEPS.clear()
-            environment = started(type(self), self._row).environment
+            environment = run_steps(started(type(self), self._row)).environment
             self._expert(ScriptedAgent(environment, Random(0)), self._goal)
             _STEPS[key] = tuple(environment._steps)
         return _STEPS[key]
@@ -202,16 +228,26 @@ def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str
     return {} if found == expected else {where: [str(found), str(expected)]}
 
 
-def expert_of(kind: str, serve: Mapping[str, Serve], reasons: Sequence[str]) -> Expert:
-    """An expert that looks up the record of a request and serves it by its family."""
+def expert_of(
+    kind: str, families: Sequence[Family], serve: Mapping[str, Serve], reasons: Sequence[str]
+) -> Expert:
+    """An expert that looks up the record of a request, decides by it and serves the family."""
+    branches = {family.name: list(family.branches.values()) for family in families}
 
     def expert(agent: Agent, goal: dict[str, str]) -> str:
         if "record" in goal:
             key = goal["record"]
         else:
             key = agent.call(f"find_{kind}", customer=goal["customer"])[kind]
-        record = agent.call(f"get_{kind}", **{kind: key})
-        closing = serve[goal["family"]](agent, goal, key, record)
+        record, family = agent.call(f"get_{kind}", **{kind: key}), goal["family"]
+        options = list(dict.fromkeys(branch.choice for branch in branches[family]))
+        right = next(
+            branch.choice
+            for branch in branches[family]
+            if all(record[field] in values.split() for field, values in branch.record.items())
+        )
+        choice = agent.decide(right, options)
+        closing = choice if choice in reasons else serve[family](agent, goal, key, choice)
         if closing not in reasons:
             return closing
         agent.call("transfer", reason=closing)

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, Family, generate, words_of
+from pipeline.embedded.generation import IDS, Draft, generate, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import CaseEnvironment, Database, expert_of
+from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
 from pipeline.environments.experts import Agent
 
 POLICY = """
@@ -93,14 +93,41 @@ def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str
     return {"ok": "yes"}
 
 
-def _service(agent: Agent, goal: dict[str, str], line: str, record: dict[str, str]) -> str:
-    if record["status"] == "paused":
-        right = "bill" if record["bill"] == "due" else "resume"
-    else:
-        right = "ended" if record["status"] == "ended" else "check"
-    choice = agent.decide(right, ["ended", "bill", "resume", "check"])
-    if choice in ("ended", "check"):
-        return choice if choice == "ended" else _check(agent)
+FAMILIES = (
+    Family(
+        "service",
+        ("no service on {record}", "{record} does not work", "i can not call with {record}"),
+        {
+            "ended": Branch(0.22, 0.30, {"status": "ended"}, "ended"),
+            "due": Branch(0.30, 0.0, {"status": "paused", "bill": "due"}, "bill"),
+            "paid": Branch(0.20, 0.70, {"status": "paused", "bill": "paid"}, "resume"),
+            "check": Branch(0.28, 0.0, {"status": "active"}, "check"),
+        },
+    ),
+    Family(
+        "data",
+        ("slow data on {record}", "{record} is slow", "no internet with {record}"),
+        {
+            "no_data": Branch(0.24, 0.30, {"plan": "basic"}, "no_data"),
+            "over": Branch(0.36, 0.0, {"plan": "plus", "usage": "over"}, "ask"),
+            "check": Branch(0.40, 0.70, {"plan": "plus", "usage": "under"}, "check"),
+        },
+    ),
+    Family(
+        "abroad",
+        ("{record} fails abroad", "i travel with {record}", "no signal abroad on {record}"),
+        {
+            "no_roaming": Branch(0.25, 0.30, {"plan": "basic"}, "no_roaming"),
+            "off": Branch(0.30, 0.70, {"plan": "plus", "roaming": "off"}, "enable"),
+            "check": Branch(0.45, 0.0, {"plan": "plus", "roaming": "on"}, "check"),
+        },
+    ),
+)
+
+
+def _service(agent: Agent, goal: dict[str, str], line: str, choice: str) -> str:
+    if choice == "check":
+        return _check(agent)
     if choice == "bill":
         agent.call("send_bill", line=line)
         agent.call("ask_user", action="pay")
@@ -108,23 +135,17 @@ def _service(agent: Agent, goal: dict[str, str], line: str, record: dict[str, st
     return "Done."
 
 
-def _data(agent: Agent, goal: dict[str, str], line: str, record: dict[str, str]) -> str:
-    right = "ask" if record["usage"] == "over" else "check"
-    right = "no_data" if record["plan"] == "basic" else right
-    choice = agent.decide(right, ["no_data", "ask", "check"])
-    if choice != "ask":
-        return choice if choice == "no_data" else _check(agent)
+def _data(agent: Agent, goal: dict[str, str], line: str, choice: str) -> str:
+    if choice == "check":
+        return _check(agent)
     amount = agent.ask("How much?")
     agent.call("add_data", line=line, amount=amount)
     return f"Added {amount}."
 
 
-def _abroad(agent: Agent, goal: dict[str, str], line: str, record: dict[str, str]) -> str:
-    right = "enable" if record["roaming"] == "off" else "check"
-    right = "no_roaming" if record["plan"] == "basic" else right
-    choice = agent.decide(right, ["no_roaming", "enable", "check"])
-    if choice != "enable":
-        return choice if choice == "no_roaming" else _check(agent)
+def _abroad(agent: Agent, goal: dict[str, str], line: str, choice: str) -> str:
+    if choice == "check":
+        return _check(agent)
     agent.call("enable_roaming", line=line)
     return "Done."
 
@@ -137,7 +158,7 @@ def _check(agent: Agent) -> str:
 
 
 expert = expert_of(
-    "line", {"service": _service, "data": _data, "abroad": _abroad}, get_args(Reason)
+    "line", FAMILIES, {"service": _service, "data": _data, "abroad": _abroad}, get_args(Reason)
 )
 
 
@@ -147,71 +168,41 @@ class TelecomEnvironment(CaseEnvironment):
     database_class = TelecomDatabase
     _expert = staticmethod(expert)
 
+    @tool("Find the line of a customer.")
     def find_line(self, customer: str) -> dict[str, str]:
-        """Find the line of a customer.
-
-        Args:
-            customer: Customer id.
-        """
         return self._found("lines", "line", customer)
 
+    @tool("Look a line up.")
     def get_line(self, line: str) -> dict[str, str]:
-        """Look a line up.
-
-        Args:
-            line: Line id.
-        """
         return self._shown("lines", line, "status", "bill", "plan", "usage", "roaming")
 
+    @tool("Send the customer the bill of a line.")
     def send_bill(self, line: str) -> dict[str, str]:
-        """Send the customer the bill of a line.
-
-        Args:
-            line: Line id.
-        """
         self._changed("lines", line, bill_sent=True)
         return {"bill": "sent"}
 
+    @tool("Resume a paused line.")
     def resume(self, line: str) -> dict[str, str]:
-        """Resume a paused line.
-
-        Args:
-            line: Line id.
-        """
         return self._changed("lines", line, status="active")
 
+    @tool("Add data to a line.", amount="Gigabytes.")
     def add_data(self, line: str, amount: Amount) -> dict[str, str]:
-        """Add data to a line.
-
-        Args:
-            line: Line id.
-            amount: Gigabytes.
-        """
         return self._changed("lines", line, added=amount)
 
+    @tool("Enable roaming on a line.")
     def enable_roaming(self, line: str) -> dict[str, str]:
-        """Enable roaming on a line.
-
-        Args:
-            line: Line id.
-        """
         return self._changed("lines", line, roaming="on")
 
+    @tool(
+        "Ask the user to do something: check the phone, pay a bill that was sent, or try a remedy\n"
+        "on the phone.",
+        action="What the user shall do.",
+    )
     def ask_user(self, action: UserAction) -> dict[str, str]:
-        """Ask the user to do something: check the phone, pay a bill that was sent, or try a remedy
-        on the phone.
-
-        Args:
-            action: What the user shall do.
-        """
         return done_by_user(self._db, action)
 
+    @tool("Hand the customer over to a person, which ends the conversation.", reason="Why.")
     def transfer(self, reason: Reason) -> dict[str, str]:
-        """Hand the customer over to a person, which ends the conversation.
-
-        Args:
-            reason: Why.
-        """
         return self._transfer(reason)
 
 
@@ -225,24 +216,12 @@ def _line(random: Random, customer: str, **fields: str) -> Line:
     return Line.model_validate({"customer": customer, **drawn, **fields})
 
 
-def _fields(family: str, branch: str) -> dict[str, str]:
-    """What makes a line a case of this branch."""
-    if family == "service":
-        bill = {"bill": branch} if branch in ("due", "paid") else {}
-        return {"status": {"ended": "ended", "check": "active"}.get(branch, "paused"), **bill}
-    if branch in ("no_data", "no_roaming"):
-        return {"plan": "basic"}
-    if family == "data":
-        return {"plan": "plus", "usage": "over" if branch == "over" else "under"}
-    return {"plan": "plus", "roaming": "off" if branch == "off" else "on"}
-
-
-def draft_task(random: Random, family: str, branch: str) -> Draft:
+def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
     """The customer's line and phone, and the line of another customer."""
     ids = random.sample(IDS, 4)
     fault = random.choice(list(REMEDIES))
     lines = {
-        ids[0]: _line(random, ids[1], **_fields(family, branch)),
+        ids[0]: _line(random, ids[1], **case.draw(random)),
         ids[2]: _line(random, ids[3]),
     }
     database = TelecomDatabase(lines=lines, device=Device(fault=fault))
@@ -275,35 +254,6 @@ def draft_task(random: Random, family: str, branch: str) -> Draft:
         },
     )
 
-
-FAMILIES = (
-    Family(
-        name="service",
-        phrasings=(
-            "no service on {record}",
-            "{record} does not work",
-            "i can not call with {record}",
-        ),
-        branches={"ended": 0.22, "due": 0.30, "paid": 0.20, "check": 0.28},
-        easy={"ended": 0.30, "paid": 0.70},
-    ),
-    Family(
-        name="data",
-        phrasings=("slow data on {record}", "{record} is slow", "no internet with {record}"),
-        branches={"no_data": 0.24, "over": 0.36, "check": 0.40},
-        easy={"no_data": 0.30, "check": 0.70},
-    ),
-    Family(
-        name="abroad",
-        phrasings=(
-            "{record} fails abroad",
-            "i travel with {record}",
-            "no signal abroad on {record}",
-        ),
-        branches={"no_roaming": 0.25, "off": 0.30, "check": 0.45},
-        easy={"no_roaming": 0.30, "off": 0.70},
-    ),
-)
 
 WORDS = partial(
     words_of,

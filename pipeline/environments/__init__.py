@@ -2,7 +2,7 @@
 
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.experts import Agent, Expert, run_expert
-from pipeline.environments.timeouts import Outage
+from pipeline.environments.faults import Outage
 from pipeline.environments.tools import ToolError, User, call_tool, tool_schemas
 
 __all__ = [

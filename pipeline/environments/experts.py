@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.tools import call_tool, reply_of, reward_of, settled
+from pipeline.environments.tools import call_tool, reply_of, reward_of, run_steps, settled
 
 
 class Agent(Protocol):
@@ -64,7 +64,7 @@ class ScriptedAgent:
 
     def ask(self, question: str) -> str:
         self.messages.append({"role": "assistant", "content": question})
-        answer = reply_of(self.environment, question)
+        answer = run_steps(reply_of(self.environment, question))
         if answer is None:
             raise ValueError(f"nobody answers {question!r}")
         self.messages.append({"role": "user", "content": answer})
@@ -99,4 +99,4 @@ def run_expert(
     if not getattr(environment, "done", False):
         agent.messages.append({"role": "assistant", "content": final})
         environment.final_message = final
-    return [*prompt, *agent.messages], reward_of(environment)
+    return [*prompt, *agent.messages], run_steps(reward_of(environment))

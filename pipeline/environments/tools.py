@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.environments.timeouts import EnvironmentFault as EnvironmentFault
-from pipeline.environments.timeouts import Outage as Outage
-from pipeline.environments.timeouts import guarded as guarded
-from pipeline.environments.timeouts import is_outage, only_faults, text_of, writable
+from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
+from pipeline.environments.faults import Outage as Outage
+from pipeline.environments.faults import is_outage, only_faults, text_of, writable
+from pipeline.environments.timeouts import Steps, awaited
+from pipeline.environments.timeouts import run_steps as run_steps
 from pipeline.environments.timeouts import settled as settled
 
 Value = TypeVar("Value")
@@ -84,14 +85,14 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
     An unknown tool, a wrong argument or a tool that raises gives {"error": ...}; an Outage is
     raised again.
     """
-    return answer_call(environment, name, arguments).content
+    return run_steps(answer_call(environment, name, arguments)).content
 
 
-def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
     """`call_tool` with details of the result."""
     is_error = raised = False
     try:
-        content = _call(environment, name, arguments)
+        content = yield from _call(environment, name, arguments)
     except BaseException as error:
         if is_outage(only_faults(error)):
             raise
@@ -100,7 +101,7 @@ def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolA
     return ToolAnswer(content, is_error, raised, bool(getattr(environment, "done", False)))
 
 
-def _call(environment: Any, name: str, arguments: dict[str, Any]) -> str:
+def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
     tools = tool_methods(type(environment))
     if name not in tools:
         raise ToolError(f"unknown tool {name}")
@@ -116,7 +117,7 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> str:
             checked[key] = validators[key].validate_python(arguments[key])
         except ValidationError as error:
             raise ToolError(f"wrong arguments: {key}: {error.errors()[0]['msg']}") from None
-    result = settled(tools[name](environment, **checked))
+    result = yield from awaited(tools[name](environment, **checked))
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
     return writable(result)
@@ -128,29 +129,34 @@ class Started(NamedTuple):
     beside: bool  # whether its calls are made in the background
 
 
-def started(environment_class: type[Any], row: Mapping[str, Any]) -> Started:
+def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Started]:
     """A new environment after its `reset`."""
     environment = environment_class()
-    addition = settled(environment.reset(**row))
+    addition = yield from awaited(environment.reset(**row))
     if addition is not None and not isinstance(addition, str):
         raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
     return Started(environment, writable(addition or ""), may_wait(environment_class, environment))
 
 
-def reply_of(environment: Any, message: str) -> str | None:
+def reply_method(environment: Any) -> Any:
+    """The user's method `reply`, found without running code of the environment, or None."""
+    user = inspect.getattr_static(environment, "user", None)
+    return inspect.getattr_static(user, "reply", None)
+
+
+def reply_of(environment: Any, message: str) -> Steps[str | None]:
     """The user's answer; None ends the conversation with this message as the final one."""
     user = getattr(environment, "user", None)
-    answer = settled(user.reply(message)) if user is not None else None
-    if answer is None:
+    if user is None or (answer := (yield from awaited(user.reply(message)))) is None:
         return None
     if not isinstance(answer, str):
         raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
     return writable(answer)
 
 
-def reward_of(environment: Any) -> float:
+def reward_of(environment: Any) -> Steps[float]:
     """The reward as a number; ValueError if it is not finite, or beyond MAX_REWARD."""
-    value = settled(environment.get_reward())
+    value = yield from awaited(environment.get_reward())
     if isinstance(value, (str, bytes)):
         raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
     reward = float(value)
@@ -167,9 +173,9 @@ class Outcome(NamedTuple):
     difference: dict[str, list[str]]
 
 
-def outcome_of(environment: Any) -> Outcome:
+def outcome_of(environment: Any) -> Steps[Outcome]:
     """The reward and its explanation."""
-    reward = reward_of(environment)
+    reward = yield from reward_of(environment)
     names = ("reward_breakdown", "difference")
     return Outcome(reward, *(_explanation(getattr(environment, name, None)) for name in names))
 

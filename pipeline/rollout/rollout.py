@@ -16,7 +16,7 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
-from pipeline.environments.timeouts import Calls, Guard
+from pipeline.environments.calls import Calls, Guard
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
@@ -279,17 +279,20 @@ class Rollout:
 
 async def _score(episode: _Episode, guard: Guard) -> None:
     episode.excused = ""
-    outcome = await guard("get_reward", partial(tools.outcome_of, episode.environment))
+    call = partial(tools.outcome_of, episode.environment)
+    outcome = await guard("get_reward", call, type(episode.environment).get_reward)
     episode.reward, episode.reward_breakdown, episode.difference = outcome
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     """Let the environment answer the calls, or the user answer the message."""
     environment, episode.excused = episode.environment, ""
+    methods = tools.tool_methods(type(environment))
     for name, arguments in parsed.calls:
-        answer = await guard(name, partial(tools.answer_call, environment, name, arguments))
+        call = partial(tools.answer_call, environment, name, arguments)
+        answer = await guard(name, call, methods.get(name))
         episode.num_tool_errors += answer.raised
-        known = name if name in tools.tool_methods(type(environment)) else UNKNOWN_TOOL
+        known = name if name in methods else UNKNOWN_TOOL
         calls, errors = episode.tools.get(known, (0, 0))
         episode.tools[known] = [calls + 1, errors + answer.is_error]
         episode.replies.append({"role": "tool", "name": name, "content": answer.content})
@@ -298,7 +301,8 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
             return
     if not parsed.calls:
         episode.excused = "reply"
-        reply = await guard("reply", partial(tools.reply_of, environment, parsed.content))
+        answer_it = partial(tools.reply_of, environment, parsed.content)
+        reply = await guard("reply", answer_it, tools.reply_method(environment))
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return

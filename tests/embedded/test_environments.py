@@ -18,8 +18,8 @@ import pytest
 from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
-from pipeline.embedded.generation import IDS, Draft, Family, generate
-from pipeline.embedded.scripted import Case, Database, ScriptedUser
+from pipeline.embedded.generation import IDS, Draft, generate, shares_of
+from pipeline.embedded.scripted import Branch, Case, Database, Family, ScriptedUser
 from pipeline.embedded.telecom_chat import REQUESTS
 from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
@@ -721,7 +721,7 @@ def test_families_and_branches_keep_their_shares(domain, difficulty):
     tasks = make_tasks(domain, 150, difficulty=difficulty)
     for family in MODULES[domain].FAMILIES:
         branches = Counter(task.branch for task in tasks if task.family == family.name)
-        shares = family.easy if difficulty == "easy" else family.branches
+        shares = shares_of(family, difficulty)
         assert branches.total() == 50
         assert set(branches) == set(shares)
         assert all(abs(branches[b] - 50 * share) < 1 for b, share in shares.items())
@@ -755,8 +755,7 @@ def test_more_tasks_than_exist_are_refused():
     family = Family(
         name="hello",
         phrasings=("hello {record}",),
-        branches={"one": 1.0},
-        easy={"one": 1.0},
+        branches={"one": Branch(1.0, 1.0, {}, "")},
     )
     counts = {split: number_of(family, split) for split in SPLITS}
     assert sum(counts.values()) == 3
@@ -764,7 +763,7 @@ def test_more_tasks_than_exist_are_refused():
         generate("desk", "policy", [family], three_drafts, 0, 4, "train", "medium")
 
 
-def three_drafts(random, family, branch):
+def three_drafts(random, family, branch, case):
     goal = {"record": random.choice(IDS[:3]), "customer": "K09"}
     return Draft(goal=goal, database=Database(), expected=Database())
 
@@ -961,6 +960,6 @@ def test_drafts_follow_the_random_numbers_alone():
     for domain in DEFAULT_DOMAINS:
         draft_task = MODULES[domain].draft_task
         for family in MODULES[domain].FAMILIES:
-            for branch in family.branches:
-                first, second = (draft_task(Random(3), family.name, branch) for _ in range(2))
+            for branch, case in family.branches.items():
+                first, second = (draft_task(Random(3), family.name, branch, case) for _ in range(2))
                 assert first == second

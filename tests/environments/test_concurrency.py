@@ -5,10 +5,20 @@ barrier then breaks, and the test fails.
 """
 
 import asyncio
-from threading import Barrier, Event, current_thread
+from functools import partial
+from threading import Barrier, Event, active_count, current_thread
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments.tools import may_wait, settled
+from pipeline.environments.calls import Calls
+from pipeline.environments.tools import (
+    answer_call,
+    may_wait,
+    outcome_of,
+    reply_method,
+    reply_of,
+    settled,
+    started,
+)
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
 
@@ -40,6 +50,49 @@ def test_async_tools_of_several_episodes_run_at_the_same_time():
     trajectories = play({"desk": Remote}, [("desk", script) for script in scripts])
     assert [t.messages[3]["content"] for t in trajectories[:3]] == ["met"] * 3
     assert [t.reward for t in trajectories] == [1.0] * 4
+
+
+def test_coroutines_that_wait_hold_no_thread():
+    """Each of 200 environments waits until all of them wait, in every kind of async call."""
+    meetings, num_threads = {}, []
+
+    async def meet(kind):
+        async with asyncio.timeout(TIMEOUT_S):
+            await meetings.setdefault(kind, asyncio.Barrier(200)).wait()
+        num_threads.append(active_count())
+
+    class Client:
+        async def reply(self, message):
+            await meet("reply")
+
+    class Remote:
+        async def reset(self, **row):
+            self.user = Client()
+            await meet("reset")
+
+        async def meet(self) -> str:
+            """Meet the others."""
+            await meet("tool")
+            return "met"
+
+        async def get_reward(self) -> float:
+            await meet("get_reward")
+            return 1.0
+
+    async def work(guard):
+        environment, *_ = await guard("reset", partial(started, Remote, {}))
+        call = partial(answer_call, environment, "meet", {})
+        assert (await guard("meet", call, Remote.meet)).content == "met"
+        reply = await guard("reply", partial(reply_of, environment, "?"), reply_method(environment))
+        assert reply is None
+        # A plain function that returns a coroutine is started in a thread, and waits in none.
+        assert (await guard("get_reward", partial(outcome_of, environment))).reward == 1.0
+
+    before, calls = active_count(), Calls(TIMEOUT_S, lambda key: None)
+    for wait in [calls.beside(("desk", "t1"), work) for _ in range(200)]:
+        wait()
+    assert len(num_threads) == 800
+    assert max(num_threads) <= before + 10
 
 
 def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments.tools import Outage, ToolError, answer_call
+from pipeline.environments.tools import Outage, ToolError, answer_call, run_steps
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.grid import small_model
@@ -208,7 +208,7 @@ def test_a_tool_whose_arguments_cannot_be_checked_is_a_tool_that_failed():
         def look(self, item: Strange) -> str:
             return "seen"
 
-    answer = answer_call(Typed(), "look", {"item": "lamp"})
+    answer = run_steps(answer_call(Typed(), "look", {"item": "lamp"}))
     assert answer.raised and answer.content.startswith('{"error": "Unable to generate pydantic')
 
 

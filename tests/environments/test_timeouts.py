@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 
 import pytest
 
-from pipeline.environments import timeouts
-from pipeline.environments.timeouts import Calls, CallTimeout, EnvironmentFault, guarded, settled
+from pipeline.environments import calls, timeouts
+from pipeline.environments.calls import Calls
+from pipeline.environments.faults import CallTimeout, EnvironmentFault
+from pipeline.environments.timeouts import guarded, settled
 from pipeline.errors import CtrlC
 from tests.support import ROOT
 from tests.support.messages import says
@@ -305,6 +308,43 @@ def look(function):
     return work
 
 
+@pytest.mark.parametrize("by_name", [True, False], ids=["in the loop", "from a thread"])
+def test_coroutines_in_the_background_may_be_hostile(by_name, never, monkeypatch):
+    monkeypatch.setattr(timeouts, "GRACE_S", 0.1)
+    refuses = threading.Event()
+
+    async def block():
+        never.wait()
+
+    async def refuse():
+        while not refuses.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def leave():
+        sys.exit(3)
+
+    async def answer():
+        return "seen"
+
+    def look_at(function):
+        async def work(guard):
+            assert await guard("look", function, function if by_name else None) == "seen"
+
+        return Calls(SHORT_S, lambda key: None).beside(("desk", "t1"), work)
+
+    try:
+        for late in (refuse, block):
+            with pytest.raises(EnvironmentFault, match=LATE) as caught:
+                look_at(late)()
+            assert caught.value.timed_out
+        with pytest.raises(EnvironmentFault, match=r"^SystemExit: 3, in test_timeouts\.py"):
+            look_at(leave)()
+        look_at(answer)()
+    finally:
+        refuses.set()
+
+
 def test_a_call_in_the_background_is_timed_from_its_own_start():
     ended = threading.Event()
 
@@ -319,7 +359,7 @@ def test_a_call_in_the_background_is_timed_from_its_own_start():
 
 
 def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
-    monkeypatch.setattr(timeouts, "MAX_BESIDE", 2)
+    monkeypatch.setattr(calls, "MAX_THREADS", 2)
     background, found = Calls(DEADLINE_S, lambda key: None), []
 
     def start(function):
@@ -364,7 +404,7 @@ def test_a_work_that_was_given_up_does_nothing_more(late):
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     code = """
 import threading
-from pipeline.environments.timeouts import Calls
+from pipeline.environments.calls import Calls
 async def work(guard):
     await guard("look", threading.Event().wait)
 wait = Calls(0.2, print).beside(("bank", "t1"), work)
