@@ -225,12 +225,14 @@ class Chat:
         """Ids of a rendered text, in which only the template's own special strings are special."""
         tokens, ids = self._special.tokens, list[int]()
         for number, piece in enumerate(GUARD.split(text)):
-            if number % 2:
+            if is_guarded := number % 2 == 1:
                 piece = guards.texts[int(piece)]
                 if tokens.search(piece):
                     ids += self.cache.call(self._spell, piece)
                     continue
-            piece_ids = self._encode(piece, inside=bool(ids) or not at_start)
+            elif not piece:
+                continue
+            piece_ids = self._encode(piece, inside=is_guarded or bool(ids) or not at_start)
             if sum(i in self._special_ids for i in piece_ids) > len(tokens.findall(piece)):
                 # The tokenizer's normalizer made another special token, as NFKC of wide letters.
                 parts = re.split(f"({tokens.pattern})", piece)
