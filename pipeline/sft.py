@@ -1,22 +1,21 @@
 """The warm start: a short supervised stage on demonstrations, through TRL's SFTTrainer.
 
-It runs on the same ranks. Its rows are `input_ids` and `labels` made by the same code as rollouts
-(`chat/template.py`), so the policy learns to continue exactly the tokens that it will be given. The
-policy after it is able but far from good: the domains' experts follow the policy's rules only in
-part (`warm_start.rule_share`), so that every branch of every decision stays likely and GRPO can
-sharpen the policy.
+It runs on the same ranks. The code of rollouts (`chat/template.py`) makes its rows (`input_ids` and
+`labels`), so the policy learns to continue the same tokens that rollouts will give it. The domains'
+experts follow the rules of their domain only in part (`warm_start.rule_share`): the policy solves
+some tasks, every branch of every decision stays likely, and GRPO can improve the policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
-from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.rng import permutation
-from pipeline.data.tasks import Message
+from pipeline.data.tasks import Message, read_demonstrations
 from pipeline.distributed.gradients import skip_gradient_sync
 from pipeline.environments.domains import Domain, generated, try_expert
 from pipeline.environments.faults import EnvironmentFault
@@ -69,15 +68,11 @@ def warm_start(
             on_step()
 
     trainer.add_callback(Hooks())
-    hook = model.register_forward_pre_hook(_without_dropout)
+    # Without dropout: masks that each rank draws for its own rows depend on the number of ranks.
+    hook = model.register_forward_pre_hook(lambda module, _: module.eval() and None)
     trainer.train()
     hook.remove()
     return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
-
-
-def _without_dropout(model: Any, _: Any) -> None:
-    """Each rank draws masks for its own rows, so the result would depend on the number of ranks."""
-    model.eval()
 
 
 def _arguments(config: Config, share: int) -> Any:
@@ -95,17 +90,14 @@ def _arguments(config: Config, share: int) -> Any:
         warmup_steps=settings.warmup_steps,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        adam_beta1=0.9,
         adam_beta2=0.98,
         weight_decay=0.01,
-        max_grad_norm=1.0,
         bf16=uses_bf16(config.model),
         use_cpu=not on_gpu(),
         activation_checkpointing=False,
         save_strategy="no",
         logging_steps=max(1, settings.steps // 8),
         disable_tqdm=True,
-        report_to=[],
         seed=config.run.seed,
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
@@ -120,7 +112,7 @@ def _arguments(config: Config, share: int) -> Any:
 def share_steps(
     rows: Sequence[Row], batch_size: int, num_ranks: int, deterministic: bool
 ) -> list[Row]:
-    """The rows of all steps, as ranks take equal blocks of them in turn.
+    """The rows of all steps, in equal blocks for the ranks in turn.
 
     Rows without labels fill up a step that the ranks cannot share equally. If `deterministic`, each
     rank gets all rows of a step, because sums of shares depend on the number of ranks.
@@ -133,10 +125,11 @@ def share_steps(
 def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> None:
     """UserError if the warm start will have too few demonstrations, or faulty ones.
 
-    NUM_TRIED demonstrations of a file, evenly spread, are turned into tokens.
+    NUM_TRIED demonstrations of a file, evenly spread, are turned into tokens; of the tasks of each
+    domain, its expert must solve NUM_TRIED_BY_EXPERT.
     """
-    path = config.warm_start.data
-    if not config.grpo.use_grpo or config.warm_start.steps == 0:
+    settings, path = config.warm_start, config.warm_start.data
+    if not config.grpo.use_grpo or settings.steps == 0:
         return
     if path is not None:
         demonstrations = read_demonstrations(path)
@@ -152,8 +145,19 @@ def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Ch
             "warm_start.data: missing, and the module of no domain has an expert(agent, goal); "
             "give demonstrations, add an expert, or set warm_start.steps 0"
         )
+    timeout, threshold = config.rollout.call_timeout, config.evaluation.success_threshold
     for domain in experts:
-        _check_expert(config, domain, count)
+        limit = domain.max_tasks
+        if limit is not None and count > limit:
+            raise UserError(
+                f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
+                f"but the experts give at most {limit} a domain; give fewer"
+            )
+        # All tasks are made if the domain does not state how many it can make.
+        num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
+        tasks = generated(config.data, domain, num_made, "train")
+        for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
+            try_expert(domain, task, timeout, threshold)
 
 
 def _experts(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
@@ -163,33 +167,15 @@ def _experts(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain
     return experts, -(-count // max(1, len(experts)))
 
 
-def _check_expert(config: Config, domain: Domain, count: int) -> None:
-    """UserError if a domain makes too few tasks, or its expert does not solve some of them.
-
-    All are made only if the domain does not state how many it makes.
-    """
-    limit, settings = domain.max_tasks, config.warm_start
-    if limit is not None and count > limit:
-        raise UserError(
-            f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, but "
-            f"the experts give at most {limit} a domain; give fewer"
-        )
-    num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
-    tasks = generated(config.data, domain, num_made, "train")
-    timeout, threshold = config.rollout.call_timeout, config.evaluation.success_threshold
-    for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
-        try_expert(domain, task, timeout, threshold)
-
-
 def demonstration_rows(
     config: Config,
     chat: Chat,
     domains: Mapping[str, Domain],
     alive: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """As many rows as the warm start trains on, in its order; `alive` is called after each.
+    """All rows that the warm start trains on, in order; `alive` is called after each is made.
 
-    No row is used twice if enough can be made.
+    Rows repeat only if there are too few.
     """
     path, rows = config.warm_start.data, list[Row]()
     count = config.warm_start.steps * config.warm_start.batch_size
@@ -223,17 +209,14 @@ def _expert_demonstrations(
 
 def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Row:
     """Tokens of a conversation; tokens of the assistant's messages are their own labels."""
-    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    ids = chat.prompt_ids(messages[:first], tools)
-    labels = [IGNORED] * len(ids)
-    replies: list[Message] = []
-    for message in messages[first:]:
-        if message["role"] != "assistant":
-            replies.append(message)
-            continue
-        if replies:
-            delta = chat.reply_ids(replies)
-            ids, labels, replies = ids + delta, labels + [IGNORED] * len(delta), []
-        message_ids = chat.message_ids(message)
-        ids, labels = ids + message_ids, labels + message_ids
-    return {"input_ids": ids, "labels": labels}
+    is_assistant = [message["role"] == "assistant" for message in messages]
+    first, end = is_assistant.index(True), len(messages) - is_assistant[::-1].index(True)
+    parts = [(False, chat.prompt_ids(messages[:first], tools))]
+    for is_sampled, group in groupby(messages[first:end], lambda m: m["role"] == "assistant"):
+        run = list(group)
+        pieces = map(chat.message_ids, run) if is_sampled else [chat.reply_ids(run)]
+        parts += [(is_sampled, ids) for ids in pieces]
+    return {
+        "input_ids": [i for _, ids in parts for i in ids],
+        "labels": [i if is_sampled else IGNORED for is_sampled, ids in parts for i in ids],
+    }

@@ -1,10 +1,10 @@
 """Messages to tokens and back, through a tokenizer's chat template and tool-call format.
 
-Tokens in, tokens out: a conversation is rendered once, as its prompt. After that only the *delta*
-of a reply is rendered, from a stub conversation, and appended to the sampled ids; templates that
-rewrite history (Qwen3's drops earlier thinking) therefore cannot change what was sampled. Text in
-messages and tools never becomes control tokens: special strings in it, and pieces that the text
-around them could complete, are encoded as plain text.
+Tokens in, tokens out: the prompt of a conversation is rendered once. Later, only the *delta* of a
+reply is rendered, from a stub conversation, and appended to the sampled ids, so a template that
+rewrites history (Qwen3's drops earlier thinking) cannot change sampled tokens. Text in messages
+and tools never becomes control tokens: special strings in it are encoded as plain text, and so are
+pieces that the text beside them could complete to a special string.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
 MAX_CACHED_TOKENS = 1 << 21  # about 80 MB
-ENTRY = 8  # a cached result takes about as much memory as its ids and so many more
+ENTRY = 8  # memory of a cached result beside its ids, as a number of ids
 
 
 class TokenCache:
-    """Results of functions by their arguments; beyond `max_tokens` the least recently used go."""
+    """Results of functions by their arguments; the least recently used go beyond `max_tokens`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.num_tokens = max_tokens, 0
@@ -54,9 +54,9 @@ class TokenCache:
         return len(self._results)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function` of these arguments, as they come back from JSON; the result is not copied.
+        """The result of `function` for these arguments, which go through JSON; it is no copy.
 
-        A list of ids counts with its length, any other result with that of the first argument.
+        The size of a list of ids is its length; other results have the size of the first argument.
         """
         text = json.dumps([function.__name__, *arguments])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -92,41 +92,42 @@ class Chat:
                 "model: its tokenizer has no chat template; use a chat model or set "
                 "tokenizer.chat_template"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self._kwargs = tokenizer, template_kwargs or {}
         self.cache = TokenCache(MAX_CACHED_TOKENS)
-        self._kwargs = template_kwargs or {}
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
         self._special_ids = set(added) - {tokenizer.unk_token_id}
         self._special = Special({token.content for token in added.values()})
         # An assistant message may hold tags that are not marked special, such as <think>.
         self._control = Special({token.content for token in added.values() if token.special})
         # Some tokenizers put a space before every text; after a line break they put none.
+        self._line_break: list[int] = []
         line_break = self._encode("\n")
-        is_plain = self._encode("\n<") == line_break + self._encode("<")
-        self._line_break = [] if is_plain else line_break
+        if self._encode("\n<") != line_break + self._encode("<"):
+            self._line_break = line_break
         self.end_of_turn = checks.end_of_turn_of(self._template, self._special)
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         checks.check_deltas(self._template, self._after_stub)
-        self._renders_calls = checks.renders_calls(self._template)
         self._opening = self._template([ASKED], add_generation_prompt=True)
-        self._opens_thought = self._opening.rstrip().endswith(THINK)
+        self._reader: ResponseTemplate | None = None  # without one, `parse_hermes` reads calls
         self._prefix = ""  # of a message, for the response template
-        self._reader = self._choose_reader(tool_call_format)
         is_hermes = tool_call_format == "hermes"
-        if not (self._renders_calls or self._reader or is_hermes):
+        if not is_hermes:
+            self._find_reader()
+        self._renders_calls = "probe_tool" in self._template([ASKED, checks.CALL])
+        if self._renders_calls:
+            checks.check_calls(self._read_back, self._reader is not None, is_hermes)
+        elif not (self._reader or is_hermes):
             checks.warn_once(
                 "the chat template leaves tool calls out and the tokenizer carries no response "
                 "template: tool calls are read as <tool_call>{...}</tool_call>; set "
                 "tool_call_format: hermes to silence this"
             )
-        if self._renders_calls:
-            checks.check_calls(self._read_back, self._reader is not None, is_hermes)
         checks.warn_of_lost_thoughts(self._template, self._opening)
 
     # -- messages to tokens --
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
-        """The prompt of a conversation, which ends where the assistant's first token stands."""
+        """The ids of a conversation, with the header of the assistant's next message at the end."""
         return list(self.cache.call(self._prompt_ids, list(messages), tools))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
@@ -139,11 +140,11 @@ class Chat:
         return list(self.cache.call(self._reply_ids, list(replies)))
 
     def message_ids(self, message: Message) -> list[int]:
-        """The ids that a policy would have sampled for `message`, its end of turn included."""
+        """The ids of `message` as a policy samples them, with its end of turn."""
         return list(self.cache.call(self._message_ids, message))
 
     def num_content_tokens(self, text: str) -> int:
-        """Tokens of a text inside a message, where nothing is special."""
+        """The number of tokens of a text inside a message, where special strings are plain text."""
         return len(self.cache.call(self._content_ids, text))
 
     def _content_ids(self, text: str) -> list[int]:
@@ -161,14 +162,13 @@ class Chat:
         return ids[ids.index(self.end_of_turn_id) + 1 :]
 
     def _after_stub(self, text: str) -> str:
-        """A rendered text from the end of the stub's turn on; empty without such an end."""
-        _, _, after = text.partition(STUB)
-        _, end_of_turn, rest = after.partition(self.end_of_turn)
+        """The part of a rendered text from the end of the stub's turn; empty if there is no end."""
+        _, end_of_turn, rest = text.partition(STUB)[2].partition(self.end_of_turn)
         return end_of_turn + rest
 
     def _message_ids(self, message: Message) -> list[int]:
-        text, guards = self._render([ASKED], [message])
-        if not text.startswith(self._opening):
+        text, guards = self._continued(message)
+        if not text:
             raise UserError(
                 "model: its chat template renders an assistant message differently from what "
                 "it asks the model to continue; try chat_template_kwargs such as "
@@ -179,12 +179,18 @@ class Chat:
                 "model: its chat template leaves tool calls out, so a demonstration would teach "
                 "none; write them into the content, or set warm_start.steps 0"
             )
-        return self._encode_message(text[len(self._opening) :], guards)
+        return self._encode_guarded(text, guards)
 
-    def _encode_message(self, text: str, guards: Guards) -> list[int]:
-        """Ids of a text up to its last end of turn."""
+    def _continued(self, message: Message) -> tuple[str, Guards]:
+        """The rendered text of a message after the generation prompt, up to its last end of turn.
+
+        Empty if the template does not write that prompt before the message.
+        """
+        text, guards = self._render([ASKED], [message])
+        if not text.startswith(self._opening):
+            return "", guards
         end = text.rindex(self.end_of_turn) + len(self.end_of_turn)
-        return self._encode_guarded(text[:end], guards)
+        return text[len(self._opening) : end], guards
 
     def _render(
         self, before: list[Message], messages: list[Message], **options: Any
@@ -192,14 +198,11 @@ class Chat:
         """Rendered text of all messages, with guards for special text in `messages` and tools."""
         guards, guarded = Guards(), list(before)
         for message in messages:
-            said = self._control if message["role"] == "assistant" else self._special
-            special = {"tool_calls": self._special}
-            texts = {
-                key: guards.put(value, special.get(key, said))
-                for key, value in message.items()
-                if key != "role"
-            }
-            guarded.append({**message, **texts})
+            special = self._control if message["role"] == "assistant" else self._special
+            put = {key: guards.put(value, special) for key, value in message.items()}
+            if "tool_calls" in message:
+                put["tool_calls"] = guards.put(message["tool_calls"], self._special)
+            guarded.append({**put, "role": message["role"]})
         if options.get("tools"):
             options["tools"] = guards.put(options["tools"], self._special)
         return self._template(guarded, **options), guards
@@ -219,48 +222,43 @@ class Chat:
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
-        ids: list[int] = []
+        """Ids of a rendered text, in which only the template's own special strings are special."""
+        tokens, ids = self._special.tokens, list[int]()
         for number, piece in enumerate(GUARD.split(text)):
-            guarded = guards.texts[int(piece)] if number % 2 else ""
-            if self._special.tokens.search(guarded):
-                ids += self.cache.call(self._spell, guarded)
-            elif number % 2:
-                ids += self._encode_inside(guarded)
-            elif piece:
-                ids += self._encode(piece) if at_start and not ids else self._encode_inside(piece)
+            if is_guarded := number % 2 == 1:
+                piece = guards.texts[int(piece)]
+                if tokens.search(piece):
+                    ids += self.cache.call(self._spell, piece)
+                    continue
+            elif not piece:
+                continue
+            piece_ids = self._encode(piece, inside=is_guarded or bool(ids) or not at_start)
+            if sum(i in self._special_ids for i in piece_ids) > len(tokens.findall(piece)):
+                # The tokenizer's normalizer made another special token, as NFKC of wide letters.
+                parts = re.split(f"({tokens.pattern})", piece)
+                piece_ids = [i for n, part in enumerate(parts) for i in self._plain(part, n % 2)]
+            ids += piece_ids
         return ids
 
-    def _encode_inside(self, text: str) -> list[int]:
-        """Ids of a text that stands after another, and whose special strings are the template's."""
-        ids = self._encode_after(text)
-        tokens = self._special.tokens
-        if sum(token in self._special_ids for token in ids) <= len(tokens.findall(text)):
-            return ids
-        # The tokenizer's normalizer made another special token, as NFKC does of wide letters.
-        ids = []
-        for number, part in enumerate(re.split(f"({tokens.pattern})", text)):
-            part_ids = self._encode_after(part)
-            is_disguised = number % 2 == 0 and not self._special_ids.isdisjoint(part_ids)
-            ids += self._spell(part) if is_disguised else part_ids
-        return ids
+    def _plain(self, text: str, is_special: int) -> list[int]:
+        ids = self._encode(text)
+        return ids if is_special or self._special_ids.isdisjoint(ids) else self._spell(text)
 
     def _spell(self, text: str) -> list[int]:
         """Ids of a special string as plain text, one character after the other.
 
         `split_special_tokens` alone still finds added tokens that are not marked special.
         """
-        return [i for c in text for i in self._encode_after(c, split_special_tokens=True)]
+        return [i for c in text for i in self._encode(c, split_special_tokens=True)]
 
-    def _encode_after(self, text: str, **options: Any) -> list[int]:
-        """Ids of a text that does not start a line."""
-        before = self._line_break
-        ids = self._encode("\n" + text, **options) if before else []
-        is_joined = not before or ids[: len(before)] != before
-        return self._encode(text, **options) if is_joined else ids[len(before) :]
-
-    def _encode(self, text: str, **options: Any) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-        return ids
+    def _encode(self, text: str, inside: bool = True, **options: Any) -> list[int]:
+        """Ids of a text; one that stands `inside` a conversation gets no space before it."""
+        before = self._line_break if inside else []
+        context = "\n" if before else ""
+        encoded = self.tokenizer(context + text, add_special_tokens=False, **options)
+        ids: list[int] = encoded["input_ids"]
+        is_joined = ids[: len(before)] != before  # the line break became a token with the text
+        return self._encode(text, False, **options) if is_joined else ids[len(before) :]
 
     # -- tokens to messages --
 
@@ -270,11 +268,11 @@ class Chat:
         tools: Sequence[dict[str, Any]] = (),
         finished: bool | None = None,
     ) -> Parsed:
-        """Read a sampled message; the token that ended it, if one did, is no part of the content.
+        """Read a sampled message; the content excludes the token that ended the message.
 
-        `tools` give the types of arguments where the format of calls writes all values as text.
-        `finished`: the last id ended the message, whichever it is; by default it did if it is the
-        template's end of turn.
+        `tools` give the types of arguments if the format of calls writes all values as text.
+        `finished`: whether the last id ended the message; by default, whether it is the template's
+        end of turn.
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
@@ -289,43 +287,37 @@ class Chat:
         if self._reader is not None:
             end = self.end_of_turn if finished else ""
             return parse_with(self._reader, text, end, self._prefix, tools)
-        in_thought = self._opens_thought and "</think>" in text
+        in_thought = self._opening.rstrip().endswith(THINK) and "</think>" in text
         return parse_hermes(THINK + text if in_thought else text)
 
-    def _choose_reader(self, tool_call_format: str) -> ResponseTemplate | None:
-        """The tokenizer's response template; None where `parse_hermes` reads the calls."""
-        if tool_call_format == "hermes":
-            return None
+    def _find_reader(self) -> None:
         try:
-            reader = response_template_of(self.tokenizer)
-            if reader is None:
-                return None
-            # A template may open a message itself, with <think>: the reader needs that text.
-            nothing = parse_response(self.end_of_turn, reader, prefix=self._opening)
-        except Exception as error:  # it came with the model and may hold anything
+            self._reader = response_template_of(self.tokenizer)
+            # The template may open a message itself, with <think>. The reader then needs that
+            # text, unless the reader would return it as content.
+            if self._reader is not None:
+                nothing = parse_response(self.end_of_turn, self._reader, prefix=self._opening)
+                self._prefix = "" if nothing.get("content") else self._opening
+        except Exception as error:  # the template comes with the model and may raise anything
             raise UserError(
                 f"model: its tokenizer's response template cannot be used ({reason_of(error)}); "
                 "set tool_call_format: hermes, or mend it"
             ) from None
-        if not nothing.get("content"):  # the reader finds where the message starts
-            self._prefix = self._opening
-        return reader
 
     def _read_back(self, message: Message) -> Parsed | None:
-        """What is read of a message that is encoded as a policy would have to sample it.
+        """Encode a message as a policy must sample it, and parse the ids.
 
-        With a thought, if only then the template goes on as the model is asked to. None if the
-        template does not write all calls, or refuses several.
+        The message gets a thought if the template requires one. None if the template does not
+        write all calls, or refuses several.
         """
         names = [call["function"]["name"] for call in message["tool_calls"]]
-        for said in (message, {**message, "reasoning_content": "-"}):
+        for variant in (message, {**message, "reasoning_content": "-"}):
             try:
-                text, guards = self._render([ASKED], [said])
+                text, guards = self._continued(variant)
             except UserError:
                 if len(names) == 1:
                     raise
                 return None
-            if text.startswith(self._opening) and all(name in text for name in names):
-                ids = self._encode_message(text[len(self._opening) :], guards)
-                return self._parse(ids, True, checks.CALLED)
+            if text and all(name in text for name in names):
+                return self._parse(self._encode_guarded(text, guards), True, checks.CALLED)
         return None

@@ -1,4 +1,4 @@
-"""Between text and tokens: what a sampled message says, and text that is never control tokens."""
+"""Reads sampled messages, and guards texts that must not become control tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from pipeline.data.tasks import Message
-from pipeline.files.untrusted import is_nested_deeply, is_plain, parse_json
+from pipeline.files.untrusted import is_plain, parse_json
 
 THINK = "<think>"
-MAX_NOTATION = 8192  # characters of a call that is no plain JSON: its patterns may try every pair
-_IS_AHEAD = r"(?=[\s\S]*?"  # begins a pattern that matches everywhere before what it names
-_NO_CALL = "a call needs a name and an object of arguments"
+MAX_NOTATION = 8192  # characters of a call that is no plain JSON: its patterns take quadratic time
+_LOOKAHEAD = r"(?=[\s\S]*?"  # starts a pattern that matches at every place before its target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +38,14 @@ class Parsed:
         return message
 
 
-def _is_call(value: Any) -> bool:
-    """Whether a model's JSON is {"name": text, "arguments": object}, not deep and without NaN.
-
-    Missing arguments count as none.
-    """
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return False
-    if is_nested_deeply(value) or not is_plain(value):
-        return False
-    return isinstance(value.get("arguments") or {}, dict)
+def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
+    """Name and arguments in {"name": text, "arguments": object}, where arguments may be missing."""
+    name = value.get("name") if isinstance(value, dict) else None
+    if isinstance(name, str) and is_plain(value):
+        arguments = value.get("arguments") or {}
+        if isinstance(arguments, dict):
+            return name, arguments
+    raise ValueError("a call needs a name and an object of arguments")
 
 
 def parse_hermes(text: str) -> Parsed:
@@ -57,24 +54,25 @@ def parse_hermes(text: str) -> Parsed:
     A call is a block `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
     """
     text = re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL)
-    calls: list[tuple[str, dict[str, Any]]] = []
     content, *blocks = text.split("<tool_call>")
-    for block in blocks:
-        body, closed, after = block.partition("</tool_call>")
-        try:
-            call = parse_json(body)
-        except ValueError as error:
-            return Parsed(content=text, malformed=f"not JSON: {getattr(error, 'msg', error)}")
-        if not closed or after.strip():
-            return Parsed(
-                content=text, malformed="a call must be closed, and nothing may follow it"
-            )
-        if not _is_call(call):
-            return Parsed(content=text, malformed=_NO_CALL)
-        calls.append((call["name"], call.get("arguments") or {}))
-    if "</tool_call>" in content:
-        return Parsed(content=text, malformed="</tool_call> without <tool_call>")
+    try:
+        calls = [_hermes_call(block) for block in blocks]
+        if "</tool_call>" in content:
+            raise ValueError("</tool_call> without <tool_call>")
+    except ValueError as error:
+        return Parsed(content=text, malformed=str(error))
     return Parsed(content=content.strip(), calls=calls)
+
+
+def _hermes_call(block: str) -> tuple[str, dict[str, Any]]:
+    body, closed, after = block.partition("</tool_call>")
+    try:
+        value = parse_json(body)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {getattr(error, 'msg', error)}") from None
+    if not closed or after.strip():
+        raise ValueError("a call must be closed, and nothing may follow it")
+    return _call_of(value)
 
 
 def parse_with(
@@ -83,26 +81,23 @@ def parse_with(
     """Read a message with a response template; `prefix` and `end` stand around the sampled text."""
     try:
         message = parse_response(text + end, template, prefix=prefix, tools=list(tools))
+        content, values = message.get("content") or "", message.get("tool_calls") or []
+        if not isinstance(content, str) or not isinstance(values, list):
+            raise ValueError("the response template gives no message")
+        calls = [_call_of(v.get("function", v) if isinstance(v, dict) else v) for v in values]
     except RecursionError:
         return Parsed(content=text, malformed="nested too deeply")
     except Exception as error:  # the template came with the model, and the text may be anything
         reason = str(error).partition("\n")[0].rstrip(".")
         return Parsed(content=text, malformed=reason or type(error).__name__)
-    content, values = message.get("content") or "", message.get("tool_calls") or []
-    if not isinstance(content, str) or not isinstance(values, list):
-        return Parsed(content=text, malformed="the response template gives no message")
-    functions: list[Any] = [v.get("function", v) if isinstance(v, dict) else None for v in values]
-    if not all(map(_is_call, functions)):
-        return Parsed(content=text, malformed=_NO_CALL)
-    calls = [(f["name"], f.get("arguments") or {}) for f in functions]
     return Parsed(content=content.strip(), calls=calls)
 
 
 def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
     """The response template of a tokenizer, else the one that TRL has for its chat template.
 
-    TRL has them for the templates of models; its own variants of these for training, which write
-    calls in the same way, get theirs.
+    TRL's variant of a chat template for training writes calls like the plain one, and shares its
+    response template.
     """
     if getattr(tokenizer, "response_template", None) is None:
         from trl import chat_template_utils as known
@@ -122,35 +117,31 @@ def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
 
 
 def values_are_text(template: ResponseTemplate | None) -> bool:
-    """Whether a format writes arguments of calls as text, so that only the tool has their types."""
+    """Whether a format writes all arguments of calls as text, so that tools must give the types."""
     fields = {} if template is None else template.fields
     return any(field.content in ("xml-inline", "kv-lines") for field in fields.values())
 
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:
     """A response template that reads a text in time proportional to its length."""
-    loaded = load_response_template(template)
-    fields = {}
+    loaded, fields = load_response_template(template), {}
     for name, part in loaded.fields.items():
         is_notation = part.content == "xml-inline" or "string_delims" in part.content_args
-        fields[name] = replace(
-            part,
-            open_re=part.open_re and _Mark(part.open_re),
-            close_re=part.close_re and _Mark(part.close_re, MAX_NOTATION if is_notation else None),
-        )
+        close = part.close_re and _Mark(part.close_re, MAX_NOTATION if is_notation else None)
+        fields[name] = replace(part, open_re=part.open_re and _Mark(part.open_re), close_re=close)
     return replace(loaded, fields=fields)
 
 
 class _Mark:
-    """A compiled pattern that keeps its last match, and so searches no part of a text twice.
+    """A compiled pattern that keeps its last match, so that it searches each part of a text once.
 
     `limit`: the most characters between the start of a search and its match.
     """
 
     def __init__(self, pattern: Any, limit: int | None = None) -> None:
-        # \G: what matches everywhere need be tried at one place only. (?!): at each place `regex`
-        # would search the whole rest of the text for what a single alternative must contain.
-        start = r"\G" if pattern.pattern.startswith(_IS_AHEAD) else ""
+        # \G: a pattern that matches everywhere is tried at one place only. (?!): without a second
+        # alternative, `regex` would search the whole rest of the text at each place.
+        start = r"\G" if pattern.pattern.startswith(_LOOKAHEAD) else ""
         self._pattern = regex.compile(rf"{start}(?:{pattern.pattern})|(?!)", pattern.flags)
         self._limit = limit
         self._last: tuple[str, bool, int, Any] = ("", False, 0, None)  # arguments and their match
@@ -167,12 +158,12 @@ class _Mark:
         return match
 
 
-STUB = "\ue000stub\ue001"  # an answer that no conversation holds
+STUB = "\ue000stub\ue001"  # an answer that occurs in no conversation
 GUARD = re.compile("\u29d8(\\d+)\u29d9")  # a placeholder for a text in a message
 
 
 class Special:
-    """Strings that become one token each, found where they must not."""
+    """The special and added strings of a tokenizer, each of which becomes one token."""
 
     def __init__(self, texts: set[str]) -> None:
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
@@ -186,25 +177,24 @@ class Special:
     def guard(self, text: str, guard: Callable[[str], str]) -> str:
         """`text` with `guard(piece)` in place of each special piece.
 
-        A piece at an end is special too if it could become a special string with the text that a
-        template writes beside it. Templates may strip white space, so none counts at the ends.
+        A piece at either end is special too if the text that a template writes beside it could
+        complete it to a special string. White space at the ends is ignored: templates may strip it.
         """
         text = self._whole.sub(lambda match: guard(match.group()), text)
         body = text.strip()
-        start = text.index(body)
         sizes = range(min(len(body), self._longest), 0, -1)
         head = next((n for n in sizes if body[:n] in self._ends), 0)
         tail = next((n for n in sizes if body[-n:] in self._starts), 0)
         if body in self._inside or head + tail > len(body):
             head, tail = len(body), 0
-        pieces = [body[:head], body[len(body) - tail :]]
-        left, right = [guard(piece) if piece else "" for piece in pieces]
-        middle = body[head : len(body) - tail]
-        return text[:start] + left + middle + right + text[start + len(body) :]
+        end = len(body) - tail
+        left, right = [guard(piece) if piece else "" for piece in (body[:head], body[end:])]
+        before, after = text.split(body, 1) if body else (text, "")
+        return f"{before}{left}{body[head:end]}{right}{after}"
 
 
 class Guards:
-    """Pieces of messages that are encoded as plain text, and the placeholders for them."""
+    """Pieces of messages that are encoded as plain text, each with a placeholder."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -214,7 +204,7 @@ class Guards:
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """`value` with guards in all its strings except names that templates look up."""
+        """`value` with placeholders in all its strings, except in names that templates look up."""
         if isinstance(value, str):
             if key == "type" and value.isidentifier():  # of a part of a message, or of a tool
                 return value

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from pipeline.config.settings import Config, GRPOSettings
@@ -19,12 +19,12 @@ from pipeline.errors import UserError
 class Stage:
     """A part of the training: `groups` of each domain in every step, over all ranks.
 
-    If there are `turns`, each step has the groups of one domain only, that of its turn.
+    If there are `turns`, each step has only the groups of the domain whose turn it is.
     """
 
     index: int
     name: str
-    own: tuple[str, ...]  # the domains that the stage is for; the others are replayed
+    own: tuple[str, ...]  # the domains that the stage trains; it replays the others
     difficulty: str
     groups: dict[str, int]
     turns: tuple[str, ...] = ()  # the domain of each step
@@ -33,7 +33,7 @@ class Stage:
 
     @property
     def last_step(self) -> int:
-        """Steps done at its end."""
+        """The number of steps done when the stage ends."""
         return self.first_step + self.num_steps
 
 
@@ -44,50 +44,45 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
     """
     curriculum, size = config.curriculum, config.rollout.tasks_per_step
     takes_turns = curriculum.curriculum == "interleaved"
+    difficulties = curriculum.difficulties or [config.data.difficulty]
+    parts = [(*stage, difficulty) for stage in _shares(config) for difficulty in difficulties]
+    num_steps = _steps(config, [own for own, _, _ in parts])
     stages: list[Stage] = []
-    for own, shares in _shares(config):
+    for (own, shares, difficulty), steps in zip(parts, num_steps, strict=True):
+        index, name = len(stages), config.stage_names[len(stages)]
         counts = [size] * len(shares) if takes_turns else split(size, list(shares.values()))
         groups = {d: min(n, num_tasks[d]) for d, n in zip(shares, counts, strict=True) if n > 0}
-        for difficulty in curriculum.difficulties or [config.data.difficulty]:
-            index, name = len(stages), config.stage_names[len(stages)]
-            stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
-            stages.append(stage)
-    for stage, num_steps in zip(stages, _steps(config, stages), strict=True):
-        turns = tuple(quota(shares, num_steps)) if takes_turns else ()
-        stages[stage.index] = replace(stage, num_steps=num_steps, turns=turns)
-        without_groups = set(stage.own) - set(turns or stage.groups)
+        turns = tuple(quota(shares, steps)) if takes_turns else ()
+        without_groups = set(own) - set(turns or groups)
         if curriculum.curriculum != "sequential" and without_groups:
             raise UserError(
-                f"domain_weights: {min(without_groups)} would have no group in stage {stage.name}; "
+                f"domain_weights: {min(without_groups)} would have no group in stage {name}; "
                 "give it more weight, or raise tasks_per_step or max_steps"
             )
+        stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
+        stages.append(replace(stage, turns=turns, num_steps=steps))
     return one_after_another(stages)
 
 
 def one_after_another(
     stages: Sequence[Stage], ended: Mapping[str, int] | None = None
 ) -> list[Stage]:
-    """The stages, each beginning where the one before it ends.
+    """The stages with first steps: each stage begins at the end of the stage before it.
 
     `ended` has the number of steps of stages that ended early.
     """
-    moved, first = [], 0
-    for stage in stages:
-        num_steps = (ended or {}).get(stage.name, stage.num_steps)
-        moved.append(replace(stage, first_step=first, num_steps=num_steps))
-        first += num_steps
-    return moved
+    counts = [(ended or {}).get(stage.name, stage.num_steps) for stage in stages]
+    firsts = accumulate(counts, initial=0)
+    return [
+        replace(stage, first_step=first, num_steps=count)
+        for stage, first, count in zip(stages, firsts, counts, strict=False)
+    ]
 
 
 def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
-    """For each stage (before it is cut by difficulty): its own domains, and each domain's share."""
+    """For each stage, before its split by difficulty: its own domains, and all domains' shares."""
     domains, curriculum = config.data.domains, config.curriculum
     if curriculum.curriculum != "sequential":
-        if curriculum.curriculum == "mixed" and config.rollout.tasks_per_step < len(domains):
-            raise UserError(
-                f"tasks_per_step: got {config.rollout.tasks_per_step} for {len(domains)} domains; "
-                "a mixed step needs at least a group of each"
-            )
         weights = {domain: curriculum.domain_weights.get(domain, 1.0) for domain in domains}
         total = sum(weights.values())
         return [(tuple(domains), {domain: weight / total for domain, weight in weights.items()})]
@@ -101,41 +96,32 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
     return stages
 
 
-def _steps(config: Config, stages: Sequence[Stage]) -> list[int]:
-    """Steps of each stage: its own number, or its share of the rest of max_steps."""
+def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
+    """The steps of each stage: its own setting, or a share of the steps without a setting."""
     curriculum, max_steps = config.curriculum, config.grpo.max_steps
-    steps = dict(curriculum.stage_steps)
-    for name, count in curriculum.stage_tasks.items():
-        steps[name] = -(-count // config.rollout.tasks_per_step)
-    total = sum(steps.values())
-    if total > max_steps:
+    size = config.rollout.tasks_per_step
+    steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
+    total, names = sum(steps.values()), config.stage_names
+    rest = {name: own for name, own in zip(names, owns, strict=True) if name not in steps}
+    if total > max_steps or (not rest and total < max_steps):
         raise UserError(
-            f"stage_steps: the stages have {total} steps, more than max_steps {max_steps}; raise "
-            "max_steps or lower theirs"
-        )
-    rest = [stage for stage in stages if stage.name not in steps]
-    if not rest and total < max_steps:
-        raise UserError(
-            f"stage_steps: all stages have {total} steps, and max_steps is {max_steps}; give "
-            f"max_steps {total}"
+            f"stage_steps: the stages have {total} steps, and max_steps is {max_steps}; give "
+            f"max_steps {total}, or change theirs"
         )
     weights = []
-    for stage in rest:  # the weight of the stage's name, or of its only domain
-        domain = stage.own[0] if len(stage.own) == 1 else ""
-        weight = curriculum.stage_weights.get(domain, 1.0)
-        weights.append(curriculum.stage_weights.get(stage.name, weight))
-    shared = split(max_steps - total, weights)
-    steps |= {stage.name: count for stage, count in zip(rest, shared, strict=True)}
-    return [steps[stage.name] for stage in stages]
+    for name, own in rest.items():  # the weight of the stage's name, or of its only domain
+        weight = curriculum.stage_weights.get(own[0] if len(own) == 1 else "", 1.0)
+        weights.append(curriculum.stage_weights.get(name, weight))
+    steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
+    return [steps[name] for name in names]
 
 
 def quota(shares: Mapping[str, float], count: int) -> list[str]:
-    """`count` names whose numbers follow the shares as closely as whole numbers can.
+    """`count` names; the number of each name is as close to its share as whole numbers allow.
 
-    The shares sum to 1. Every beginning of the list follows them as well.
+    The shares sum to 1. The same holds for every shorter list.
     """
-    given = dict.fromkeys(shares, 0)
-    names: list[str] = []
+    given, names = dict.fromkeys(shares, 0), list[str]()
     for number in range(1, count + 1):
         names.append(max(shares, key=lambda name: shares[name] * number - given[name]))
         given[names[-1]] += 1
@@ -166,11 +152,9 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
     if stage.turns:
         domain = stage.turns[number]
         groups, number = {domain: groups[domain]}, stage.turns[:number].count(domain)
-    tasks: list[Task] = []
-    for domain, count in groups.items():
-        key = (seed, "order", stage.name, domain)
-        tasks += tasks_for_step(sources[domain], count, number, *key)
-    return tasks
+    key = (seed, "order", stage.name)
+    drawn = (tasks_for_step(sources[d], n, number, *key, d) for d, n in groups.items())
+    return list(chain.from_iterable(drawn))
 
 
 def replacement_tasks(
@@ -181,20 +165,20 @@ def replacement_tasks(
 ) -> list[Task]:
     """A task for each of `domains`, of that domain, the same on every rank; `key` names the draw.
 
-    None of them is in `played`, the keys of the tasks that the step has had; if a domain has too
-    few other tasks, it gives fewer.
+    `played` has the keys of the step's earlier tasks, which are excluded. A domain with too few
+    other tasks gives fewer.
     """
     tasks: list[Task] = []
     for domain, count in Counter(domains).items():
         source = sources[domain]
         enough = min(len(source), count + len(played))
-        drawn = map(source.__getitem__, generator(*key, domain).sample(range(len(source)), enough))
-        tasks += islice((task for task in drawn if task.key not in played), count)
+        indices = generator(*key, domain).sample(range(len(source)), enough)
+        tasks += islice((t for t in map(source.__getitem__, indices) if t.key not in played), count)
     return tasks
 
 
 def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
-    """Whether the last `patience` values are all no better, by `delta`, than the best before them.
+    """Whether no value of the last `patience` exceeds the best earlier value by at least `delta`.
 
     `history` is a stage's held-out success, one value for each validation.
     """
@@ -208,15 +192,13 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
     """The content of `curriculum.json`."""
     keys = ("name", "own", "difficulty", "first_step", "num_steps")
     has_replay = any(set(stage.groups) - set(stage.own) for stage in stages)
-    return {
-        "curriculum": config.curriculum.curriculum,
-        "stages": [
-            {key: getattr(stage, key) for key in keys}
-            | {"domains": stage.groups, "in_turns": bool(stage.turns)}
-            for stage in stages
-        ],
-        "replay": config.curriculum.replay if has_replay else 0.0,
-    }
+    described = [
+        {key: getattr(stage, key) for key in keys}
+        | {"domains": stage.groups, "in_turns": bool(stage.turns)}
+        for stage in stages
+    ]
+    replay = config.curriculum.replay if has_replay else 0.0
+    return {"curriculum": config.curriculum.curriculum, "stages": described, "replay": replay}
 
 
 def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:

@@ -2,7 +2,7 @@
 
 A key is the first 8 bytes of BLAKE2b (RFC 7693) over the parts that name a stream, such as
 (seed, stage, step, domain, task, sample). The number at a counter is SplitMix64 (Steele, Lea and
-Flood 2014, OOPSLA) of that key, so a batch of any shape, on any rank, sees the same numbers.
+Flood 2014, OOPSLA) of that key, so a batch of any shape, on any rank, gets the same numbers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ Part = int | str
 
 
 def stream_key(*parts: Part) -> int:
-    """The 64-bit key of the stream that `parts` name.
-
-    It is the same in every process and for every Python hash seed.
-    """
+    """The 64-bit key of the stream that `parts` name, the same in every process."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -42,7 +39,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def generator(*parts: Part) -> random.Random:
-    """Python's generator started from a stream's key, for making tasks and demonstrations."""
+    """Python's generator, seeded with a stream's key, for tasks and demonstrations."""
     return random.Random(stream_key(*parts))
 
 
@@ -54,7 +51,7 @@ def permutation(count: int, *parts: Part) -> list[int]:
 
 
 def choose(items: Sequence[str], weights: Sequence[float], number: float) -> str:
-    """The item in whose share of the weights `number` (in [0, 1)) falls."""
+    """The item that `number` (in [0, 1)) selects if each item has its share of the weights."""
     total = sum(weights)
     for item, weight in zip(items, weights, strict=True):
         number -= weight / total

@@ -20,8 +20,9 @@ from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_
 Row = dict[str, Any]
 
 MAX_ARRAY_BYTES = 256 << 20  # of a file that is read into memory
-# Kinds of columns whose rows name no files to read, as Image does.
+# Types of columns without references to files; Image, for example, has them.
 KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
+CHANGED = "changed since it was read; put it back as it was, or start a new run"
 
 
 def rows_of_file(path: Path) -> Array | Lines:
@@ -32,22 +33,27 @@ def rows_of_file(path: Path) -> Array | Lines:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, int, bytes, Any]]:
-    """For each line of a JSON Lines file that is not blank: its name, offset, bytes and value.
+    """The name, offset, bytes and value of each line of a JSON Lines file, without blank lines.
 
     Raises UserError for a line that is no JSON.
     """
     start = 0
     with open_file(path) as file:
         for number, line in lines_of(file, str(path)):
-            where = f"{path}, line {number}"
             if text := line.decode().strip():
-                try:
-                    value = parse_json(text)
-                except ValueError as error:
-                    reason = getattr(error, "msg", error)
-                    raise UserError(f"{where}: not JSON ({reason}); mend the line") from None
-                yield where, start, line, value
+                where = f"{path}, line {number}"
+                yield where, start, line, _parsed(text, where, "line")
             start += len(line)
+
+
+def _parsed(text: str, where: str, what: str) -> Any:
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        reason, line = error.msg, f", line {error.lineno}" if what == "file" else ""
+    except ValueError as error:
+        reason, line = str(error), ""
+    raise UserError(f"{where}{line}: not JSON ({reason}); mend the {what}")
 
 
 class Array:
@@ -62,33 +68,26 @@ class Array:
                 f"{path}: an array of more than {MAX_ARRAY_BYTES >> 20} MiB; write one JSON object "
                 "per line (.jsonl), which is not held in memory"
             ) from None
-        text = data.decode()
-        try:
-            rows = parse_json(text)
-        except ValueError as error:
-            line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-            reason = getattr(error, "msg", error)
-            raise UserError(f"{path}{line}: not JSON ({reason}); mend the file") from None
-        if not isinstance(rows, list):
+        self._rows = _parsed(data.decode(), self.name, "file")
+        if not isinstance(self._rows, list):
             raise UserError(
-                f"{path}: got a {type(rows).__name__}; a .json task file is one array of tasks"
+                f"{path}: got a {type(self._rows).__name__}; a .json task file is one array of "
+                "tasks"
             )
-        self._rows, self._may_be_large = rows, len(data) > MAX_LINE_BYTES
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(self._rows, 1):
             where = f"{self.name}, task {number}"
-            if self._may_be_large and len(json.dumps(row)) > MAX_LINE_BYTES:
+            if len(json.dumps(row)) > MAX_LINE_BYTES:
                 raise UserError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; shorten it")
             yield where, row
 
-    def __getitem__(self, index: int) -> Row:
-        row: Row = self._rows[index]
-        return row
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
 
 
 class Lines:
-    """The rows of a JSON Lines file; held are the offset, the length and the CRC-32 of each."""
+    """The rows of a JSON Lines file; memory holds the offset, length and CRC-32 of each."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -99,7 +98,7 @@ class Lines:
             self._index.extend((start, len(line), zlib.crc32(line)))
             yield where, row
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Any:
         start, size, checksum = self._index[3 * index : 3 * index + 3]
         try:
             with open_file(self.name) as file:
@@ -108,17 +107,16 @@ class Lines:
         except OSError:
             line = b""
         if zlib.crc32(line) != checksum:
-            raise UserError(_changed(self.name))
-        row: Row = json.loads(line.decode())
-        return row
+            raise UserError(f"{self.name}: {CHANGED}")
+        return json.loads(line)
 
 
 class DatasetRows:
     """The rows of a `datasets.Dataset`, which stay memory-mapped.
 
-    Arrow gives each message the keys of all messages; keys whose value is null are left out.
+    Arrow gives each message the keys of all messages; keys whose value is null are removed.
     Payloads that are structs are refused: Arrow adds null for missing keys, and makes dates of
-    texts, so they may not be what was written.
+    texts, so they may differ from the source.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -132,18 +130,19 @@ class DatasetRows:
         self._stamps = self._stamped()
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        batches, columns = self._dataset.iter(batch_size=256), self._dataset.column_names
+        batches = self._dataset.iter(batch_size=256)
         rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
         for index, values in enumerate(rows):
-            yield f"{self.name}[{index}]", _task_row(dict(zip(columns, values, strict=True)))
+            row = dict(zip(self._dataset.column_names, values, strict=True))
+            yield f"{self.name}[{index}]", _task_row(row)
 
     def __getitem__(self, index: int) -> Row:
         if self._stamped() != self._stamps:
-            raise UserError(_changed(self.name))
+            raise UserError(f"{self.name}: {CHANGED}")
         return _task_row(self._dataset[index])
 
     def _stamped(self) -> list[tuple[int, int]]:
-        """Size and time of change of each of its files."""
+        """The size and the modification time of each file."""
         files = (Path(file["filename"]) for file in self._dataset.cache_files)
         stats = (file.stat() for file in files if file.exists())
         return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
@@ -156,11 +155,6 @@ def _task_row(row: Row) -> Row:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys whose value is null."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _changed(name: str) -> str:
-    return f"{name}: changed since it was read; put it back as it was, or start a new run"

@@ -1,10 +1,10 @@
-"""Tasks: what a customer wants, and where tasks come from (generators, task files, datasets).
+"""Tasks and demonstrations, and the files that hold them.
 
 A task file holds one object per task, as JSON Lines or as one JSON array:
 `{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`, with
 optional `domain`, `family` and `branch`. `payload` reaches the environment's `reset` as one JSON
-string. A dataset has the same columns. Rows of JSON Lines and datasets stay on disk: each is
-checked once, and read again when its task is asked for.
+string. A dataset has the same columns. Rows of JSON Lines and datasets stay on disk: each row is
+checked once, and read again on each access.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.data.rng import permutation
-from pipeline.data.rows import Array, DatasetRows, Lines, Row, rows_of_file
+from pipeline.data.rows import Array, DatasetRows, Lines, Row, json_lines, rows_of_file
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
 
@@ -63,7 +63,7 @@ class Task:
 
 
 class Tasks(Sequence[Task]):
-    """Tasks that are made when they are asked for: `make` gives the one at an index."""
+    """A sequence whose tasks are made on access: `make` gives the task at an index."""
 
     def __init__(self, make: Callable[[int], Task], indices: Sequence[int]) -> None:
         self._make, self._indices = make, indices
@@ -96,7 +96,10 @@ def tasks_of(rows: Array | Lines | DatasetRows, domain: str, visit: Visit = None
     """
     seen: dict[str, str] = {}
     for where, row in rows:
-        _check(row, domain, where)
+        if problem := _problem(row, domain):
+            name = row.get("id") if isinstance(row, dict) else None
+            task = f" (task {shown(name)})" if name and isinstance(name, str) else ""
+            raise UserError(f"{where}{task}: {problem}")
         if (first := seen.setdefault(row["id"], where)) != where:
             raise UserError(
                 f"{where}: task id {shown(row['id'])} was already used at {first}; give every task "
@@ -108,25 +111,24 @@ def tasks_of(rows: Array | Lines | DatasetRows, domain: str, visit: Visit = None
         raise UserError(
             f"{rows.name}: holds no tasks; expected one JSON object per line or one JSON array"
         )
-    return Tasks(lambda index: _task(rows[index], domain), range(len(seen)))
+
+    def make(index: int) -> Task:
+        row = {"payload": {}, **rows[index], "domain": domain}
+        if not isinstance(row["payload"], str):
+            row["payload"] = json.dumps(row["payload"], ensure_ascii=False, sort_keys=True)
+        return Task(**{**row, "prompt": tuple(row["prompt"])})
+
+    return Tasks(make, range(len(seen)))
 
 
-def _check(row: Any, domain: str, where: str) -> None:
+def _problem(row: Any, domain: str) -> str:
+    """The first mistake in a row of a task; empty if there is none."""
     if not isinstance(row, dict):
-        problem = f"got {type(row).__name__}; a task is one JSON object"
-    elif unknown := sorted(row.keys() - KEYS):
-        problem = f"unknown key [{shown(unknown[0])}]; a task has {', '.join(sorted(KEYS))}"
-    elif not isinstance(row.get("id"), str) or not row["id"]:
-        problem = f"id: got {shown(row.get('id'))}; give a non-empty string"
-    elif problem := _problem(row, domain):
-        where = f"{where} (task {shown(row['id'])})"
-    else:
-        return
-    raise UserError(f"{where}: {problem}")
-
-
-def _problem(row: Row, domain: str) -> str:
-    """What is wrong with a row, apart from its id and keys; empty if nothing is."""
+        return f"got {type(row).__name__}; a task is one JSON object"
+    if unknown := sorted(row.keys() - KEYS):
+        return f"unknown key [{shown(unknown[0])}]; a task has {', '.join(sorted(KEYS))}"
+    if not isinstance(row.get("id"), str) or not row["id"]:
+        return f"id: got {shown(row.get('id'))}; give a non-empty string"
     if (stated := row.get("domain", domain)) != domain:
         return f"domain: got {shown(stated)} in a file of {domain} tasks; move it or mend it"
     if problem := messages_problem(row.get("prompt")):
@@ -150,7 +152,7 @@ def _problem(row: Row, domain: str) -> str:
 
 
 def messages_problem(messages: Any) -> str:
-    """What is wrong with a conversation from a file; empty if nothing is."""
+    """The first mistake in a conversation from a file; empty if there is none."""
     if not isinstance(messages, list) or not messages:
         return "give a non-empty list of messages with role and content"
     for message in messages:
@@ -177,33 +179,48 @@ def _is_call(call: Any) -> bool:
     return is_named and isinstance(function.get("arguments", {}), dict)
 
 
-def _task(row: Row, domain: str) -> Task:
-    payload = row.get("payload", {})
-    if not isinstance(payload, str):
-        payload = json.dumps(payload, ensure_ascii=False, sort_keys=True)
-    return Task(
-        domain=domain,
-        id=row["id"],
-        prompt=tuple(row["prompt"]),
-        payload=payload,
-        family=row.get("family", ""),
-        branch=row.get("branch", ""),
-    )
+def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
+    """Conversations for the warm start, from a JSONL file of `{"messages": [...], "tools": [...]}`.
+
+    UserError names the faulty line.
+    """
+    demonstrations: list[tuple[Any, Any]] = []
+    try:
+        for where, _, _, row in json_lines(path):
+            fields: dict[str, Any] = row if isinstance(row, dict) else {}
+            messages: Any = fields.get("messages")
+            tools = fields.get("tools") or []
+            if problem := messages_problem(messages):
+                raise UserError(f"{where}: messages: {problem}")
+            roles = [message["role"] for message in messages]
+            if "assistant" not in roles or roles[0] == "assistant":
+                raise UserError(
+                    f"{where}: a demonstration starts with a request and holds an assistant message"
+                )
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
+            demonstrations.append((messages, tools))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"warm_start.data: {path} cannot be read ({one_line(str(error))}); check the path"
+        ) from None
+    if not demonstrations:
+        raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
+    return demonstrations
 
 
 def save_tasks(tasks: Iterable[Task], path: Path) -> None:
     """Write tasks as JSON Lines that `load_tasks` reads back."""
+    rows = ({**vars(task), "payload": json.loads(task.payload)} for task in tasks)
     with path.open("w", encoding="utf-8") as file:
-        for task in tasks:
-            row = {**vars(task), "payload": json.loads(task.payload)}
-            file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
+        file.writelines(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in rows)
 
 
 def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
     """The `count` tasks of step `step` (from 0): consecutive cuts of shuffled passes over `source`.
 
-    The same on every rank, and no task twice in a step. The tasks of a pass after its last whole
-    step are left out; each pass has its own order, so every task comes up in time.
+    They are the same on every rank, and differ within a step. A pass ends after its last whole
+    step; each pass has its own order, so every task is used in time.
     """
     assert 0 < count <= len(source), f"a step of {count} tasks cannot come from {len(source)}"
     steps_per_pass = len(source) // count
@@ -212,9 +229,9 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
     return [source[index] for index in order[first : first + count]]
 
 
-@lru_cache(maxsize=16)  # a pass of each domain, and more domains than a run has
+@lru_cache(maxsize=16)  # one pass of each domain; a run has fewer domains
 def _order(count: int, *key: int | str) -> array[int]:
-    """A permutation, kept: only the first step of a pass takes time that grows with `count`."""
+    """A cached permutation: its time grows with `count`, and a pass needs it once."""
     return array("Q", permutation(count, *key))
 
 

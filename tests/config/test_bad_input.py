@@ -27,9 +27,8 @@ from pipeline.checkpoints.run_folder import check_folder, open_folder
 from pipeline.config.cli import parse
 from pipeline.config.recipe import load_recipe, read_recipe
 from pipeline.config.settings import Config, DataSettings, ModelSettings
-from pipeline.data.demonstrations import read_demonstrations
 from pipeline.data.rows import DatasetRows
-from pipeline.data.tasks import load_tasks, tasks_of
+from pipeline.data.tasks import load_tasks, read_demonstrations, tasks_of
 from pipeline.distributed.launch import resolve
 from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.domains import generated, load_domains

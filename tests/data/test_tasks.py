@@ -146,7 +146,7 @@ def test_any_text_survives_saving(tmp_path):
     ("row", "words"),
     [
         (3, (": got int", "one JSON object")),
-        ({**ROW, "goal": 1}, (": unknown key ['goal']", "a task has branch, domain")),
+        ({**ROW, "goal": 1}, (OF_A, "unknown key ['goal']", "a task has branch, domain")),
         ({"prompt": PROMPT}, (": id: got None", "give a non-empty string")),
         ({**ROW, "id": ""}, (": id: got ''", "give a non-empty string")),
         ({**ROW, "id": 7}, (": id: got 7", "give a non-empty string")),
@@ -339,7 +339,7 @@ def test_what_is_wrong_with_a_row_of_a_dataset_is_named_with_its_place():
     says(
         of(text, {**text, "id": "b", "prompt": None}), "bank, train[1] (task 'b')", "prompt", "give"
     )
-    assert of({**text, "goal": 1}).startswith("bank, train[0]: unknown key ['goal']; a task has ")
+    says(of({**text, "goal": 1}), "bank, train[0] (task 'a'): unknown key ['goal']; a task has ")
     says(of(text, text), "bank, train[1]: task id 'a'", "bank, train[0]", "its own id")
     says(
         dataset_refusal(Dataset.from_list([text]).select([])), "bank, train", "no tasks", "has rows"

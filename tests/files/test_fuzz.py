@@ -23,8 +23,7 @@ from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import MAX_NOTATION, Parsed, parse_hermes, steady
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config
-from pipeline.data.demonstrations import read_demonstrations
-from pipeline.data.tasks import load_tasks
+from pipeline.data.tasks import load_tasks, read_demonstrations
 from pipeline.embedded.airline import generate_tasks
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_MESSAGE, parse_json
