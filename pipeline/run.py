@@ -60,7 +60,7 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
         if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
-            raise  # from --help; the watchdog adds a note to a SystemExit that user code raises
+            raise  # --help exits so; a SystemExit of user code has a note of the watchdog
         if any(text in str(error) for text in LOST_CONNECTION):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
@@ -110,7 +110,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     with importing():
         world = launch.resolve(config.run.num_gpus)
     if world.num_launched < world.num_ranks:
-        return launch.start_ranks(world, argv, entry)  # the ranks check the rest
+        return launch.start_ranks(world, argv, entry)  # the ranks check tasks and model
     launch.use_device(world)
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})

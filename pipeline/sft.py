@@ -112,7 +112,7 @@ def _arguments(config: Config, share: int) -> Any:
 def share_steps(
     rows: Sequence[Row], batch_size: int, num_ranks: int, deterministic: bool
 ) -> list[Row]:
-    """The rows of all steps, in equal blocks for the ranks in turn.
+    """Reorder rows so that each step is cut into equal blocks: rank 0 first, then rank 1, ...
 
     Rows without labels fill up a step that the ranks cannot share equally. If `deterministic`, each
     rank gets all rows of a step, because sums of shares depend on the number of ranks.

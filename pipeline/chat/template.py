@@ -234,7 +234,7 @@ class Chat:
                 continue
             piece_ids = self._encode(piece, inside=is_guarded or bool(ids) or not at_start)
             if sum(i in self._special_ids for i in piece_ids) > len(tokens.findall(piece)):
-                # The tokenizer's normalizer made another special token, as NFKC of wide letters.
+                # The normalizer made a special token of plain text, as NFKC does of wide letters.
                 parts = re.split(f"({tokens.pattern})", piece)
                 piece_ids = [i for n, part in enumerate(parts) for i in self._plain(part, n % 2)]
             ids += piece_ids

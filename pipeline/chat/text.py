@@ -19,7 +19,7 @@ from pipeline.files.untrusted import is_plain, parse_json
 
 THINK = "<think>"
 MAX_NOTATION = 8192  # characters of a call that is no plain JSON: its patterns take quadratic time
-_LOOKAHEAD = r"(?=[\s\S]*?"  # starts a pattern that matches at every place before its target
+_LOOKAHEAD = r"(?=[\s\S]*?"  # a pattern with it matches wherever its target follows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def save(
             model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
         if optimizer_state is not None:
-            with (writing / "optimizer.pt").open("wb") as file:  # a path would hide a full disk
+            with (writing / "optimizer.pt").open("wb") as file:  # with a path, no OSError
                 torch.save(optimizer_state, file)
         (writing / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         write_manifest(writing, number)
@@ -197,7 +197,7 @@ class Checkpointer:
         return seconds
 
     def write(self, name: str, model: Any, optimizer_state: dict[str, Any] | None = None) -> Path:
-        """On rank 0 only: write the checkpoint, with the state of all owners."""
+        """On rank 0 only: write the checkpoint, with the `state_dict` of all `owners`."""
         self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
         state: dict[str, Any] = {}
         for owner in self.owners:

@@ -231,7 +231,7 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
 
 @lru_cache(maxsize=16)  # one pass of each domain; a run has fewer domains
 def _order(count: int, *key: int | str) -> array[int]:
-    """A cached permutation: its time grows with `count`, and a pass needs it once."""
+    """The permutation of one pass over the tasks; cached, because all steps of a pass use it."""
     return array("Q", permutation(count, *key))
 
 

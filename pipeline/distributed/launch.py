@@ -195,7 +195,7 @@ def end_with_the_launcher() -> None:
 
 
 def _code_of_rank_0(notes: str) -> int:
-    """The exit code that rank 0 noted after a signal; 1 if it was ended before."""
+    """The exit code that rank 0 wrote after a signal; 1 if rank 0 was ended before it wrote one."""
     note = Path(notes) / "rank-0"
     text = note.read_text(encoding="utf-8") if note.is_file() else ""
     if not text:

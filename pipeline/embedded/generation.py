@@ -18,7 +18,7 @@ from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
 from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family
 from pipeline.environments.tools import tool_schemas
 
-MAX_TASKS = 100_000  # of one call; a domain with more has a task file
+MAX_TASKS = 100_000  # that one call generates; for more, use a task file
 # The ids of all kinds of records, drawn anew for each task.
 IDS = tuple(f"K{number:02d}" for number in range(60))
 
@@ -163,7 +163,7 @@ def words_of(
         function = schema["function"]
         yield from (function["name"], f" {function['name']}")
         objects.append(function["parameters"])
-    keys = set(values)  # and values, because flights come as {"free": ..., "full": ...}
+    keys = set(values)  # some records have ids as keys: flights are {"free": ..., "full": ...}
     for properties in (schema["properties"] for schema in objects):
         keys |= set(properties).union(*(field.get("enum", ()) for field in properties.values()))
     yield from keys

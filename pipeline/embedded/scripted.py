@@ -50,7 +50,7 @@ class Branch(NamedTuple):
     """A case of a family: its share of the tasks, and the rule of the policy for its records."""
 
     share: float
-    easy: float  # the share at difficulty easy: mostly one lookup and one action
+    easy: float  # its share of tasks at difficulty easy
     record: dict[str, str]  # of each field the possible values, separated by spaces
     choice: str  # the right first decision for such a record
 
@@ -120,7 +120,7 @@ class CaseEnvironment:
     null). The reward is 1.0 if the episode has ended, the database equals the expected one, the
     final message contains every fact and the steps are right, else 0.0. Right steps are the
     expert's lookups, questions and writes in their order; only further lookups may be added.
-    Without a goal, which the expert needs, any steps are right.
+    The steps of a task without a goal are not checked.
     """
 
     database_class: ClassVar[type[Database]]

@@ -98,7 +98,7 @@ def asked_for(message: str) -> list[UserAction]:
 
 
 def _actions(clause: str) -> Iterator[UserAction]:
-    """The action of one clause; a check comes first, because it changes nothing."""
+    """The action that a clause asks for, if any; a negated clause asks for nothing but a check."""
     words = set(clause.split())
     for action, wordings in WORDINGS.items():
         if any(words.issuperset(wording.split()) for wording in wordings):

@@ -69,7 +69,7 @@ def is_outage(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an exception in one short line; with its place if it is no Exception."""
+    """Type and text of an exception in one short line; of a SystemExit also the place."""
     name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
     if isinstance(error, Exception):

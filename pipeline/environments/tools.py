@@ -196,7 +196,7 @@ def _explanation(attribute: Any) -> dict[str, Any]:
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
     """Whether calls of an environment run in the background, because they may wait for a network.
 
-    They do if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the class says
+    True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the class says
     `concurrent = True`.
     """
     reply = getattr(getattr(environment, "user", None), "reply", None)

@@ -26,7 +26,7 @@ from pipeline.environments.tools import call_tool, error_result, settled, tool_m
 class _Adapter:
     """An environment with `reset` and its tools only.
 
-    TRL would call `get_reward` before the final message is set.
+    TRL calls `get_reward` before the final message is set.
     """
 
     _environment_class: ClassVar[type[Any]]

@@ -38,7 +38,7 @@ def baselines(
 ) -> dict[str, dict[str, float]]:
     """The mean reward of each blind policy on the tasks of each domain.
 
-    The policies do nothing, always transfer (the best single reason), or call every tool in turn.
+    One policy does nothing, one always transfers (for the best single reason), one calls each tool.
     If the environment class names the tools that show the record of a request (`record_tools`, the
     beginnings of their names), transfers come after the lookups; if there is an expert as well, the
     best of all such policies is added. An episode whose environment fails, or takes more than

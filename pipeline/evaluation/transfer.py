@@ -94,7 +94,7 @@ def _estimates(samples: Mapping[str, Floats | None]) -> dict[str, Number]:
 
 
 def _cell(samples: Floats, num_tasks: int) -> Number | None:
-    """An estimate; if all tasks are solved, or none, resamples have no width: Wilson's interval."""
+    """An estimate. Wilson's interval if all or no tasks are solved: resamples would not differ."""
     number = estimate(samples)
     if number is None or number[0] not in (0, 1) or number[1] is None or number[1] != number[2]:
         return number
@@ -213,7 +213,7 @@ def _by_task(evaluations: Evaluations, domain: str, value: Callable[..., Any]) -
 
 
 def _successes(evaluations: Evaluations, domain: str, threshold: float) -> Any:
-    """The numbers of successes and of trials of each task, both [S, P, N]."""
+    """Of each task, the number of successes and the number of trials; both [S, P, N]."""
 
     def counts(success: Any, task: str) -> tuple[int, int]:
         rewards = success["tasks"][task]
@@ -264,7 +264,7 @@ def _passes(
 def differences(
     runs: Sequence[Results], others: Sequence[Results], over_seeds: bool = True
 ) -> dict[str, Number]:
-    """Each number of `runs` minus that of `others`, paired over tasks and seeds.
+    """For each metric: the value of `runs` minus the value of `others`, paired by task and seed.
 
     Raises UserError if they were not evaluated on the same tasks, with the same threshold.
     """

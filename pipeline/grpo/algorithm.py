@@ -103,7 +103,7 @@ def grpo_loss(
     num_tokens: float,
     ref_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
-    """The module's loss of [N] tokens, summed by weight, and its statistics.
+    """The GRPO loss: the weighted sum over N tokens, and its statistics.
 
     `num_tokens` counts the sampled tokens of the step over all ranks, for the mean entropy. Without
     `ref_logprobs` there is no divergence. Tokens of weight 0 count nowhere.

@@ -33,7 +33,7 @@ SIMILAR = 1.5  # paths whose lengths differ by less than this factor share an at
 
 
 class SharedRow(NamedTuple):
-    """One row that contains sequences, their common prefixes once."""
+    """One row that contains several sequences; a prefix that they share stands in it once."""
 
     ids: list[int]
     positions: list[int]  # of each token in its sequences

@@ -1,4 +1,4 @@
-"""The module that training runs: log-probabilities of sampled tokens."""
+"""The `nn.Module` that training calls: it computes log-probabilities of sampled tokens."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ class Updater:
         If the norm or a rank's loss is not finite, there is no step. Returns the statistics of all
         ranks by the names of TokenStats, with the norm, and whether all numbers were finite.
         """
-        with self.ranks.waiting("gradients"):  # on a GPU, this call waits for them
+        with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the sum
             most = self.settings.max_grad_norm
             norm = float(self.accelerator.clip_grad_norm_(self.parameters, most))
         names = [field.name for field in fields(TokenStats)]  # the last one is no sum

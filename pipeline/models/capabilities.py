@@ -13,7 +13,7 @@ from pipeline.files.untrusted import reason_of
 def why_generate(model: Any) -> str | None:
     """Why `generate` must sample this model; None if our key-value cache can. Reads no weights.
 
-    Raises UserError if neither works.
+    Raises UserError if neither the row sampler nor `generate` can run the model.
     """
     why = unserved(model.config.get_text_config())
     if why is None and getattr(model, "_is_stateful", False):

@@ -191,7 +191,7 @@ def save(model: PeftModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load(model: PeftModel, folder: str | Path) -> None:
-    """Take over the adapters of a checkpoint; UserError if names or shapes differ.
+    """Load the adapters of a checkpoint; UserError if names or shapes differ.
 
     PEFT's own loading renames keys for some architectures, and may lose adapters by it.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMOOTHED_OVER = 9  # steps, centred
-LEAST_KL = 1e-3  # nats at the top of a KL axis
+LEAST_KL = 1e-3  # nats: a KL axis reaches at least this value
 PALE = "#999999"
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
 SMOOTHED: dict[str, Any] = {"linewidth": 2}

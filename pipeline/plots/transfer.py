@@ -49,7 +49,7 @@ def stage_performance(run: RunData) -> Figure:
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
                 _draw_rates(axes, x, evaluation, domain, colour)
-        if not run.is_graded(domain):  # else their mean reward is not a success rate
+        if not run.is_graded(domain):  # a mean of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")

@@ -1,4 +1,4 @@
-"""The parts of a run without weights: tasks, environments, tokenizer, chat format, stages."""
+"""What a run needs besides the model: tasks, environments, tokenizer, chat format, stages."""
 
 from __future__ import annotations
 

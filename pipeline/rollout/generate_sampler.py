@@ -33,7 +33,7 @@ class GenerateEpisode:
 
 
 class GenerateSampler(ModelSampler):
-    """The calls of `Sampler`, and the draws of the row sampler, on transformers' own cache.
+    """A `Sampler` on transformers' own cache; it uses the same random numbers as `RowSampler`.
 
     Shorter conversations get padding on the left. If padding changes the model's output (`pads` is
     False), only conversations of equal length run side by side.

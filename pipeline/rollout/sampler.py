@@ -78,7 +78,7 @@ def make_sampler(
     *,
     row_sampler: type[RowSampler] = RowSampler,
 ) -> Sampler:
-    """The sampler that can serve the model; the main rank prints a warning if it is the slower one.
+    """The fastest sampler for the model; the main rank prints a warning if `generate` is needed.
 
     `row_sampler` is the class for models whose keys and values fit into rows. UserError if no
     sampler can serve the model.

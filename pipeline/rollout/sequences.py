@@ -31,7 +31,7 @@ def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
 
 
 def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut sequences of falling lengths into forward passes: (first, last) of each.
+    """Cut sequences, sorted by descending length, into forward passes: (first, last) of each.
 
     A cut must save more padding than another pass costs.
     """

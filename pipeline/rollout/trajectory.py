@@ -21,7 +21,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # of a turn, or of the episode
     MALFORMED_CALL = "malformed_call"  # more than max_malformed_calls
-    ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or the user raised; or a deadline
+    ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or reply failed or was late
 
 
 # Training leaves out episodes whose environment failed in these ways, because the policy did not

@@ -36,7 +36,7 @@ from pipeline.files.untrusted import masked, masked_tree, reason_of
 from pipeline.tracking.run_files import transcripts_in
 
 FINISH_S = 20.0  # for the last upload
-FAILED_S = 5.0  # after a failure, because other ranks wait for the error message
+FAILED_S = 5.0  # the same after a failure: other ranks wait for the error message
 ID_FILE = Path("wandb", "run-id")  # in the run folder
 HAS_THEM = "the run folder has them"
 MAX_STEPS, MAX_EPISODES = 50, 200  # in the table
@@ -100,7 +100,7 @@ class WandbFeed:
             raise self._error
 
     def _log(self, row: dict[str, float]) -> None:
-        """W&B adds timings to the row of the same number; the next number sends the row."""
+        """W&B merges rows of the same step; the next step sends the row."""
         if self._error is not None:
             raise self._error
         if self._line >= self._next:
