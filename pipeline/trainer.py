@@ -197,7 +197,7 @@ class Trainer:
                 updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
                 for _ in range(self.config.grpo.num_iterations)
             ]
-            self.policy.load_weights()
+            self.policy.rollout.load_weights(self.policy.model)
         statistics = over_iterations(found)
         self._warn_of_gap(statistics.get("train/sampling_logp_difference_max", 0.0))
         return statistics

@@ -17,8 +17,8 @@ from typing import Any, cast
 from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.experts import Expert, goal_of, run_expert
-from pipeline.environments.faults import EnvironmentFault, describe, only_faults
-from pipeline.environments.timeouts import guarded
+from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.timeouts import describe, guarded, only_faults
 from pipeline.environments.tools import started, tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown

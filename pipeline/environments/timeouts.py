@@ -11,28 +11,39 @@ import inspect
 import math
 import signal
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+import traceback
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol
 
-from pipeline.environments.faults import (
-    CallTimeout,
-    fault_of,
-    in_main_thread,
-    too_long,
+from pipeline.environments.event_loop import (
+    Steps,
+    Value,
+    environment_loop,
+    finish,
+    in_thread,
+    work_loop,
 )
+from pipeline.environments.faults import CallTimeout, EnvironmentFault, Outage, too_long
+from pipeline.errors import CtrlC
 
 REPEAT_S = 1.0  # between the alarms of a late call, which may swallow the first one
-GRACE_S = 5.0  # an event loop that does not answer for this long is replaced
+MAX_THREADS = 64  # that make calls of synchronous code in the background at the same time
+MAX_HANGS = 3  # in a row; then a domain is not called again in this rollout
+MAX_CHARACTERS = 10_000_000  # of a text from an environment; longer ones take long to tokenize
+FAULT_CHARACTERS = 500  # of the text of a fault
+# Files that cannot be the place of a fault: libraries, and this folder.
+_LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib")))
+_LIBRARIES += ("<frozen ", str(Path(__file__).parent))
 _signal: Any = import_module("_signal")  # `signal` makes enums, which takes longer than most calls
-
-Value = TypeVar("Value")
-# A call of an environment. It yields an awaitable of the environment and receives its result.
-Steps = Generator[Awaitable[Any], Any, Value]
 
 
 class _State(threading.local):  # of the guarded call in the current thread
@@ -143,7 +154,7 @@ def run_steps(steps: Steps[Value]) -> Value:
         return result
     interruptible, _state.interruptible = _state.interruptible, False  # `wait` has a timeout
     try:
-        future = environment_loop.run(_finish(steps, awaitable))
+        future = environment_loop.run(finish(steps, awaitable))
         wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
         if not future.done():
             future.cancel()
@@ -157,62 +168,183 @@ def run_steps(steps: Steps[Value]) -> Value:
     return result
 
 
-async def _finish(
-    steps: Steps[Any], awaitable: Awaitable[Any] | None = None
-) -> tuple[Any, BaseException | None]:
-    """Run the rest of a call in the event loop; returns its result and its exception."""
-    try:
-        if awaitable is None:
-            awaitable = next(steps)
-        while True:
-            try:
-                result = await awaitable
-            except BaseException as error:
-                awaitable = steps.throw(error)
-            else:
-                awaitable = steps.send(result)
-    except StopIteration as end:
-        return end.value, None
-    except BaseException as error:  # SystemExit would end the event loop
-        return None, error
-
-
 async def finish_or_fault(steps: Steps[Any], awaitable: Awaitable[Any] | None) -> tuple[Any, Any]:
-    """Like `_finish`, with a fault for the exception; its text is code of the environment too."""
-    result, error = await _finish(steps, awaitable)
+    """Like `finish`, with a fault for the exception; its text is code of the environment too."""
+    result, error = await finish(steps, awaitable)
     return result, None if error is None else fault_of(error)
 
 
-class _EventLoop:
-    """An asyncio event loop in a daemon thread, started when it is first needed."""
-
-    _loop: asyncio.AbstractEventLoop
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread = threading.Thread()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        with self._lock:
-            if not self._thread.is_alive():
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._serve, daemon=True)
-                self._thread.start()
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    async def replace_if_blocked(self) -> None:
-        """Use a new loop from now on if a call blocks this one for GRACE_S seconds."""
-        thread, probe = self._thread, asyncio.wrap_future(self.run(asyncio.sleep(0)))
-        await asyncio.wait([probe], timeout=GRACE_S)
-        if not probe.done() and self._thread is thread:
-            self._thread = threading.Thread()
-
-    def _serve(self) -> None:
-        loop = self._loop
-        while not loop.is_closed():
-            with suppress(BaseException):  # a task that raises SystemExit ends `run_forever`
-                loop.run_forever()
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
-environment_loop = _EventLoop()  # runs coroutines of environments
-work_loop = _EventLoop()  # runs the works of `Calls.beside`, which never block it
+def fault_of(error: BaseException) -> EnvironmentFault:
+    return EnvironmentFault(describe(only_faults(error)), outage=is_outage(error))
+
+
+def only_faults(error: BaseException) -> BaseException:
+    """Return an exception of environment code; raise a deadline or a person's Ctrl-C again."""
+    # For Ctrl-C, `run.py` raises CtrlC and Python's default handler raises KeyboardInterrupt.
+    by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and in_main_thread()
+    is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
+    if is_person or isinstance(error, CallTimeout):
+        raise error
+    return error
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an exception is an Outage, or a group of exceptions that holds one."""
+    in_group = isinstance(error, BaseExceptionGroup) and error.subgroup(Outage) is not None
+    return in_group or isinstance(error, Outage)
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an exception in one short line; of a SystemExit also the place."""
+    name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
+    line = f"{name}: {text}" if text else name
+    if isinstance(error, Exception):
+        return line
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
+    return f"{line}, in {Path(last.filename).name}, line {last.lineno}"
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return writable(str(error)[:MAX_CHARACTERS])
+    except BaseException as failure:  # `__str__` is code of an environment too
+        only_faults(failure)
+        return "its text cannot be made"
+
+
+def writable(text: str) -> str:
+    """The text without lone surrogates, which tokenizers and files do not accept.
+
+    Raises ValueError if it is longer than MAX_CHARACTERS.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"returned {len(text)} characters, the limit is {MAX_CHARACTERS}")
+    return text.encode(errors="replace").decode()
+
+
+class Guard(Protocol):
+    """Makes a call of `name`; a call of a coroutine function `method` needs no thread."""
+
+    async def __call__(self, name: str, call: Callable[[], Any], method: Any = None) -> Any: ...
+
+
+Work = Callable[[Guard], Coroutine[Any, Any, None]]  # one or more calls of one environment
+Key = tuple[str, str]  # domain and task
+
+
+class Calls:
+    """Runs the work of environments; each call has a deadline of `seconds`.
+
+    `on_call` gets the task whose call is made or waited for next; it runs in the calling thread.
+    After MAX_HANGS late calls in a row, all further work of a domain fails at once: an outage
+    costs a rollout a few deadlines, not one per episode.
+    """
+
+    def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:
+        self.seconds, self.on_call = seconds, on_call
+        self._threads = asyncio.Semaphore(MAX_THREADS)
+        self._background: set[Future[None]] = set()
+        # Of each domain: late calls in a row, and the deadline of the one that was counted last.
+        self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
+
+    def here(self, key: Key, work: Work) -> None:
+        """Do the work in this thread; raises EnvironmentFault if one of its calls fails."""
+
+        async def guard(name: str, call: Callable[[], Any], method: Any = None) -> Any:
+            self.on_call("/".join(key))
+            return guarded(name, self.seconds, call)
+
+        begun = time.monotonic()
+        self._check(key)
+        try:
+            work(guard).send(None)  # this guard never waits: the coroutine ends
+        except StopIteration:
+            self._note(key, None, begun)
+        except EnvironmentFault as fault:
+            self._note(key, fault, begun)
+            raise
+
+    def beside(self, key: Key, work: Work) -> Callable[[], None]:
+        """Do the work in the background; returns a function that waits and raises as `here` does.
+
+        Synchronous code gets a thread; a coroutine waits in the event loop and needs none. A hung
+        call keeps its daemon thread, but neither its place among the MAX_THREADS nor the process.
+        The work ends at a late call.
+        """
+        begun = 0.0
+
+        async def guard(name: str, call: Callable[[], Any], method: Any = None) -> Any:
+            nonlocal begun
+            steps, awaitable = steps_of(call), None
+            is_async = inspect.iscoroutinefunction(method)
+            async with nullcontext() if is_async else self._threads:
+                self._check(key)
+                begun = time.monotonic()
+                if not is_async:
+                    first = partial(guarded, name, self.seconds, partial(first_step, steps))
+                    awaitable, result = await self._in_time(name, begun, in_thread(first))
+                    if awaitable is None:
+                        return result
+            rest = environment_loop.run(finish_or_fault(steps, awaitable))
+            try:
+                result, fault = await self._in_time(name, begun, rest)
+            except EnvironmentFault:
+                await environment_loop.replace_if_blocked()
+                raise
+            if fault is not None:
+                raise fault
+            return result
+
+        future = work_loop.run(work(guard))
+        self._background.add(future)
+        future.add_done_callback(self._background.discard)
+
+        def wait_for_it() -> None:
+            self.on_call("/".join(key))
+            fault = future.exception()
+            self._note(key, fault, begun)
+            if fault is not None:
+                raise fault
+
+        return wait_for_it
+
+    async def _in_time(self, name: str, begun: float, future: Future[Value]) -> Value:
+        deadline = begun + self.seconds
+        try:
+            async with asyncio.timeout_at(deadline):  # unlike `wait_for`, it is always cancelled
+                result = await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise too_long(name, self.seconds) from None
+        if time.monotonic() > deadline:
+            raise too_long(name, self.seconds)
+        return result
+
+    def forget(self) -> None:
+        """Give up all work in the background, and call all domains again."""
+        for future in list(self._background):
+            future.cancel()
+        self._hangs.clear()
+
+    def _note(self, key: Key, fault: BaseException | None, begun: float) -> None:
+        """Count a late call; calls that hang at the same time count once."""
+        count, deadline = self._hangs[key[0]]
+        if not (isinstance(fault, EnvironmentFault) and fault.timed_out):
+            self._hangs[key[0]] = 0, deadline
+        elif begun >= deadline:
+            self._hangs[key[0]] = count + 1, begun + self.seconds
+
+    def _check(self, key: Key) -> None:
+        """Raise EnvironmentFault if the domain is not called any more."""
+        count, _ = self._hangs[key[0]]
+        if count >= MAX_HANGS:
+            raise EnvironmentFault(
+                f"CallTimeout: {key[0]} is not called again in this rollout, after {count} "
+                f"times in a row that took more than {self.seconds:g} s",
+                timed_out=True,
+                outage=True,
+            )

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
 from pipeline.environments.faults import Outage as Outage
-from pipeline.environments.faults import is_outage, only_faults, text_of, writable
-from pipeline.environments.timeouts import Steps, awaited
+from pipeline.environments.timeouts import awaited, is_outage, only_faults, text_of, writable
 from pipeline.environments.timeouts import run_steps as run_steps
 from pipeline.environments.timeouts import settled as settled
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
-from pipeline.environments.calls import Calls, Guard
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of, run_expert
+from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
     answer_call,

@@ -20,7 +20,6 @@ from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import uses_bf16
 from pipeline.models.rotary import fix_rotary
-from pipeline.models.weights import trained_weights
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
 
@@ -62,11 +61,7 @@ class Policy:
     def replace(self, model: Any) -> None:
         """Continue with another model of the same shape."""
         self.model = self._placed(model)
-        self.load_weights()
-
-    def load_weights(self) -> None:
-        """Give the sampler the current weights."""
-        self.rollout.sampler.load_weights(trained_weights(self.model))
+        self.rollout.load_weights(self.model)
 
     def make_updater(
         self,
@@ -103,7 +98,7 @@ class Policy:
         if resumed is not None:
             load_optimizer(resumed, updater.optimizer)
             updater.load_state_dict(saved)
-        self.load_weights()
+        self.rollout.load_weights(self.model)
         self.updater = updater
         return updater
 

@@ -16,7 +16,8 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
-from pipeline.environments.calls import Calls, Guard
+from pipeline.environments.timeouts import Calls, Guard
+from pipeline.models.weights import trained_weights
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
@@ -117,6 +118,10 @@ class Rollout:
         self._calls.forget()
         groups = groupby(requests, lambda request: self.deterministic and request.task.key)
         return [t for _, group in groups for t in self._collect(list(group), greedy)]
+
+    def load_weights(self, model: Any) -> None:
+        """Give the sampler the model's current weights."""
+        self.sampler.load_weights(trained_weights(model))
 
     def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
         """Run episodes, at most `max_concurrent_episodes` side by side, and score them."""

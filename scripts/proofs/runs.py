@@ -157,7 +157,7 @@ def _run_on_this_rank(
             gap = np.linalg.norm(found - theirs) / np.linalg.norm(theirs)
             played.update_gap = max(played.update_gap, float(gap))
             vector_to_parameters(torch.from_numpy(theirs), policy.model.parameters())
-            policy.load_weights()
+            policy.rollout.load_weights(policy.model)
         elif trainer.ranks.is_main:
             np.save(trainer.folder / f"parameters-{step}.npy", found)
 

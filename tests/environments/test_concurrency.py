@@ -9,7 +9,7 @@ from functools import partial
 from threading import Barrier, Event, active_count, current_thread
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments.calls import Calls
+from pipeline.environments.timeouts import Calls
 from pipeline.environments.tools import (
     answer_call,
     may_wait,

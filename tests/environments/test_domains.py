@@ -151,7 +151,7 @@ def test_one_place_asks_whether_a_domain_is_embedded():
     rules, settings = "config/rules.py", "config/settings.py"
     assert places == [
         (rules, ""),
-        (rules, "_check_environments"),
+        (rules, "_environments"),
         *[(settings, "")] * (1 + len(EMBEDDED_DOMAINS)),  # the table itself
         (settings, "import_strings"),
     ]

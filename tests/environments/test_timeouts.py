@@ -16,10 +16,9 @@ from functools import partial
 
 import pytest
 
-from pipeline.environments import calls, timeouts
-from pipeline.environments.calls import Calls
+from pipeline.environments import event_loop, timeouts
 from pipeline.environments.faults import CallTimeout, EnvironmentFault
-from pipeline.environments.timeouts import guarded, settled
+from pipeline.environments.timeouts import Calls, guarded, settled
 from pipeline.errors import CtrlC
 from tests.support import ROOT
 from tests.support.messages import says
@@ -186,7 +185,7 @@ def test_an_async_call_that_hangs_is_cancelled(here):
 
 
 def test_an_async_call_that_holds_the_event_loop_up_does_not_hold_up_later_ones(never, monkeypatch):
-    monkeypatch.setattr(timeouts, "GRACE_S", 0.1)
+    monkeypatch.setattr(event_loop, "GRACE_S", 0.1)
 
     async def hold_up():
         never.wait()
@@ -310,7 +309,7 @@ def look(function):
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["in the loop", "from a thread"])
 def test_coroutines_in_the_background_may_be_hostile(by_name, never, monkeypatch):
-    monkeypatch.setattr(timeouts, "GRACE_S", 0.1)
+    monkeypatch.setattr(event_loop, "GRACE_S", 0.1)
     refuses = threading.Event()
 
     async def block():
@@ -359,7 +358,7 @@ def test_a_call_in_the_background_is_timed_from_its_own_start():
 
 
 def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_THREADS", 2)
+    monkeypatch.setattr(timeouts, "MAX_THREADS", 2)
     background, found = Calls(DEADLINE_S, lambda key: None), []
 
     def start(function):
@@ -404,7 +403,7 @@ def test_a_work_that_was_given_up_does_nothing_more(late):
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     code = """
 import threading
-from pipeline.environments.calls import Calls
+from pipeline.environments.timeouts import Calls
 async def work(guard):
     await guard("look", threading.Event().wait)
 wait = Calls(0.2, print).beside(("bank", "t1"), work)

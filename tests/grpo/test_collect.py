@@ -307,7 +307,7 @@ def test_the_control_permutes_among_the_episodes_that_train_and_the_others_keep_
 
 
 def test_replacing_groups_and_training_on_them_all_the_same_is_refused():
-    with pytest.raises(UserError, match="drop_zero_std_groups: got false with dynamic_sampling"):
+    with pytest.raises(UserError, match="drop_zero_std_groups: false contradicts dynamic_sampling"):
         parse(["--dynamic-sampling", "--no-drop-zero-std-groups"])
 
 

@@ -120,7 +120,7 @@ def test_a_step_without_an_update_has_no_rates_of_one():
 def test_profile_names_steps_that_are_trained():
     config = parse(["--profile", "2,3"])
     assert config.run.profile == [2, 3]
-    assert "steps of which each rank" in build_parser(config).format_help()
+    assert "steps with a torch.profiler trace" in build_parser(config).format_help()
     for argv, message in (
         (["--profile", "0"], "--profile: got '0'; it should be greater than 0"),
         (["--profile", "9", "--max-steps", "8"], "profile: got step 9, but 8 are trained"),

@@ -1,0 +1,85 @@
+"""Event loops for environments: one runs their coroutines, one the works that call them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+GRACE_S = 5.0  # an event loop that does not answer for this long is replaced
+
+Value = TypeVar("Value")
+# A call of an environment. It yields an awaitable of the environment and receives its result.
+Steps = Generator[Awaitable[Any], Any, Value]
+
+
+async def finish(
+    steps: Steps[Any], awaitable: Awaitable[Any] | None = None
+) -> tuple[Any, BaseException | None]:
+    """Run the rest of a call in the event loop; returns its result and its exception."""
+    try:
+        if awaitable is None:
+            awaitable = next(steps)
+        while True:
+            try:
+                result = await awaitable
+            except BaseException as error:
+                awaitable = steps.throw(error)
+            else:
+                awaitable = steps.send(result)
+    except StopIteration as end:
+        return end.value, None
+    except BaseException as error:  # SystemExit would end the event loop
+        return None, error
+
+
+def in_thread(call: Callable[[], Value]) -> Future[Value]:
+    future: Future[Value] = Future()
+    future.set_running_or_notify_cancel()  # a late result is dropped
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return future
+
+
+class _EventLoop:
+    """An asyncio event loop in a daemon thread, started when it is first needed."""
+
+    _loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = threading.Thread()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        with self._lock:
+            if not self._thread.is_alive():
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def replace_if_blocked(self) -> None:
+        """Use a new loop from now on if a call blocks this one for GRACE_S seconds."""
+        thread, probe = self._thread, asyncio.wrap_future(self.run(asyncio.sleep(0)))
+        await asyncio.wait([probe], timeout=GRACE_S)
+        if not probe.done() and self._thread is thread:
+            self._thread = threading.Thread()
+
+    def _serve(self) -> None:
+        loop = self._loop
+        while not loop.is_closed():
+            with suppress(BaseException):  # a task that raises SystemExit ends `run_forever`
+                loop.run_forever()
+
+
+environment_loop = _EventLoop()  # runs coroutines of environments
+work_loop = _EventLoop()  # runs the works of `Calls.beside`, which never block it
