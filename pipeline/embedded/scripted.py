@@ -125,7 +125,6 @@ class CaseEnvironment:
 
     database_class: ClassVar[type[Database]]
     _expert: ClassVar[staticmethod[[Agent, Any], str]]
-    record_tools: ClassVar = ("get_",)  # prefixes of tools that show a request's record
     user: User | None
     done: bool
     final_message: str

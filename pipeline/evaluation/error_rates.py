@@ -1,8 +1,4 @@
-"""The rate of episodes of each domain that end in an error of their environment, and its limit.
-
-A single such episode is data: it is counted, and earns nothing or is left out of training. If most
-episodes of a domain end so, rewards are no longer about the policy, and the run stops.
-"""
+"""Stop a run if too many episodes of a domain end in errors of their environment."""
 
 from __future__ import annotations
 
@@ -15,19 +11,16 @@ from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 
 class ErrorRates:
-    """Episodes and errors of each domain over all ranks; every rank has the same `counts`.
-
-    `last` holds the text of this rank's last error of each domain; checkpoints leave it out.
-    """
+    """Numbers of episodes and of environment errors by domain, summed over all ranks."""
 
     def __init__(self, records: Iterable[RunRecord] = ()) -> None:
-        self.counts: dict[str, list[int]] = {}  # by domain: episodes, errors
-        self.last: dict[str, str] = {}
+        self.counts: dict[str, list[int]] = {}  # [episodes, errors] of each domain
+        self.last: dict[str, str] = {}  # text of this rank's last error in each domain
         for record in records:
             self.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, for a checkpoint."""
+        """Return the counts, for a checkpoint."""
         return {"error_counts": {domain: list(pair) for domain, pair in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -39,9 +32,9 @@ class ErrorRates:
         self.counts[domain] = [before[0] + episodes, before[1] + errors]
 
     def problem(self, limits: RolloutSettings, when: str) -> str | None:
-        """A message about the first domain whose rate is above the limit; None if none is.
+        """Return a message about the first domain whose error rate is above the limit, or None.
 
-        Domains with fewer episodes than two groups are not checked.
+        A domain with fewer episodes than two groups is not checked.
         """
         for domain, (episodes, errors) in self.counts.items():
             if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
@@ -61,10 +54,10 @@ def stop_on_errors(
     trajectories: Sequence[Trajectory] = (),
     when: str = "since the stage began",
 ) -> None:
-    """Raise RuntimeError, on every rank the same, if a domain has too many errors.
+    """Raise the same RuntimeError on every rank if a domain has too many errors.
 
-    `trajectories` are this rank's; the message names the last error among them. All ranks have the
-    same counts, so they communicate only before they raise.
+    `trajectories` are this rank's new episodes. The message shows the text of the last error.
+    Without an error to raise, the ranks do not communicate.
     """
     for t in trajectories:
         if t.stop_reason is StopReason.ENVIRONMENT_ERROR:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out tasks, and validation inside a stage, every `eval_steps` steps."""
+"""Evaluation on held-out tasks, and validation every `eval_steps` steps of a stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipeline.evaluation.transfer_metrics import is_graded, succeeded
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
-Success = dict[str, Any]
-ATTEMPTS = 3  # to play a trial whose environment fails
+Success = dict[str, Any]  # the success of a domain, family or branch in `results.json`
+ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
 METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
 
@@ -29,12 +29,12 @@ def evaluate(
     ranks: Ranks,
     greedy: bool = False,
 ) -> tuple[list[RunRecord], list[Trajectory]]:
-    """Play every task `num_trials` times, the tasks spread over the ranks, without any gradient.
+    """Run `num_trials` episodes of each task; every rank runs a share of the tasks.
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
-    The draws depend on task and trial alone, so two evaluations differ by the policy only. A trial
-    whose environment fails is played again, at most ATTEMPTS times (see `failed_trials`). Raises
-    RuntimeError if a trial is missing or double, and Interrupted if the run is told to stop.
+    Random numbers depend on seed, task and trial only. A trial is run again if its environment
+    fails, at most ATTEMPTS times in all. Raises RuntimeError if a trial has no record or several
+    records, and Interrupted if a signal stops the run.
     """
     requests = [
         RolloutRequest(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
@@ -63,14 +63,14 @@ def evaluate(
 
 
 def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """Trials that ended in an environment error, so that their reward is unknown."""
+    """Return the records of trials that ended in an environment error."""
     return [record for record in records if record.stop_reason == StopReason.ENVIRONMENT_ERROR]
 
 
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
-    """Raise RuntimeError, on every rank, if the environment of a trial failed each time.
+    """Raise RuntimeError, on every rank, if the environment of a trial failed in each attempt.
 
-    If such a trial counted as a failure of the policy, it would look like forgetting.
+    A reward of 0 for such a trial would look like forgetting.
     """
     if failed := failed_trials(records):
         raise RuntimeError(
@@ -81,7 +81,7 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
 
 
 def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunRecord]]:
-    """The records by the values of these fields, joined by `/`, in order of first appearance."""
+    """Group records by the values of the fields `names`, joined by `/`."""
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
         groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
@@ -89,7 +89,7 @@ def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunReco
 
 
 def tool_counts(records: Iterable[RunRecord]) -> dict[str, list[int]]:
-    """The numbers of calls and of failed calls of each tool."""
+    """Return the numbers of calls and of failed calls of each tool."""
     sums: dict[str, list[int]] = {}
     for name, (calls, errors) in chain(*(record.tools.items() for record in records)):
         before = sums.get(name, [0, 0])
@@ -103,23 +103,11 @@ def success(
     num_trials: int,
     threshold: float = 1.0,
 ) -> dict[str, Success]:
-    """Success of each domain, as `results.json` holds it, from the records of two evaluations.
+    """Return each domain's success for `results.json`, from a sampled and a greedy evaluation.
 
-    Sampled and greedy success are separate, also by family and by branch of each decision. An
-    episode is a success with a reward of `threshold` or more; if a domain has a reward other than 0
-    and 1, the mean rewards are added.
+    An episode is a success if its reward is at least `threshold`. A domain with a reward other
+    than 0 and 1 also has mean rewards.
     """
-    of_greedy = grouped(greedy, "domain")
-    return {
-        domain: _success(records, of_greedy[domain], num_trials, threshold)
-        for domain, records in grouped(sampled, "domain").items()
-    }
-
-
-def _success(
-    sampled: Sequence[RunRecord], greedy: Sequence[RunRecord], num_trials: int, threshold: float
-) -> Success:
-    """The success of one domain."""
 
     def rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
         return {
@@ -128,30 +116,34 @@ def _success(
             "num_tasks": len({record.task_id for record in sampled}),
         }
 
-    def by(*names: str) -> dict[str, Success]:
-        of_greedy, groups = grouped(greedy, *names), sorted(grouped(sampled, *names).items())
-        return {key: rates(of, of_greedy[key]) for key, of in groups if key not in ("", "/")}
+    def of_domain(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
+        def by(*names: str) -> dict[str, Success]:
+            of_greedy, groups = grouped(greedy, *names), sorted(grouped(sampled, *names).items())
+            return {key: rates(of, of_greedy[key]) for key, of in groups if key not in ("", "/")}
 
-    found, tasks = rates(sampled, greedy), grouped(sampled, "task_id")
-    if is_graded(record.reward for record in (*sampled, *greedy)):
-        found["reward"] = fmean(record.reward for record in sampled)
-        found["greedy_reward"] = fmean(record.reward for record in greedy)
-    tools: dict[str, dict[str, list[int]]] = {}
-    for task, records in tasks.items():
-        for tool, counts in tool_counts(records).items():
-            tools.setdefault(tool, {})[task] = counts
-    return {
-        **found,
-        "num_trials": num_trials,
-        "tasks": {task: [record.reward for record in records] for task, records in tasks.items()},
-        "tools": dict(sorted(tools.items())),
-        "families": by("family"),
-        "branches": by("family", "branch"),
-    }
+        found, tasks = rates(sampled, greedy), grouped(sampled, "task_id")
+        if is_graded(record.reward for record in (*sampled, *greedy)):
+            found["reward"] = fmean(record.reward for record in sampled)
+            found["greedy_reward"] = fmean(record.reward for record in greedy)
+        tools: dict[str, dict[str, list[int]]] = {}
+        for task, records in tasks.items():
+            for tool, counts in tool_counts(records).items():
+                tools.setdefault(tool, {})[task] = counts
+        return {
+            **found,
+            "num_trials": num_trials,
+            "tasks": {task: [record.reward for record in of] for task, of in tasks.items()},
+            "tools": dict(sorted(tools.items())),
+            "families": by("family"),
+            "branches": by("family", "branch"),
+        }
+
+    of_greedy = grouped(greedy, "domain")
+    return {d: of_domain(of, of_greedy[d]) for d, of in grouped(sampled, "domain").items()}
 
 
 def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
-    """The metrics of an evaluation."""
+    """Return the `eval/` metrics from the success of each domain."""
     return {
         f"eval/{domain}/{name}": rate[key]
         for key, name in METRICS.items()
@@ -161,7 +153,7 @@ def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
 
 
 def in_words(rates: Mapping[str, Success]) -> str:
-    """`airline 0.41  retail 0.38`, with mean rewards if some reward is neither 0 nor 1."""
+    """Return a text such as `airline 0.41  retail 0.38`; some domains also have a mean reward."""
     return "  ".join(
         f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
         for d, r in rates.items()
@@ -172,7 +164,7 @@ def in_words(rates: Mapping[str, Success]) -> str:
 
 
 def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
-    """Rewards by domain and task, without domains in which the environment of a trial failed."""
+    """Return rewards by domain and task; a domain with a failed trial is left out."""
     return {
         domain: {record.task_id: record.reward for record in of}
         for domain, of in grouped(records, "domain").items()
@@ -180,30 +172,30 @@ def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
     }
 
 
-def _share(rewards: Mapping[str, float], threshold: float) -> float:
+def _rate(rewards: Mapping[str, float], threshold: float) -> float:
     return fmean(succeeded(reward, threshold) for reward in rewards.values())
 
 
 def validation_metrics(
     rewards: Mapping[str, Mapping[str, float]], kl: Mapping[str, float], threshold: float
 ) -> dict[str, float]:
-    """The metrics of a validation."""
+    """Return the `validation/` metrics from the rewards (`scored`) and KL estimates of domains."""
     graded = {d: fmean(of.values()) for d, of in rewards.items() if is_graded(of.values())}
     return {
-        **{f"validation/{d}/success": _share(of, threshold) for d, of in rewards.items()},
+        **{f"validation/{d}/success": _rate(of, threshold) for d, of in rewards.items()},
         **{f"validation/{d}/reward": value for d, value in graded.items()},
         **{f"validation/{d}/kl": value for d, value in kl.items()},
     }
 
 
 def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
-    """The best success of the stage if it is on a plateau, else None.
+    """Return the best validation success of a stage on a plateau; None without a plateau.
 
-    It depends on records of all ranks only, so all ranks get the same, also after a resume.
+    All ranks have the same validations and return the same value.
     """
     settings, threshold = config.curriculum, config.evaluation.success_threshold
     history = [
-        fmean(_share(v["success"][d], threshold) for d in stage.own)
+        fmean(_rate(v["success"][d], threshold) for d in stage.own)
         for v in validations
         if v["step"] >= stage.first_step and set(stage.own) <= set(v["success"])
     ]

@@ -1,14 +1,15 @@
-"""The KL probe: the divergence of the policy from its own state at the end of earlier stages.
+"""KL estimates between the current policy and the policies at the end of earlier stages.
 
-At the end of each stage the policy plays a few validation tasks of the stage's domains. Later
-validations estimate KL(policy at that stage's end || policy now), per token, on the tokens of these
-kept episodes, without new samples.
+At the end of a stage, the policy runs episodes of a few validation tasks of the stage's domains.
+Later validations estimate KL(policy at the end of the stage || current policy), per token, on the
+tokens of these episodes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.files.durable import write_text
-from pipeline.grpo.micro_batches import cuts, micro_batch
+from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.updater import Updater
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import Trajectory
 
-KEPT = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
+FIELDS = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
 
 
 class KLProbe:
-    """Kept episodes of stages that are over (`kl_probe/` of the run folder), and the KL on them."""
+    """Keeps episodes from the ends of stages in `kl_probe/`, and estimates the KL on them."""
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
         self._folder, self._config, self._ranks = folder / "kl_probe", config, ranks
@@ -38,11 +39,11 @@ class KLProbe:
         self.is_wanted = settings.kl_probe_tasks > 0 and settings.eval_steps > 0
 
     def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
-        """Play the tasks at the stage's end; every rank keeps all episodes."""
+        """Run one episode of each task at the stage's end; every rank keeps all episodes."""
         _, mine = evaluate(rollout, tasks, 1, self._config.run.seed, self._ranks)
-        rows = [{name: getattr(t, name) for name in KEPT} for t in mine if t.num_sampled_tokens]
-        gathered = self._ranks.all_gather_objects(rows, "KL probe")
-        by_task = {(row["domain"], row["task_id"]): row for rows in gathered for row in rows}
+        episodes = [{name: getattr(t, name) for name in FIELDS} for t in mine if any(t.loss_mask)]
+        gathered = chain(*self._ranks.all_gather_objects(episodes, "KL probe"))
+        by_task = {(episode["domain"], episode["task_id"]): episode for episode in gathered}
         ordered = [by_task[task.key] for task in tasks if task.key in by_task]
         if self._ranks.is_main:
             self._folder.mkdir(exist_ok=True)
@@ -51,7 +52,7 @@ class KLProbe:
         self._add(ordered)
 
     def load(self, stages: Sequence[Stage]) -> None:
-        """After a resume, read the episodes of these stages, which are over."""
+        """Read the episodes of finished stages after a resume."""
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
             before = path.parent.with_name("anchors") / path.name  # of earlier versions
@@ -61,18 +62,19 @@ class KLProbe:
             elif self._ranks.is_main:
                 print(f"warning: {path} is gone, so there is no KL of {stage.name}")
 
-    def _add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Keep these episodes, in place of earlier ones of their domains."""
-        self.episodes |= {row["domain"]: [] for row in rows}
-        for row in rows:
-            self.episodes[row["domain"]].append(Trajectory(**row))
+    def _add(self, episodes: Sequence[dict[str, Any]]) -> None:
+        """Add episodes; each domain with new episodes loses its old ones."""
+        self.episodes |= {episode["domain"]: [] for episode in episodes}
+        for episode in episodes:
+            self.episodes[episode["domain"]].append(Trajectory(**episode))
 
     def divergences(self, updater: Updater) -> dict[str, float]:
-        """KL per token of each domain that has episodes; k3 of Schulman 2020, as in the loss.
+        """Return the KL estimate per token of each domain that has episodes.
 
-        Each rank computes every num_ranks-th episode; sums are in the order of episodes.
+        The estimator is k3 of Schulman (2020), as in the loss. The order of summation does not
+        depend on the number of ranks.
         """
-        episodes = [t for trajectories in self.episodes.values() for t in trajectories]
+        episodes = [*chain(*self.episodes.values())]
         if not episodes:
             return {}
         mine = [episodes[i] for i in self._ranks.shard(len(episodes))]
@@ -80,28 +82,25 @@ class KLProbe:
         sums = [0.0] * len(episodes)
         for rank, shard in enumerate(shards):
             sums[rank :: len(shards)] = shard
-        kl, left = {}, iter(sums)
-        for domain, of in self.episodes.items():
-            kl[domain] = sum(next(left) for _ in of) / sum(t.num_sampled_tokens for t in of)
-        return kl
+        left = iter(sums)
+        return {
+            domain: sum(next(left) for _ in of) / sum(t.num_sampled_tokens for t in of)
+            for domain, of in self.episodes.items()
+        }
 
     @torch.no_grad()
     def _sums(self, trajectories: Sequence[Trajectory], updater: Updater) -> list[float]:
-        """The divergence of each episode, summed over its sampled tokens."""
+        """Return the sum of the KL estimates of each episode's sampled tokens."""
         order = sorted(range(len(trajectories)), key=lambda i: -trajectories[i].num_tokens)
-        lengths = [trajectories[i].num_tokens for i in order]
-        # One episode a forward pass: its shapes do not depend on the number of ranks.
+        # With one episode per forward pass, shapes do not depend on the number of ranks.
         budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch
-        ends, divergences = cuts(lengths, budget, padding_free=False), [0.0] * len(order)
-        for first, last in zip([0, *ends], ends, strict=False):
-            indices = order[first:last]
-            batch = micro_batch([(trajectories[i], 0.0, 0.0) for i in indices], updater.pad_id)
+        items, sums = [(trajectories[i], 0.0, 0.0) for i in order], list[float]()
+        for batch in make_micro_batches(items, budget, updater.pad_id):
             batch = batch.to(updater.accelerator.device)
             with updater.accelerator.autocast():
                 logprobs, _ = updater.module(batch)
             ratio = (logprobs - batch.old_logprobs).double()
             terms = (torch.expm1(ratio) - ratio).cpu()  # index_add on a GPU has no fixed order
-            sums = terms.new_zeros(len(indices)).index_add(0, batch.sequences.cpu(), terms)
-            for i, value in zip(indices, sums.tolist(), strict=True):
-                divergences[i] = value
-        return divergences
+            zeros = terms.new_zeros(len(batch.lengths))
+            sums += zeros.index_add(0, batch.sequences.cpu(), terms).tolist()
+        return [value for _, value in sorted(zip(order, sums, strict=True))]

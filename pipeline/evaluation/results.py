@@ -1,4 +1,4 @@
-"""`results.json`: the results of a run, made from facts that its checkpoints hold."""
+"""`results.json`: the results of a run. Checkpoints hold the data for `results.json`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def write_results(
     facts: Mapping[str, Any],
     is_final: bool,
 ) -> None:
-    """Write `results.json` and `curriculum.json`; `results.json` also gets all `facts`.
+    """Write `results.json`, with all `facts`, and `curriculum.json`.
 
-    The transfer numbers take seconds, so only the final file has them; the report of an unfinished
-    run computes them from the evaluations.
+    Only the final file has transfer numbers, because the computation takes seconds. The report of
+    an unfinished run computes transfer numbers from the evaluations.
     """
     described = describe(stages, config)
     write_text(folder / "curriculum.json", json.dumps(described, indent=1))
@@ -57,18 +57,17 @@ def write_results(
 
 
 def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
-    """The training episodes of a stage, from the records of each rank.
+    """Summarize a stage's training episodes; `gathered` has the records of each rank.
 
-    Mean rewards are over the episodes that are not left out.
+    Mean rewards do not count the episodes that training leaves out.
     """
-    records = [record for shard in gathered for record in shard]
+    records = [record for of_rank in gathered for record in of_rank]
     counted = grouped((r for r in records if not r.left_out), "domain")
     stops = Counter(record.stop_reason for record in records)
-    tools = {d: tool_counts(of) for d, of in grouped(records, "domain").items()}
     return {
         "episodes": len(records),
-        "episodes_per_rank": [len(shard) for shard in gathered],
+        "episodes_per_rank": [*map(len, gathered)],
         "reward": {domain: fmean(r.reward for r in of) for domain, of in counted.items()},
         "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
-        "tools": tools,
+        "tools": {d: tool_counts(of) for d, of in grouped(records, "domain").items()},
     }

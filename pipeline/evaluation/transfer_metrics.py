@@ -1,16 +1,14 @@
-"""What learning one domain did to the others: metrics of an accuracy matrix, with intervals. Pure.
+"""Transfer metrics of an accuracy matrix, with bootstrap intervals. All functions are pure.
 
 The accuracy matrix R has a row for each evaluation point (0: before GRPO, t: after stage t of T)
 and a column for each domain, task family or tool. The metrics follow GEM (Lopez-Paz and Ranzato
-2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3), which do
-not cover every curriculum of this project; the docstrings say how the other cases count.
+2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3).
 
-Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over tasks, paired: a
-resample takes a task with all its trials at all points. If there are several runs, the runs (seeds)
-are resampled as well. The same tasks and number of runs give the same resamples, so that
-differences between two curricula are paired too.
+Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over tasks and seeds. A
+resampled task keeps all its trials at all points. Two curricula with the same tasks and the same
+number of runs have the same resamples, so that differences between the two curricula are paired.
 
-Legend: B samples, the first of them the estimate itself; S seeds, P points, N tasks, C columns.
+Legend: B samples (the first one is the estimate), S seeds, P points, N tasks, C columns.
 """
 
 from __future__ import annotations
@@ -30,39 +28,34 @@ Z95 = 1.959964
 OF_COLUMNS = ("backward_transfer", "forward_transfer", "forgetting")
 Floats = NDArray[np.float64]
 Number = list[float | None]  # [value, low, high]
-Stages = Sequence[Collection[int]]  # the columns that each stage trained, without replayed ones
+Stages = Sequence[Collection[int]]  # columns of the domains that each stage trained, without replay
 
 
 def succeeded(reward: Any, threshold: float) -> Any:
-    """Whether a reward, or each of an array, reaches the threshold, up to the rounding of sums."""
+    """Return whether a reward, or each reward of an array, is at least the threshold."""
     return reward >= threshold - 1e-9 * abs(threshold)
 
 
 def is_graded(rewards: Iterable[float]) -> bool:
-    """Whether some reward is neither 0 nor 1."""
+    """Return whether some reward is neither 0 nor 1."""
     return any(reward not in (0, 1) for reward in rewards)
 
 
-# Unbiased estimates, for 1 <= k <= num_trials: pass@k of Chen et al. 2021 (arXiv 2107.03374,
-# equation 1), and pass^k of Yao et al. 2024 (tau-bench, arXiv 2406.12045, section 5).
-
-
 def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:
-    """The chance that at least one of k trials succeeds."""
+    """Return pass@k (Chen et al. 2021, arXiv 2107.03374, equation 1), for 1 <= k <= num_trials."""
     return 1 - comb(num_trials - num_successes, k) / comb(num_trials, k)
 
 
 def pass_hat_k(num_successes: int, num_trials: int, k: int) -> float:
-    """The chance that all of k trials succeed."""
+    """Return pass^k (tau-bench, arXiv 2406.12045, section 5), for 1 <= k <= num_trials."""
     return comb(num_successes, k) / comb(num_trials, k)
 
 
 def estimate(samples: Floats | None) -> Number | None:
-    """[value, low, high] of a number from its samples [B]: value is the first sample.
+    """Return [value, low, high] from samples [B], or None if the first sample is not finite.
 
-    The other samples give the 95 % interval, without samples in which the number is undefined (NaN,
-    as for a tool without calls); bounds are None if no sample remains. The result is None if the
-    value is undefined.
+    The value is the first sample. The other finite samples give the 95 % interval; the bounds are
+    None if there are no such samples. The success rate of a tool without calls is NaN.
     """
     if samples is None or not np.isfinite(samples[0]):
         return None
@@ -72,15 +65,15 @@ def estimate(samples: Floats | None) -> Number | None:
 
 
 def mean(samples: Iterable[Floats]) -> Floats | None:
-    """The mean of samples [B] of several numbers; None if there are none."""
+    """Return the mean of arrays of samples [B], or None without arrays."""
     samples = list(samples)
     return np.asarray(np.mean(samples, axis=0)) if samples else None
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927) of `count` trials independent of each other.
+    """Return the 95 % interval (Wilson 1927) of a share of `count` independent trials.
 
-    Raises ValueError for a value outside [0, 1], such as a mean of rewards.
+    Raises ValueError for a share outside [0, 1], such as a mean of rewards.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share: got {share:g}, which is not between 0 and 1")
@@ -91,15 +84,15 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True) -> Floats:
-    """Ratios of sums over tasks at each point, averaged over seeds, [B, P].
+    """Return ratios of sums over tasks at each point, averaged over seeds, [B, P].
 
     Args:
-        totals: [S, P, N], such as a task's mean reward over its trials, or a tool's good calls.
+        totals: [S, P, N], such as a task's success rate, or a tool's successful calls.
         counts: [S, P, N], the divisors: 1 for a task, 0 for a task of another family, the number of
-            calls for a tool. If fewer than two tasks count there is no interval: all samples but
-            the first are NaN.
-        name: of the tasks: equal names and sizes get the same resamples.
-        over_seeds: whether seeds are resampled as well; if not, the interval is for these seeds.
+            calls for a tool. If fewer than two tasks have a divisor above 0, all samples but the
+            first are NaN.
+        name: the key of the random numbers; equal names and numbers of tasks have equal resamples.
+        over_seeds: whether seeds are resampled as well.
     """
     num_seeds, _, num_tasks = totals.shape
     tasks = _weights(num_tasks, "tasks", name)
@@ -108,31 +101,29 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
         ratios = np.einsum("spn,bn->bsp", totals, tasks) / np.einsum("spn,bn->bsp", counts, tasks)
     if (counts > 0).any((0, 1)).sum() < 2:
         ratios[1:] = np.nan
-    drawn = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed of weight 0 may be NaN
-    return np.asarray(np.einsum("bsp,bs->bp", drawn, seeds / num_seeds))
+    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed of weight 0 may be NaN
+    return np.asarray(np.einsum("bsp,bs->bp", ratios, seeds / num_seeds))
 
 
 @lru_cache(maxsize=32)
 def _weights(count: int, *key: int | str) -> Floats:
-    """How often each of `count` items is drawn, [B, count]; once each in the first row."""
+    """Return the weight of each item in each sample, [B, count]; the first sample weighs all 1."""
     generator = np.random.default_rng(stream_key("bootstrap", *key))
-    drawn = generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return np.asarray(np.vstack([np.ones(count), drawn]))
+    weights = generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    return np.asarray(np.vstack([np.ones(count), weights]))
 
 
 def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
-    """The metrics OF_COLUMNS of each column c that has them, [B], from the matrix [B, P, C].
+    """Return the metrics OF_COLUMNS by column c, [B], from the matrix [B, P, C].
 
-    - backward_transfer: R[T, c] - R[i, c], i the last stage that trained c; their mean is GEM's
-      BWT. Only columns that a stage before the last trained, and the last did not, can be forgotten
-      and have this number.
-    - forward_transfer: R[i - 1, c] - R[0, c], i > 1 the first stage that trained c, or T + 1 if no
-      stage did; their mean is GEM's FWT. GEM's baseline is a random initialisation, this one is the
-      policy before GRPO.
-    - forgetting: max over t < T of R[t, c] minus R[T, c], for the columns of backward transfer
-      (Chaudhry et al. 2018, equation 3, with the point before GRPO among t). The maximum of noisy
-      numbers is too high on average, in the bootstrap once more: both are above zero without any
-      forgetting, so this interval is no test of zero; the interval of backward transfer is.
+    - backward_transfer: R[T, c] - R[i, c], where i < T is the last stage that trained c; the mean
+      over columns is GEM's BWT. Other columns do not have this number.
+    - forward_transfer: R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
+      T + 1 if no stage did; the mean is GEM's FWT. The baseline of GEM is a random initialisation;
+      here the baseline is the policy before GRPO.
+    - forgetting: max over t < T of R[t, c], minus R[T, c], for the columns of backward transfer
+      (Chaudhry et al. 2018, equation 3; t = 0 counts). The maximum of noisy numbers is biased
+      upwards, so the interval of forgetting is no test of zero; test backward_transfer instead.
     """
     end = len(own)
     found: dict[str, dict[int, Floats]] = {name: {} for name in OF_COLUMNS}
@@ -149,7 +140,7 @@ def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
 
 
 def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
-    """For each stage t, R[t, c] - R[t - 1, c] of the columns that it trained, [B]."""
+    """Return R[t, c] - R[t - 1, c], [B], of each stage t and each column c that t trained."""
     return [
         [matrix[:, t, c] - matrix[:, t - 1, c] for c in sorted(columns)]
         for t, columns in enumerate(own, 1)
@@ -157,12 +148,13 @@ def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
 
 
 def of_matrix(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, Floats]:
-    """The numbers of the whole matrix [B, P, C] that are defined, [B].
+    """Return the numbers [B] of the whole matrix [B, P, C] that are defined.
 
     - average_accuracy: mean over columns of R[T, c] (GEM's ACC)
     - total_gain: mean over columns of R[T, c] - R[0, c]
-    - stage_gain: mean of `stage_gains`; and the means of `of_columns`
+    - stage_gain: mean of `stage_gains`
     - learning_efficiency: total gain per thousand training episodes
+    - backward_transfer, forward_transfer, forgetting: means of `of_columns`
     """
     end = matrix[:, len(own)]
     found: dict[str, Floats | None] = {"average_accuracy": np.asarray(end.mean(-1))}
@@ -175,5 +167,5 @@ def of_matrix(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, Float
 
 
 def area_under_curve(curve: Floats, steps: Sequence[int]) -> Floats:
-    """Mean success from the first point to the last by the trapezoidal rule, [B] from [B, P]."""
+    """Return the mean of a curve [B, P] over the steps by the trapezoidal rule, [B]."""
     return np.asarray(np.trapezoid(curve, steps, axis=1) / (steps[-1] - steps[0]))

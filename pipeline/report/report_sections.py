@@ -31,8 +31,6 @@ BASELINES = {
     "nothing": "doing nothing",
     "transfer": "always transferring (best single reason)",
     "every_tool": "every tool in turn",
-    "unread": "best that never reads the record",
-    "unread_by_family": "best of each family",
 }
 ZERO_STD = {
     "rollout/all_failed": "all failed",
@@ -196,9 +194,7 @@ def _baselines(run: RunData) -> list[Block]:
     baselines = run.results["baselines"]
     rows = [[d, *(number(of.get(key)) for key in BASELINES)] for d, of in baselines.items()]
     return [
-        "Mean reward of policies that never read the record of a request. The last two are the "
-        "best of all such policies: one for every request, and one for each family of requests. "
-        "They may use the customer's answers, and are chosen on these tasks, so others earn less.",
+        "Mean reward of policies that ignore what the record of a request says.",
         Table(["domain", *BASELINES.values()], rows),
     ]
 

@@ -17,7 +17,6 @@ from pipeline.environments import Domain, load_domains
 from pipeline.environments.domains import generated
 from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
-from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, demonstration_rows, warm_start
@@ -45,8 +44,6 @@ class Customer:
 
 class BankEnvironment:
     """Its tool answers in plain words, its reset adds to the request."""
-
-    record_tools = ("show",)
 
     async def reset(self, **row) -> str:
         self.account = json.loads(row["payload"])["goal"]["account"]
@@ -315,14 +312,6 @@ def test_own_words_are_tokens_of_the_tiny_model(own):
     ids = parts.tokenizer("Which account?", add_special_tokens=False)["input_ids"]
     assert len(ids) == 1
     assert len(parts.tokenizer) == len(tokenizer()) + 3  # "bank" and "frozen" are words of others
-
-
-def test_policies_that_never_look_are_measured_where_a_domain_says_what_shows_the_record(own):
-    domains = load_domains(own().data)
-    tasks = {"bank": generated(own().data, domains["bank"], 5, "test")}
-    assert baselines(domains, tasks)["bank"]["unread"] == 1.0  # nothing depends on the record
-    silent = {"bank": Domain(name="bank", environment=domains["bank"].environment)}
-    assert set(baselines(silent, tasks)["bank"]) == {"nothing", "transfer", "every_tool"}
 
 
 # What is refused

@@ -2,27 +2,21 @@
 records.
 """
 
-import json
 from dataclasses import replace
-from importlib import import_module
-from itertools import product
-from statistics import fmean
 from threading import Event
 
 import pytest
 from accelerate import Accelerator
 
-from pipeline.config.settings import EMBEDDED_DOMAINS, RolloutSettings
+from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
-from pipeline.embedded import telecom
 from pipeline.environments import Domain
-from pipeline.environments.tools import call_tool, tool_schemas
-from pipeline.evaluation.baselines import baselines, most_solved
+from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.evaluate import evaluate, failed_trials, refuse_failed_trials, success
 from pipeline.rollout.rollout import Rollout
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, chat, embedded, make_task, say
+from tests.support.helpers import Desk, ScriptedSampler, chat, make_task, say
 
 ALONE = Ranks(0, 1, 5)
 TASKS = [make_task(f"t{n}") for n in range(5)]
@@ -251,7 +245,7 @@ def test_sampled_and_greedy_success_stand_side_by_side():
     }
 
 
-# Floors
+# Blind baselines
 
 
 def domain_of(name, environment):
@@ -310,88 +304,3 @@ def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
 
 
 FAILURES = ("reset", "get_reward", "nothing", "reset")
-
-
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
-def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 150, "test", "medium")
-    floor = baselines(embedded(domain), {domain: tasks})[domain]
-    assert floor["nothing"] == 0.0
-    assert floor["transfer"] <= 0.12
-    assert floor["every_tool"] <= 0.05
-    assert floor["transfer"] <= floor["unread"] <= floor["unread_by_family"] < 0.5
-
-
-def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_not_read_the_line():
-    tasks = telecom.generate_tasks(1, 120, "test", "medium")
-    rewards = []
-    for task in tasks:
-        environment = telecom.TelecomEnvironment()
-        environment.reset(**task.row())
-        line = json.loads(task.payload)["goal"]["record"]
-        call_tool(environment, "get_line", {"line": line})
-        fault = json.loads(call_tool(environment, "ask_user", {"action": "check"}))["fault"]
-        call_tool(environment, "ask_user", {"action": telecom.REMEDIES[fault]})
-        environment.final_message = "Done."
-        rewards.append(environment.get_reward())
-    found = baselines(embedded("telecom"), {"telecom": tasks})["telecom"]
-    assert found["unread"] == fmean(rewards) == 45 / 120
-
-
-@pytest.mark.proof
-def test_of_more_tasks_it_solves_as_large_a_share():
-    more = telecom.generate_tasks(1, 400, "test", "medium")
-    found = baselines(embedded("telecom"), {"telecom": more})["telecom"]
-    assert found["unread"] >= 0.377
-
-
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
-def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
-    """After all lookups that the request names; the closing words hold the chosen value."""
-    domains, environment = embedded(domain), embedded(domain)[domain].environment
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 40, "test", "medium")
-    schemas = [schema["function"] for schema in tool_schemas(environment)]
-    lookups = [s for s in schemas if s["name"].startswith("get_")]
-    lookups += [s for s in schemas if s["name"].startswith("find_")]
-    earned = {}
-    for schema in (schema for schema in schemas if schema not in lookups):
-        given = schema["parameters"]["properties"]
-        for values in product(*(p.get("enum", ["goal"]) for p in given.values())):
-            arguments = dict(zip(given, values, strict=True))
-            earned[schema["name"], values] = fmean(
-                blindly(environment(), task, lookups, schema["name"], arguments) for task in tasks
-            )
-    unread = baselines(domains, {domain: tasks})[domain]["unread"]
-    assert len(earned) > 5
-    assert 0.05 < max(earned.values()) <= unread
-    turned = baselines(domains, {domain: tasks[::-1]})[domain]
-    assert turned == baselines(domains, {domain: tasks})[domain]
-
-
-def blindly(environment, task, lookups, tool, arguments):
-    """Look up what the request names, do one thing and say its value; returns the reward."""
-    environment.reset(**task.row())
-    goal = json.loads(task.payload)["goal"]
-    for schema in lookups:
-        (given,) = schema["parameters"]["properties"]
-        call_tool(environment, schema["name"], {given: goal.get(given, goal["record"])})
-    right = {name: goal["record"] if v == "goal" else v for name, v in arguments.items()}
-    call_tool(environment, tool, right)
-    environment.final_message = f"Done. {' '.join(right.values())}"
-    return environment.get_reward()
-
-
-def test_a_policy_chooses_each_step_by_what_came_of_those_before():
-    look, ask = ("look", ""), ("ask", "sick")
-    traces = [
-        (look, ask, ("cancel", "")),
-        (look, ("ask", "plans"), ("transfer", "")),
-        (look, ask, ("refund", "")),
-        (look, ("cancel", "")),
-        (look, ("cancel", "")),
-        (look,),
-    ]
-    assert most_solved(traces) == 2
-    assert most_solved(traces[:4]) == 2  # ask; sick: cancel; plans: transfer
-    assert most_solved([*traces, (look, ask, ("cancel", ""))]) == 3
-    assert most_solved([]) == 0

@@ -1,0 +1,100 @@
+"""No policy that never reads the record of a request earns much in the embedded domains."""
+
+import json
+from importlib import import_module
+from itertools import product
+from statistics import fmean
+
+import pytest
+
+from pipeline.config.settings import EMBEDDED_DOMAINS
+from pipeline.embedded import telecom
+from pipeline.environments.tools import call_tool, tool_schemas
+from pipeline.evaluation.baselines import baselines
+from tests.support.helpers import embedded
+from tests.support.unread import most_solved, unread, unread_by_family
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 150, "test", "medium")
+    domains = embedded(domain)
+    floor = baselines(domains, {domain: tasks})[domain]
+    assert floor["nothing"] == 0.0
+    assert floor["transfer"] <= 0.12
+    assert floor["every_tool"] <= 0.05
+    alike, by_family = (best(domains[domain], tasks) for best in (unread, unread_by_family))
+    assert floor["transfer"] <= alike <= by_family < 0.5
+
+
+def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_not_read_the_line():
+    tasks = telecom.generate_tasks(1, 120, "test", "medium")
+    rewards = []
+    for task in tasks:
+        environment = telecom.TelecomEnvironment()
+        environment.reset(**task.row())
+        line = json.loads(task.payload)["goal"]["record"]
+        call_tool(environment, "get_line", {"line": line})
+        fault = json.loads(call_tool(environment, "ask_user", {"action": "check"}))["fault"]
+        call_tool(environment, "ask_user", {"action": telecom.REMEDIES[fault]})
+        environment.final_message = "Done."
+        rewards.append(environment.get_reward())
+    assert unread(embedded("telecom")["telecom"], tasks) == fmean(rewards) == 45 / 120
+
+
+@pytest.mark.proof
+def test_of_more_tasks_it_solves_as_large_a_share():
+    more = telecom.generate_tasks(1, 400, "test", "medium")
+    assert unread(embedded("telecom")["telecom"], more) >= 0.377
+
+
+@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
+    """After all lookups that the request names; the closing words hold the chosen value."""
+    own = embedded(domain)[domain]
+    environment = own.environment
+    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 40, "test", "medium")
+    schemas = [schema["function"] for schema in tool_schemas(environment)]
+    lookups = [s for s in schemas if s["name"].startswith("get_")]
+    lookups += [s for s in schemas if s["name"].startswith("find_")]
+    earned = {}
+    for schema in (schema for schema in schemas if schema not in lookups):
+        given = schema["parameters"]["properties"]
+        for values in product(*(p.get("enum", ["goal"]) for p in given.values())):
+            arguments = dict(zip(given, values, strict=True))
+            earned[schema["name"], values] = fmean(
+                blindly(environment(), task, lookups, schema["name"], arguments) for task in tasks
+            )
+    assert len(earned) > 5
+    assert 0.05 < max(earned.values()) <= unread(own, tasks)
+    for best in (unread, unread_by_family):
+        assert best(own, tasks) == best(own, tasks[::-1])
+
+
+def blindly(environment, task, lookups, tool, arguments):
+    """Look up what the request names, do one thing and say its value; returns the reward."""
+    environment.reset(**task.row())
+    goal = json.loads(task.payload)["goal"]
+    for schema in lookups:
+        (given,) = schema["parameters"]["properties"]
+        call_tool(environment, schema["name"], {given: goal.get(given, goal["record"])})
+    right = {name: goal["record"] if v == "goal" else v for name, v in arguments.items()}
+    call_tool(environment, tool, right)
+    environment.final_message = f"Done. {' '.join(right.values())}"
+    return environment.get_reward()
+
+
+def test_a_policy_chooses_each_step_by_what_came_of_those_before():
+    look, ask = ("look", ""), ("ask", "sick")
+    traces = [
+        (look, ask, ("cancel", "")),
+        (look, ("ask", "plans"), ("transfer", "")),
+        (look, ask, ("refund", "")),
+        (look, ("cancel", "")),
+        (look, ("cancel", "")),
+        (look,),
+    ]
+    assert most_solved(traces) == 2
+    assert most_solved(traces[:4]) == 2  # ask; sick: cancel; plans: transfer
+    assert most_solved([*traces, (look, ask, ("cancel", ""))]) == 3
+    assert most_solved([]) == 0
