@@ -1,8 +1,8 @@
-"""What a run writes while it runs: the metrics files and the trackers.
+"""The metrics files of a run, and the trackers that get the same numbers.
 
-`metrics.jsonl` holds only what the seed determines, `timings.jsonl` the rest. These files are the
-truth; trackers get the numbers of every line under the same names, and a resumed run sends the
-lines that a tracker lacks. Imports no torch, and a tracker's package only if the settings name it.
+`metrics.jsonl` holds the numbers that the seed determines; `timings.jsonl` holds times, memory and
+hosts. A resumed run sends the lines that a tracker lacks. This module imports no torch. It imports
+the package of a tracker only if the settings name the tracker.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from pipeline.files.durable import LinesFile, finite, sync
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
 from pipeline.tracking import wandb as feed
-from pipeline.tracking.wandb import Record, WandbFeed, numbers
+from pipeline.tracking.wandb import Line, WandbFeed, numbers
 
 
 class TensorBoard:
-    """TensorBoard in the run folder; `metrics` and `timings` are the lines that a resume kept."""
+    """TensorBoard in the run folder; `metrics` and `timings` are the lines in the files so far."""
 
     name = "TensorBoard"
     advice = ""
 
     def __init__(
-        self, folder: Path, config: Config, metrics: Sequence[Record], timings: Sequence[Record]
+        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
     ) -> None:
-        from accelerate.tracking import TensorBoardTracker  # it needs an Accelerator
+        from accelerate.tracking import TensorBoardTracker  # needs an Accelerator
 
-        # TensorBoard hides the points from `purge_step` on, so the kept ones of it are sent again.
-        last = max((record["step"] for record in metrics), default=0)
+        # TensorBoard hides the points of `purge_step` and later steps: send those points again.
+        last = max((line["step"] for line in metrics), default=0)
         self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
         self._tracker.start()
-        for record in (*metrics, *timings):
-            if record["step"] == last:
-                self.metrics(record)
+        for line in (*metrics, *timings):
+            if line["step"] == last:
+                self.metrics(line)
 
-    def metrics(self, record: Record) -> None:
-        self._tracker.log(numbers(record), step=record["step"])
+    def metrics(self, line: Line) -> None:
+        self._tracker.log(numbers(line), step=line["step"])
 
     timings = metrics
 
@@ -55,19 +55,17 @@ class TensorBoard:
 
 
 class RunLog:
-    """The metrics files of a run folder and their trackers; only rank 0 writes.
+    """The metrics files of a run folder and the trackers; only rank 0 writes.
 
-    Every record has `kind`, `stage` and `step`, the number of GRPO optimizer steps done; a line of
-    timings gets the `time` at which it is written. Make it on every rank and after the Accelerator,
-    which Accelerate's trackers need. `state` is the `state_dict()` in the checkpoint from which the
-    run resumes: the files are cut back to its sizes. Without it they start empty. Raises OSError if
-    a file cannot be written; a tracker that fails gets nothing more, after one warning. Raises
-    UserError on every rank if a tracker's package is missing, and on rank 0 if W&B cannot start a
-    fresh run.
+    Every line has `kind`, `stage` and `step`, the number of GRPO optimizer steps done. Make a
+    RunLog on every rank, after the Accelerator. A resumed run passes the `state_dict()` in its
+    checkpoint as `state`: the files are cut to the sizes in `state`. Without `state` the files
+    start empty. Raises OSError if a file cannot be written. Raises UserError if a tracker's package
+    is missing, or if W&B cannot start a fresh run. A tracker that fails later gets no more lines.
     """
 
     def __init__(
-        self, folder: Path, config: Config, *, is_main: bool, state: Record | None = None
+        self, folder: Path, config: Config, *, is_main: bool, state: Line | None = None
     ) -> None:
         self._folder = folder
         self._results: Path | None = None
@@ -110,22 +108,18 @@ class RunLog:
         """W&B's id of the run, which a resumed run keeps."""
         return feed.known_id(self._folder)
 
-    def metrics(self, record: Record) -> None:
-        """Append a line that the seed determines."""
-        self._write(METRICS, record)
+    def metrics(self, line: Line) -> None:
+        """Append a line of numbers that the seed determines."""
+        self._write(METRICS, line)
 
-    def timings(self, record: Record) -> None:
-        """Append a line of times, memory or hosts."""
-        self._write(TIMINGS, {**record, "time": time.time()})
-
-    def sync(self) -> None:
-        """Sync the files to the disk."""
-        for file in self._files.values():
-            file.sync()
+    def timings(self, line: Line) -> None:
+        """Append a line of times, memory or hosts, with the current time as `time`."""
+        self._write(TIMINGS, {**line, "time": time.time()})
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: the bytes of each file, all on disk, and W&B's id."""
-        self.sync()
+        """Sync the files to the disk; return their sizes and W&B's id, for a checkpoint."""
+        for file in self._files.values():
+            file.sync()
         sizes = {name: file.size for name, file in self._files.items()}
         return {"sizes": sizes, "tracker_run_id": self.tracker_run_id}
 
@@ -134,7 +128,7 @@ class RunLog:
         self._results = folder
 
     def close(self, failed: bool = False) -> None:
-        """Finish trackers and files; harmless when repeated."""
+        """Finish the trackers and close the files; a second call does nothing."""
         self._feed("close", failed, self._results)
         self._trackers = []
         for file in self._files.values():
@@ -146,10 +140,10 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
-    def _write(self, name: str, record: Record) -> None:
+    def _write(self, name: str, line: Line) -> None:
         if name in self._files:
-            assert "step" in record, f"{name}: a record without a step: {dict(record)}"
-            clean = finite(record)
+            assert "step" in line, f"{name}: a line without a step: {dict(line)}"
+            clean = finite(line)
             self._files[name].append(json.dumps(clean, allow_nan=False))
             self._feed(name.removesuffix(".jsonl"), clean)
 
@@ -163,7 +157,6 @@ class RunLog:
 
 
 def _warn(tracker: Any, error: Exception) -> None:
-    """Warn that the tracker gets nothing more until the next start; the run goes on."""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     say(
         f"warning: {tracker.name}: {kind}{reason_of(error)}; the run goes on, the files are whole"

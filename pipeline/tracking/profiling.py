@@ -1,4 +1,4 @@
-"""Where a step's time goes: seconds, tokens, FLOP/s and memory; and traces of chosen steps."""
+"""Seconds, tokens, FLOP/s and memory of each step, and profiler traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeline.rollout.trajectory import Trajectory
 
 
 class Meter:
-    """Measures the steps of this rank: its work, and seconds by phase."""
+    """Measures the steps of this rank."""
 
     def __init__(
         self, ranks: Ranks, rollout: Rollout, updater: Updater, model: Any, settings: ModelSettings
@@ -46,35 +46,31 @@ class Meter:
         self._spent = {name: value - before[name] for name, value in self._counters().items()}
 
     def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The line of `timings.jsonl` for the measured step; `trajectories` are this rank's.
+        """Return the `perf/` numbers of the measured step; `trajectories` are this rank's.
 
-        Seconds are means over the ranks. `environment` is a part of `sample`, and the exchange of
-        gradients a part of `update`; neither has `wait`, the time spent waiting for other ranks.
+        Seconds are means over the ranks. `sample` contains `environment`, and `update` contains the
+        all-reduce of gradients; neither contains `wait`, the time spent waiting for other ranks.
         Tokens per second are sums over the ranks, divided by the time of the step or phase. FLOP/s
-        (see `work_of`) and MFU are per rank. Memory is the largest peak of a rank: on its GPU in
-        the step, or without a GPU so far in the run. `exchanged_bytes` is the sum over ranks of the
-        bytes sent, gradients included.
+        (see `Work`) and MFU are per rank. Memory is the largest peak of a rank: GPU memory in the
+        step, or without a GPU the memory of the process. `exchanged_bytes` are sums over the ranks.
         """
-        spent, work = self._spent, self._work
-        lengths = [t.num_tokens for t in trajectories]
+        spent, lengths = self._spent, [t.num_tokens for t in trajectories]
         sampled = sum(t.num_sampled_tokens for t in trajectories)
-        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # of a token's sequence
-        spent["sample_flops"] = work.of_sampling(spent["sample_tokens"], sampled, length)
-        spent["update_flops"] = work.of_update(
-            spent["update_tokens"], spent["update_sampled"], length
-        )
+        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # mean over tokens
+        trained = spent["update_tokens"], spent["update_sampled"]
+        spent["sample_flops"] = self._work.of_sampling(spent["sample_tokens"], sampled, length)
+        spent["update_flops"] = self._work.of_update(*trained, length)
         spent |= {"sampled": sampled, "episodes": len(lengths)}
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes in a unit of ru_maxrss
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         memory = torch.cuda.max_memory_allocated() if self._on_gpu else memory
-        rows = self._ranks.all_gather_numbers([*spent.values(), memory / 1e6])
-        *columns, memories = zip(*rows, strict=True)
+        of_ranks = self._ranks.all_gather_numbers([*spent.values(), memory / 1e6])
+        *columns, memories = zip(*of_ranks, strict=True)
         total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
-        means = rates(total, self._ranks.num_ranks, self._peak)
-        return {**means, "perf/peak_memory_mb": max(memories)}
+        metrics = rates(total, self._ranks.num_ranks, self._peak)
+        return {**metrics, "perf/peak_memory_mb": max(memories)}
 
     def _counters(self) -> dict[str, float]:
-        """Sums over the run so far, on this rank."""
         sampler, updater, seconds = self._rollout.sampler, self._updater, self._ranks.seconds
         return {
             "sample_s": seconds["sample"],
@@ -92,7 +88,7 @@ class Meter:
 
 
 def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dict[str, float]:
-    """Means, shares and rates from sums over the ranks; `peak` is the FLOP/s of a rank's GPU."""
+    """Return the `perf/` numbers from sums over the ranks; `peak` is the FLOP/s of one GPU."""
 
     def ratio(part: float, whole: float) -> float:
         return part / whole if whole else 0.0
@@ -118,14 +114,14 @@ def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dic
 def profiled(
     step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
 ) -> Iterator[None]:
-    """Write a trace of the code inside into the folder, if `step` is one of `steps`.
+    """Write a trace of the code inside this context into the folder, if `step` is in `steps`.
 
-    Each rank writes one file, in which the phases are named ranges.
+    Each rank writes one file; the phases are named ranges in the trace.
     """
     if step not in steps:
         yield
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints only errors
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
         yield
@@ -136,8 +132,8 @@ def profiled(
         print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
 
 
-# Dense bf16 FLOP/s from public tables; read the card's own datasheet before quoting MFU. A key
-# matches if CUDA's name of the device has all its words; the first match counts.
+# Dense bf16 FLOP/s from public tables; check the GPU's datasheet before quoting MFU. A key matches
+# a GPU if the GPU's name in CUDA has all words of the key; the first match counts.
 PEAKS = {
     **{"B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "H100 NVL": 835e12},
     **{"H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A40": 150e12, "A30": 165e12},
@@ -146,44 +142,44 @@ PEAKS = {
 
 
 def peak_of(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU; None if the table lacks it, or it is a part (MIG) of a GPU."""
+    """Return dense bf16 FLOP/s of a GPU; None for a MIG partition or a GPU that PEAKS lacks."""
     words = set(device_name.replace("-", " ").split())
-    fitting = (peak for name, peak in PEAKS.items() if {*name.split()} <= words)
-    return None if "MIG" in words else next(fitting, None)
+    matches = (peak for name, peak in PEAKS.items() if {*name.split()} <= words)
+    return None if "MIG" in words else next(matches, None)
 
 
 class Work(NamedTuple):
-    """The cost of a token in a model, from numbers of parameters.
+    """The numbers of parameters of a model, from which its FLOPs follow.
 
-    All experts of a mixture count, so its FLOP/s come out too high.
+    All experts of a mixture-of-experts model count, so its FLOP/s are too high.
     """
 
     body: int  # parameters between embedding and output layer
     head: int  # parameters of the output layer
-    lora: int
-    attention: int  # L H Q
+    lora: int  # parameters of LoRA's matrices
+    attention: int  # layers x heads x head size
     trains_all: bool  # False: only LoRA's matrices get gradients
 
     def of_sampling(self, tokens: float, sampled: float, length: float) -> float:
-        """FLOPs of `tokens` in sequences of `length`, with logits for `sampled` of them."""
+        """Return FLOPs of `tokens` in sequences of `length`, with logits of `sampled` tokens."""
         return tokens * (2 * self.body + 4 * self.attention * length) + 2 * sampled * self.head
 
     def of_update(self, tokens: float, sampled: float, length: float) -> float:
-        """FLOPs of a forward and a backward pass."""
+        """Return FLOPs of a forward and a backward pass; arguments as in `of_sampling`."""
         each = 6 if self.trains_all else 4
         per_token = each * self.body + 6 * self.lora + 12 * self.attention * length
         return tokens * per_token + each * sampled * self.head
 
 
 def work_of(model: Any) -> Work:
-    """Counted from a causal language model's parameters, with or without LoRA."""
+    """Count the parameters of a causal language model, with or without LoRA."""
     named = dict(model.named_parameters())
     base = [parameter for name, parameter in named.items() if ".lora_" not in name]
     num_base = sum(parameter.numel() for parameter in base)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
     shape = model.config.get_text_config(decoder=True)
-    # Layers without attention, or with smaller heads, count like the others.
+    # All layers count as if they had the largest attention of the model.
     heads = widest(shape, "num_attention_heads")
     size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return Work(
@@ -196,7 +192,7 @@ def work_of(model: Any) -> Work:
 
 
 def machine(num_ranks: int) -> dict[str, Any]:
-    """The facts that the times of a run depend on."""
+    """Return the hardware, the numbers of threads and ranks, and the version of torch."""
     return {
         "host": platform.node(),
         "device": torch.cuda.get_device_name() if on_gpu() else platform.machine(),

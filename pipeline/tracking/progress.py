@@ -16,31 +16,31 @@ from pipeline.files.console import say
 
 
 class StageProgress:
-    """The progress of a stage on rank 0's standard error: a bar, or lines if it is no terminal."""
+    """The progress of a stage on rank 0's standard error: a bar on a terminal, else lines."""
 
     def __init__(self, stage: str, num_steps: int, *, is_main: bool, done: int = 0) -> None:
         self._stage, self._num_steps, self._done, self._is_main = stage, num_steps, done, is_main
-        self._start = self._last_line = time.monotonic()
+        self._start = self._last_print = time.monotonic()
         is_hidden = not (is_main and sys.stderr.isatty())
         self._bar = tqdm(desc=stage, total=num_steps, initial=done, unit="step", disable=is_hidden)
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """One optimizer step is done; `record` is its line of metrics."""
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Count one optimizer step with these metrics."""
         self._done += 1
-        names = [key for key in record if key.startswith("reward/") and key != "reward/mean"]
-        rewards = [f" {name.removeprefix('reward/')} {record[name]:.2f}" for name in names]
+        names = [key for key in metrics if key.startswith("reward/") and key != "reward/mean"]
+        rewards = [f" {name.removeprefix('reward/')} {metrics[name]:.2f}" for name in names]
         parts = ["reward" + "".join(rewards)] if rewards else []
-        if count := record.get("rollout/replaced_groups"):
+        if count := metrics.get("rollout/replaced_groups"):
             parts.append(f"replaced {count} groups")
-        if count := record.get("rollout/left_out"):
+        if count := metrics.get("rollout/left_out"):
             parts.append(f"left out {count:.0f} episodes")
         self._bar.set_postfix_str("  ".join(parts), refresh=False)
         self._bar.update()
-        # Without a terminal: about ten lines a stage, and at least one a minute.
+        # Without a terminal, print about ten lines per stage, and at least one per minute.
         every, now = max(10, self._num_steps // 10), time.monotonic()
         is_due = self._done % every == 0 or self._done == self._num_steps
-        if self._is_main and self._bar.disable and (is_due or now - self._last_line > 60):
-            self._last_line = now
+        if self._is_main and self._bar.disable and (is_due or now - self._last_print > 60):
+            self._last_print = now
             name = f"{self._stage} {self._done}/{self._num_steps}"
             say("  ".join([name, *parts, f"{now - self._start:.1f} s"]))
 
@@ -57,16 +57,17 @@ def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]
     if opened.checkpoint is not None:
         notes.append(f"resuming from {opened.checkpoint.name}: {step} steps done")
     grpo, wanted = config.grpo, config.rollout.tasks_per_step
-    # A step takes no task twice, so a stage with few tasks has smaller steps.
-    sizes = {s.name: (min if s.turns else sum)(s.groups.values()) for s in stages}
-    short = {name: size for name, size in sizes.items() if size < wanted}
-    if short and grpo.use_grpo:
-        notes.append(
-            f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}"
-        )
-    if grpo.use_grpo and grpo.scale_lr != "none":
-        notes.append(
-            f"learning rate: {config.peak_learning_rate:g} ({grpo.learning_rate:g} for "
-            f"{grpo.reference_tasks_per_step} tasks per step, scale_lr {grpo.scale_lr} to {wanted})"
-        )
+    if grpo.use_grpo:
+        # A step does not repeat a task, so a stage with few tasks has smaller steps.
+        sizes = {s.name: (min if s.turns else sum)(s.groups.values()) for s in stages}
+        if short := {name: size for name, size in sizes.items() if size < wanted}:
+            notes.append(
+                f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}"
+            )
+        if grpo.scale_lr != "none":
+            notes.append(
+                f"learning rate: {config.peak_learning_rate:g} ({grpo.learning_rate:g} for "
+                f"{grpo.reference_tasks_per_step} tasks per step, scale_lr {grpo.scale_lr} to "
+                f"{wanted})"
+            )
     print("\n".join(notes), flush=True)

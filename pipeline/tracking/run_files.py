@@ -1,10 +1,11 @@
-"""The files of a run folder as values, for reports and plots. Imports no torch."""
+"""The files of a run folder as values, for reports, plots and W&B. This module imports no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,23 +15,27 @@ import yaml
 from pipeline.config.former import read_metrics, translated_tree
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
+from pipeline.files.durable import whole_lines
 
 Evaluation = Mapping[str, Any]
+MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers in the table of episodes
+FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
+COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The content of a run folder; a run that was interrupted has less."""
+    """The content of a run folder. Parts are empty if the run was interrupted."""
 
     folder: Path
     config: dict[str, Any]
     results: dict[str, Any]
-    stages: list[dict[str, Any]]  # as in curriculum.json, those with training steps
+    stages: list[dict[str, Any]]  # the stages of `curriculum.json` that have training steps
     replay: float
-    train: list[dict[str, Any]]  # lines of metrics.jsonl, in order of steps
+    train: list[dict[str, Any]]  # lines of `metrics.jsonl`, in order of steps
     validation: list[dict[str, Any]]
-    timings: list[dict[str, Any]]  # lines of timings.jsonl of training steps
-    transfer: dict[str, Any]  # `transfer.summary`; empty without evaluations
+    timings: list[dict[str, Any]]  # lines of `timings.jsonl` of training steps
+    transfer: dict[str, Any]  # the value of `transfer.summary`
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -42,38 +47,37 @@ class RunData:
 
     @property
     def points(self) -> list[str]:
-        """Names of the evaluations behind the transfer numbers."""
+        """Titles of the evaluations in the accuracy matrix."""
         return [after_name(after) for after in self.transfer.get("points", [])]
 
     @property
     def step_s(self) -> list[float]:
-        return [record["perf/step_s"] for record in self.timings if "perf/step_s" in record]
+        return [line["perf/step_s"] for line in self.timings if "perf/step_s" in line]
 
     @property
     def success_threshold(self) -> float:
-        """The reward from which a trial is a success."""
         return threshold_of([self.results])
 
     def is_graded(self, domain: str) -> bool:
-        """Whether the domain's rewards are not all 0 or 1."""
-        means = [record.get(f"reward/{domain}") for record in self.train]
+        """Return whether the domain has a reward other than 0 and 1."""
+        means = [line.get(f"reward/{domain}") for line in self.train]
         outside = any(mean is not None and not 0 <= mean <= 1 for mean in means)
         return outside or domain in self.transfer.get("rewards", {})
 
     def of_stage(self, stage: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [record for record in self.train if record["stage"] == stage["name"]]
+        return [line for line in self.train if line["stage"] == stage["name"]]
 
 
 def load_run(folder: Path) -> RunData:
-    """Read a run folder; UserError if it holds no run."""
+    """Read a run folder; UserError if the folder holds no run."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
     curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0)
     results = _read_json(folder / "results.json", evaluations=[])
-    results.setdefault("baselines", results.get("floors", {}))  # their name in earlier versions
+    results.setdefault("baselines", results.get("floors", {}))  # name in old runs
     metrics, timings = read_metrics(folder)
     train = _of_training(metrics)
-    trained = {record["stage"] for record in train}
+    trained = {line["stage"] for line in train}
     return RunData(
         folder=folder,
         config=translated_tree(yaml.safe_load((folder / "config.yaml").read_text("utf-8"))),
@@ -81,7 +85,7 @@ def load_run(folder: Path) -> RunData:
         stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
         replay=curriculum["replay"],
         train=train,
-        validation=[record for record in metrics if record["kind"] == "validation"],
+        validation=[line for line in metrics if line["kind"] == "validation"],
         timings=_of_training(timings),
         transfer=results.get("transfer") or _transfer(results),
     )
@@ -94,14 +98,14 @@ def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
         raise UserError(f"report: {path} is not what a run writes; restore it") from None
 
 
-def _of_training(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last line of each training step, in order of steps."""
-    lines = {record["step"]: record for record in records if record["kind"] == "train"}
-    return [lines[step] for step in sorted(lines)]
+def _of_training(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last line of each training step, in order of steps."""
+    of_steps = {line["step"]: line for line in lines if line["kind"] == "train"}
+    return [of_steps[step] for step in sorted(of_steps)]
 
 
 def _transfer(results: dict[str, Any]) -> dict[str, Any]:
-    """The transfer numbers, if the results hold the rewards of each trial and the stages."""
+    """Return the transfer numbers, or {} if old results lack the rewards of single trials."""
     successes = [of for e in results["evaluations"] for of in e["success"].values()]
     rewards = [task for of in successes for task in of.get("tasks", {"": None}).values()]
     per_trial = all(isinstance(task, list) for task in rewards)
@@ -109,18 +113,60 @@ def _transfer(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
-    """Transcripts of all ranks by stage or `evaluation-<after>`, and step, in order of time."""
+    """Return the transcript files by (stage or `evaluation-<after>`, step), in order of time."""
     files: dict[tuple[str, int], list[Path]] = {}
     for path in sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")):
         step = int(path.name.split(".")[0].removeprefix("step-"))
         files.setdefault((path.parent.name, step), []).append(path)
+    first = {f"evaluation-{after}": i - len(BEFORE_GRPO) for i, after in enumerate(BEFORE_GRPO)}
 
-    def order(key: tuple[str, int]) -> tuple[int, int]:
-        after = key[0].removeprefix("evaluation-")
-        is_before = after in BEFORE_GRPO
-        return (-1, BEFORE_GRPO.index(after)) if is_before else (key[1], int(key[0] != after))
+    def order(key: tuple[str, int]) -> tuple[int, bool]:
+        return first.get(key[0], key[1]), key[0].startswith("evaluation-")
 
     return {key: files[key] for key in sorted(files, key=order)}
+
+
+def episode_rows(folder: Path) -> list[list[Any]]:
+    """Return a table of at most MAX_EPISODES episodes, evenly spaced over steps and evaluations."""
+    files, rows = transcripts_in(folder), []
+    steps = list(files)[:: ceil(len(files) / MAX_STEPS) or 1]
+    for key in steps:
+        lines = [line for path in files[key] for line in whole_lines(path)]
+        every = ceil(len(lines) * len(steps) / MAX_EPISODES) or 1
+        for episode in map(json.loads, lines[::every]):
+            conversation = "\n\n".join(map(_text, episode["messages"]))
+            rows.append([*key, *map(episode.get, FIELDS), conversation])
+    return rows
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    lines = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
+    return f"{message['role']}: " + "\n".join(filter(None, [message.get("content"), *lines]))
+
+
+def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the last evaluation as `final/<domain>/<name>`, and the transfer numbers."""
+    evaluations = results.get("evaluations") or [{"success": {}}]
+    names = {"mean": "success", "greedy": "greedy", "reward": "reward"}
+    return dict(_flat("transfer", results.get("transfer"))) | {
+        f"final/{domain}/{name}": rates[key]
+        for domain, rates in evaluations[-1]["success"].items()
+        for key, name in names.items()
+        if key in rates
+    }
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in a tree of mappings whose leaves are numbers or [number, low, high]."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}/{key}", item)
+    elif isinstance(value, list) and len(value) == 3:
+        names = (name, f"{name}/low", f"{name}/high")
+        yield from ((n, x) for n, x in zip(names, value, strict=True) if isinstance(x, int | float))
+    elif isinstance(value, int | float):
+        yield name, value
 
 
 def domains_of(evaluations: Iterable[Evaluation]) -> list[str]:
@@ -130,14 +176,14 @@ def domains_of(evaluations: Iterable[Evaluation]) -> list[str]:
 def before_and_after(
     evaluations: Sequence[Evaluation],
 ) -> tuple[Evaluation | None, Evaluation | None]:
-    """The last evaluation before GRPO and the last one after it began, if there are any."""
+    """Return the last evaluation before GRPO and the last evaluation after a stage of GRPO."""
     before = [e for e in evaluations if e["after"] in BEFORE_GRPO]
     after = [e for e in evaluations if e["after"] not in BEFORE_GRPO]
     return before[-1] if before else None, after[-1] if after else None
 
 
 def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:
-    """Success of a domain, or of all (`mean`); `kind` is `mean` (sampled) or `greedy`."""
+    """Return the success of a domain or the `mean` of all; `kind`: `mean` (sampled) or `greedy`."""
     success = evaluation["success"] if evaluation else {}
     if domain == "mean":
         return fmean(of[kind] for of in success.values()) if success else None

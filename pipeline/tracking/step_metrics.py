@@ -1,4 +1,4 @@
-"""The metrics of a step, which the seed determines: means over its episodes on all ranks."""
+"""The metrics of a step that the seed determines: means over the episodes of all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# Metrics of groups without a signal, by how these groups ended; `few`: all episodes are left out,
-# or all but one.
-ENDS = ("failed", "solved", "few")
-DEAD = {
-    "frac_reward_zero_std": ENDS,
+# Metrics of zero-std groups, and the outcomes (see `_outcome`) that each metric counts.
+ZERO_STD = {
+    "frac_reward_zero_std": ("failed", "solved", "few"),
     "all_failed": ("failed",),
     "all_solved": ("solved",),
     "too_few_left": ("few",),
@@ -28,24 +26,22 @@ DEAD = {
 def rollout_metrics(
     batch: RolloutBatch, ranks: Ranks, config: Config
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """Means over the episodes of the stage's own groups on all ranks, and error counts.
+    """Return the metrics of a step's episodes, and each domain's numbers of episodes and errors.
 
-    The means are reward (of episodes that are not left out), zero-std groups, stop reasons and
-    tokens, also by domain. Further episodes of dynamic sampling are only counted, so that runs
-    with and without it can be compared. Errors and left-out episodes are counted among all.
-    The second value has, for each domain, the numbers of all episodes and of environment errors.
+    Tool errors, environment errors and left-out episodes count all episodes of the step. All other
+    metrics count only the stage's own groups, without the replacements of dynamic sampling. Rewards
+    do not count left-out episodes.
     """
-    size, domains = config.rollout.num_generations, config.data.domains
-    counts = _counts(batch, size, domains, config.evaluation.success_threshold)
-    total = dict(zip(counts, ranks.sum(list(counts.values())), strict=True))
-    here = [domain for domain in domains if total[f"groups {domain}"]]
-    judged = [domain for domain in here if total[f"judged {domain}"]]
-    episodes = total["episodes"]
+    counts = _counts(batch, config)
+    total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
+    size, domains, episodes = config.rollout.num_generations, config.data.domains, total["episodes"]
+    groups = {d: count for d in domains if (count := total[f"groups {d}"])}
+    judged = {d: count for d in domains if (count := total[f"judged {d}"])}
     metrics: dict[str, float] = {}
     if judged:
-        rewards, count = (sum(total[f"{n} {d}"] for d in judged) for n in ("reward", "judged"))
-        metrics["reward/mean"] = rewards / count
-        metrics |= {f"reward/{d}": total[f"reward {d}"] / total[f"judged {d}"] for d in judged}
+        rewards = {domain: total[f"reward {domain}"] for domain in judged}
+        metrics["reward/mean"] = sum(rewards.values()) / sum(judged.values())
+        metrics |= {f"reward/{domain}": rewards[domain] / n for domain, n in judged.items()}
     left_out = {f"{kind}/{d}": total[f"{kind} {d}"] for kind in LEFT_OUT for d in domains}
     metrics |= {
         "rollout/episodes": episodes,
@@ -56,10 +52,9 @@ def rollout_metrics(
         "rollout/left_out": sum(left_out.values()),
         **{f"rollout/left_out/{name}": count for name, count in left_out.items() if count},
     }
-    for kind, ends in DEAD.items():
-        dead = {d: sum(total[f"{end} {d}"] for end in ends) for d in here}
-        metrics[f"rollout/{kind}"] = sum(dead.values()) * size / episodes
-        metrics |= {f"rollout/{kind}/{d}": dead[d] / total[f"groups {d}"] for d in here}
+    for kind in ZERO_STD:
+        metrics[f"rollout/{kind}"] = sum(total[f"{kind} {d}"] for d in groups) * size / episodes
+        metrics |= {f"rollout/{kind}/{d}": total[f"{kind} {d}"] / n for d, n in groups.items()}
     metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
     if config.grpo.dynamic_sampling:
         replacements = sum(batch.rounds[1:])
@@ -69,15 +64,12 @@ def rollout_metrics(
     return metrics, {d: (int(total[f"played {d}"]), int(total[f"errors {d}"])) for d in domains}
 
 
-def _counts(
-    batch: RolloutBatch, size: int, domains: Sequence[str], threshold: float
-) -> dict[str, float]:
-    """Sums of this rank; the same names in the same order on every rank."""
+def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
+    """Return sums over this rank's episodes; every rank has the same names in the same order."""
+    size, threshold = config.rollout.num_generations, config.evaluation.success_threshold
     first, played = batch.first, batch.trajectories
     rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
-    dead = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
-    groups = range(0, len(first), size)
-    ends = [(first[i].domain, dead[i] and _end(first[i : i + size], threshold)) for i in groups]
+    is_zero_std = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
     counts: dict[str, float] = {
         "episodes": len(first),
         "tokens": sum(t.num_sampled_tokens for t in first),
@@ -85,23 +77,25 @@ def _counts(
         "tool errors": sum(t.num_tool_errors for t in played),
         **{f"stop {r}": sum(t.stop_reason == r for t in first) for r in StopReason},
     }
-    for domain in domains:
+    for domain in config.data.domains:
         judged = [t.reward for t in first if t.domain == domain and not t.left_out]
         all_of = [t for t in played if t.domain == domain]
+        groups = [i for i in range(0, len(first), size) if first[i].domain == domain]
+        outcomes = [_outcome(first[i : i + size], threshold) for i in groups if is_zero_std[i]]
         counts |= {
             f"reward {domain}": sum(judged),
             f"judged {domain}": len(judged),
-            f"groups {domain}": sum(of_group == domain for of_group, _ in ends),
+            f"groups {domain}": len(groups),
             f"played {domain}": len(all_of),
             f"errors {domain}": sum(t.stop_reason is StopReason.ENVIRONMENT_ERROR for t in all_of),
-            **{f"{end} {domain}": ends.count((domain, end)) for end in ENDS},
+            **{f"{kind} {domain}": sum(map(outcomes.count, of)) for kind, of in ZERO_STD.items()},
             **{f"{kind} {domain}": sum(t.left_out == kind for t in all_of) for kind in LEFT_OUT},
         }
     return counts
 
 
-def _end(group: Sequence[Trajectory], threshold: float) -> str:
-    """How a zero-std group ended."""
+def _outcome(group: Sequence[Trajectory], threshold: float) -> str:
+    """Return the outcome of a zero-std group: `failed`, `solved`, or `few` episodes counted."""
     rewards = [t.reward for t in group if not t.left_out]
     if len(rewards) < 2:
         return "few"
@@ -109,11 +103,12 @@ def _end(group: Sequence[Trajectory], threshold: float) -> str:
 
 
 def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates of one step that were not skipped, or over all if all were.
+    """Return the means of metrics over the updates of a step.
 
-    The difference from the sampler is taken from the first update.
+    Skipped updates do not count, unless all updates are skipped. `sampling_logp_difference` is the
+    value of the first update.
     """
-    done = [row for row in updates if not row["train/skipped"]] or updates
-    means = {name: sum(row[name] for row in done) / len(done) for name in done[0]}
-    means["train/skipped"] = sum(row["train/skipped"] for row in updates) / len(updates)
+    done = [update for update in updates if not update["train/skipped"]] or updates
+    means = {name: sum(update[name] for update in done) / len(done) for name in done[0]}
+    means["train/skipped"] = sum(update["train/skipped"] for update in updates) / len(updates)
     return means | {name: updates[0][name] for name in means if "sampling_logp_difference" in name}

@@ -1,28 +1,26 @@
-"""W&B gets a run replayed from its files: one row for each line of `metrics.jsonl`, sent once.
+"""Send a run's files to W&B: each line of `metrics.jsonl` becomes one row, sent once.
 
-The number of a line is W&B's own step (`_step`), so the server's last step shows the next line to
-send. The x axis of every plot is the run's step. `python -m pipeline.tracking.wandb RUN_FOLDER`
-sends the missing lines of a run that has ended; scripts/wandb_sync.sh calls it. Imports no torch.
+The index of a line is W&B's own step (`_step`), so the server's last step shows the next line to
+send. The x axis of every plot is the step of the run. scripts/wandb_sync.sh runs this module as a
+command, for a run that has ended. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import netrc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from math import ceil
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
+from requests.utils import get_netrc_auth
 
 from pipeline.config.former import read_metrics
 from pipeline.config.recipe import load_recipe
@@ -30,44 +28,41 @@ from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.afterwards import may_fail
 from pipeline.files.console import say
-from pipeline.files.durable import whole_lines, write_text
+from pipeline.files.durable import write_text
 from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of
-from pipeline.tracking.run_files import transcripts_in
+from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers
 
-FINISH_S = 20.0  # for the last upload
-FAILED_S = 5.0  # the same after a failure: other ranks wait for the error message
-ID_FILE = Path("wandb", "run-id")  # in the run folder
-HAS_THEM = "the run folder has them"
-MAX_STEPS, MAX_EPISODES = 50, 200  # in the table
-FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
-COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
+FINISH_S = 20.0  # timeout of the last upload
+FAILED_S = 5.0  # timeout of the last upload of a failed run, because other ranks wait
+ID_FILE = Path("wandb", "run-id")  # path in the run folder
+ADVICE = "the run folder has them"
 FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
-Record = Mapping[str, Any]
+Line = Mapping[str, Any]  # a line of metrics.jsonl or timings.jsonl
 
 
-def numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record that trackers get: their names have a group, as in `train/loss`."""
-    return {key: v for key, v in record.items() if "/" in key and isinstance(v, int | float)}
+def numbers(line: Line) -> dict[str, float]:
+    """Return the numbers of a line whose names have a group, as in `train/loss`."""
+    return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
 
 
 class WandbFeed:
-    """A run of W&B. A thread sends its rows, so that training never waits for W&B.
+    """A run of W&B. A thread sends the rows, so that training never waits for W&B.
 
     `metrics` and `timings` are the lines in the files; the server gets the lines that it lacks.
-    Raises UserError if W&B cannot start. An exception of the thread is raised by the next call.
+    Raises UserError if W&B cannot start. An exception in the thread is raised by the next call.
     """
 
     name = "W&B"
     advice = "; send them later with scripts/wandb_sync.sh"
 
     def __init__(
-        self, folder: Path, config: Config, metrics: Sequence[Record], timings: Sequence[Record]
+        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
     ) -> None:
         self._run = _start(folder, config)
-        # The next line to send; a run without a server (offline) gets the new lines only.
+        # The index of the first line to send. An offline run gets new lines only.
         self._next = self._run.starting_step if self._run.url else len(metrics)
-        self._line = -1  # the number of the last line
+        self._line = -1  # the index of the newest line
         self._error: Exception | None = None
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._make_calls, daemon=True)
@@ -75,48 +70,48 @@ class WandbFeed:
         for row in rows_of(metrics, timings):
             self.metrics(row)
 
-    def metrics(self, record: Record) -> None:
+    def metrics(self, line: Line) -> None:
         self._line += 1
-        self._log(_row(record))
+        self._log(_row(line))
 
-    def timings(self, record: Record) -> None:
-        self._log(numbers(record))
+    def timings(self, line: Line) -> None:
+        self._log(numbers(line))
 
     def close(self, failed: bool = False, results: Path | None = None) -> None:
-        """Send the rest and a run's results; raises TimeoutError if W&B does not answer."""
+        """Send the queued rows and the results; raises TimeoutError if W&B does not answer."""
         if results is not None and not (failed or self._run.disabled):
             self._calls.put(partial(send_results, self._run, results))
         self._calls.put(partial(self._run.finish, exit_code=int(failed)))
         self._calls.put(None)
         timeout = FAILED_S if failed else float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_S))
-        self._thread.join(timeout or None)  # without a timeout if it is 0
+        self._thread.join(timeout or None)  # WANDB_FINISH_TIMEOUT=0 means no timeout
         if self._thread.is_alive():
             for process in psutil.Process().children():
                 if process.name().startswith("wandb-core"):
-                    process.kill()  # which ends every call that waits for it
+                    process.kill()  # ends all calls that wait for this process
             self._thread.join(timeout=5)
             self._error = TimeoutError(f"it did not finish in {timeout:g} s")
         if self._error is not None:
             raise self._error
 
     def _log(self, row: dict[str, float]) -> None:
-        """W&B merges rows of the same step; the next step sends the row."""
+        """Queue a row; W&B merges rows of the same step."""
         if self._error is not None:
             raise self._error
         if self._line >= self._next:
             self._calls.put(partial(self._run.log, row, step=self._line))
 
     def _make_calls(self) -> None:
-        """Make the calls of the queue up to None, or until one fails."""
+        """Make the calls of the queue until None, or until one call fails."""
         import wandb
 
         try:
             for call in iter(self._calls.get, None):
                 call()
-            wandb.teardown()  # waits until everything is sent; run.finish() may return before
+            wandb.teardown()  # waits until everything is sent; run.finish() may not
         except Exception as error:
             self._error = error
-            with suppress(Exception):  # else W&B waits for its service when the process ends
+            with suppress(Exception):  # without teardown, W&B waits when the process ends
                 wandb.teardown(exit_code=1)
 
 
@@ -130,19 +125,23 @@ def remember_id(folder: Path, run_id: str) -> None:
     write_text(folder / ID_FILE, run_id + "\n")
 
 
-def _row(record: Record) -> dict[str, float]:
-    return {**numbers(record), "step": record["step"]}
+def _row(line: Line) -> dict[str, float]:
+    return {**numbers(line), "step": line["step"]}
 
 
-def rows_of(metrics: Sequence[Record], timings: Sequence[Record]) -> list[dict[str, float]]:
-    """A row for each line of metrics, with the timings of the same evaluation, or else step."""
-    keys = [[(r.get("kind"), r["step"], r.get("after")) for r in of] for of in (metrics, timings)]
-    rows = [_row(record) for record in metrics]
-    of_line, of_step = dict(zip(keys[0], rows, strict=True)), {row["step"]: row for row in rows}
-    for key, record in zip(keys[1], timings, strict=True):
-        row = of_line.get(key) or of_step.get(record["step"], {})
-        row |= numbers(record)
+def rows_of(metrics: Sequence[Line], timings: Sequence[Line]) -> list[dict[str, float]]:
+    """Return a row for each line of metrics, joined with timings of the same evaluation or step."""
+    rows = [_row(line) for line in metrics]
+    of_line = {_key(line): row for line, row in zip(metrics, rows, strict=True)}
+    of_step = {row["step"]: row for row in rows}
+    for line in timings:
+        row = of_line.get(_key(line)) or of_step.get(line["step"], {})
+        row |= numbers(line)
     return rows
+
+
+def _key(line: Line) -> tuple[Any, ...]:
+    return line.get("kind"), line["step"], line.get("after")
 
 
 def _start(folder: Path, config: Config) -> Any:
@@ -151,19 +150,22 @@ def _start(folder: Path, config: Config) -> Any:
     tree = masked_tree(config.model_dump(mode="json"))
     tracking, order = tree["tracking"], config.curriculum.order or config.data.domains
     group = f"{config.curriculum.curriculum} {'-'.join(order)}"
-    # `close` has a timeout of its own. The address of a repository may hold a token.
+    # `close` has its own timeout. The URL of a git repository may hold a token.
     settings = wandb.Settings(silent=True, console="off", finish_timeout=0, git_remote_url="")
-    names = {
-        "project": tracking["project"],
-        "name": tracking["run_name"] or folder.resolve().name,
-        "group": os.environ.get("WANDB_RUN_GROUP", group[:128]),  # W&B's server takes no more
-        "job_type": os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:64]),
-        "tags": tracking["tags"],
-        "id": known_id(folder),
-    }
-    argv, sys.argv = sys.argv, [masked(argument) for argument in sys.argv]  # W&B stores them
+    argv, sys.argv = sys.argv, [masked(argument) for argument in sys.argv]  # W&B stores sys.argv
     try:
-        run = wandb.init(**names, config=tree, dir=str(folder), resume="allow", settings=settings)
+        run = wandb.init(
+            project=tracking["project"],
+            name=tracking["run_name"] or folder.resolve().name,
+            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server's limit
+            job_type=os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:64]),
+            tags=tracking["tags"],
+            id=known_id(folder),
+            config=tree,
+            dir=str(folder),
+            resume="allow",
+            settings=settings,
+        )
     except wandb.errors.Error as error:
         raise UserError(
             f"report_to: W&B did not start ({reason_of(error)}); set WANDB_MODE=offline or "
@@ -172,7 +174,7 @@ def _start(folder: Path, config: Config) -> Any:
     finally:
         sys.argv = argv
     remember_id(folder, run.id)
-    run.define_metric("*", step_metric="step")  # the x axis; the summary has the last values
+    run.define_metric("*", step_metric="step")  # the x axis of every plot
     run.define_metric("step", hidden=True)
     if run.url:
         say(f"W&B: {run.url}")
@@ -180,88 +182,37 @@ def _start(folder: Path, config: Config) -> Any:
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B can log in without asking: by its environment variables or a netrc entry."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    with suppress(OSError, netrc.NetrcParseError):  # W&B cannot log in with such a file either
-        return netrc.netrc(path).authenticators(host) is not None
-    return False
-
-
-# Results at the end of a run; they are no row of the history
+    """Return whether W&B's environment variables or a netrc file hold a key."""
+    keys = map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    url = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    return any(keys) or get_netrc_auth(url) is not None
 
 
 def send_results(run: Any, folder: Path) -> None:
-    """Send all results that the run folder has; if one kind fails, the others are sent."""
+    """Send the results in the run folder; if one kind fails, the others are sent."""
     import wandb
 
     pictures = sorted(folder.glob("*.png"))
     files = [path for path in map(folder.joinpath, FILES) if path.is_file()]
-    with may_fail("W&B did not get the final numbers", HAS_THEM):
+    with may_fail("W&B did not get the final numbers", ADVICE):
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         run.summary.update(final_numbers(results))
-    with may_fail("W&B did not get the report and the pictures", HAS_THEM):
+    with may_fail("W&B did not get the report and the pictures", ADVICE):
         artifact = wandb.Artifact(f"report-{run.id}", type="report")
         for path in [*pictures, *files]:
-            artifact.add_file(str(path.resolve()), policy="immutable")  # without a copy
+            artifact.add_file(str(path.resolve()), policy="immutable")  # makes no copy
         run.log_artifact(artifact)
         run.summary.update({f"plots/{path.stem}": wandb.Image(str(path)) for path in pictures})
-    with may_fail("W&B did not get the table of episodes", HAS_THEM):
-        if rows := episode_rows(folder):
-            run.summary["trajectories"] = wandb.Table(columns=[*COLUMNS], data=rows)
-
-
-def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of the last evaluation as `final/<domain>/<name>`, and those of `transfer`."""
-    evaluations = results.get("evaluations") or [{"success": {}}]
-    names = {"mean": "success", "greedy": "greedy", "reward": "reward"}
-    return dict(_flat("transfer", results.get("transfer"))) | {
-        f"final/{domain}/{name}": rates[key]
-        for domain, rates in evaluations[-1]["success"].items()
-        for key, name in names.items()
-        if key in rates
-    }
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """The numbers in a tree of mappings whose leaves are numbers or [number, low, high]."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(f"{name}/{key}", item)
-    elif isinstance(value, list) and len(value) == 3:
-        names = (name, f"{name}/low", f"{name}/high")
-        yield from ((n, x) for n, x in zip(names, value, strict=True) if isinstance(x, int | float))
-    elif isinstance(value, int | float):
-        yield name, value
-
-
-def episode_rows(folder: Path) -> list[list[Any]]:
-    """At most MAX_EPISODES rows of the table, evenly from all steps, stages and evaluations."""
-    files = transcripts_in(folder)
-    steps = list(files)[:: ceil(len(files) / MAX_STEPS) or 1]
-    rows = []
-    for key in steps:
-        lines = [line for path in files[key] for line in whole_lines(path)]
-        every = ceil(len(lines) * len(steps) / MAX_EPISODES) or 1
-        for episode in map(json.loads, lines[::every]):
-            conversation = "\n\n".join(map(_text, episode["messages"]))
-            rows.append([*key, *map(episode.get, FIELDS), conversation])
-    return rows
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    lines = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
-    return f"{message['role']}: " + "\n".join(filter(None, [message.get("content"), *lines]))
+    with may_fail("W&B did not get the table of episodes", ADVICE):
+        if episodes := episode_rows(folder):
+            run.summary["trajectories"] = wandb.Table(columns=[*COLUMNS], data=episodes)
 
 
 # Runs that have ended
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
-    """Run the command; returns 0 if it is done, 1 after a fault, 2 after a mistake of the user."""
+    """Return 0 after the command, 2 after a UserError, 1 after another exception."""
     try:
         command()
     except UserError as error:
@@ -274,7 +225,7 @@ def exit_code_of(command: Callable[[], None]) -> int:
 
 
 def send(*arguments: str) -> None:
-    """Send the missing lines of a run that has ended; the only argument is its folder."""
+    """Send missing lines and results of a run that has ended; the argument is the run folder."""
     folder = Path(*arguments)
     if len(arguments) != 1 or not (folder / METRICS).is_file():
         raise UserError(f"RUN_FOLDER: {folder} holds no run; give one run folder")

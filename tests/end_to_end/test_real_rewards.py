@@ -20,7 +20,7 @@ from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
 from pipeline.evaluation import results
 from pipeline.report import write as report
-from pipeline.tracking.wandb import final_numbers
+from pipeline.tracking.run_files import final_numbers
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import Unreported
 from tests.support.helpers import make_task, say

@@ -13,7 +13,8 @@ from numpy import float32
 
 from pipeline.files.durable import read_records
 from pipeline.rollout.trajectory import StopReason
-from pipeline.tracking.wandb import episode_rows, final_numbers, numbers, rows_of
+from pipeline.tracking.run_files import episode_rows, final_numbers
+from pipeline.tracking.wandb import numbers, rows_of
 from scripts import wandb_dashboard
 from tests.support import ROOT
 from tests.support.warm_process import WarmRun

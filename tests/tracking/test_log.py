@@ -95,7 +95,6 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     with RunLog(tmp_path / "run", config("wandb", "tensorboard"), is_main=False) as log:
         log.metrics(TRAIN)
         log.timings(TIMES)
-        log.sync()
         assert log.state_dict()["sizes"] == {}
         assert log.tracker_run_id is None
     with StageProgress("airline", 10, is_main=False) as progress:

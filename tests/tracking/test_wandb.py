@@ -23,7 +23,7 @@ from pipeline.errors import UserError
 from pipeline.files.durable import read_records
 from pipeline.tracking import wandb as feed
 from pipeline.tracking.log import RunLog
-from pipeline.tracking.wandb import episode_rows
+from pipeline.tracking.run_files import episode_rows
 from scripts import wandb_dashboard
 from tests.support import ROOT
 from tests.support.warm_process import WarmRun
