@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.former import read_metrics, translated_tree
+from pipeline.config.former import read_metrics, translated
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
 
@@ -76,7 +76,7 @@ def load_run(folder: Path) -> RunData:
     trained = {record["stage"] for record in train}
     return RunData(
         folder=folder,
-        config=translated_tree(yaml.safe_load((folder / "config.yaml").read_text("utf-8"))),
+        config=translated(yaml.safe_load((folder / "config.yaml").read_text("utf-8"))),
         results=results,
         stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
         replay=curriculum["replay"],
