@@ -1,6 +1,7 @@
 """Names of settings and metrics in TRL and in earlier versions, with their present form.
 
-Recipes and flags with such a name are refused with the present form. Files of a run are translated.
+An error for a former name in a recipe or flag gives the present form. Former names in the files of
+a run are translated.
 """
 
 from __future__ import annotations

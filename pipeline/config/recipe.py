@@ -62,7 +62,7 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The values of a recipe, by section, and its name. UserError for an unknown setting.
+    """The values of a recipe by section, and the recipe's name. UserError for an unknown setting.
 
     Every section is present. Former names in the `config.yaml` of a run folder are translated.
     """

@@ -1,7 +1,7 @@
 """One typed tree of settings. A recipe (YAML) and flags set their values.
 
 Every setting has one flag, such as `--learning-rate`. Flags of the warm start have a prefix, such
-as `--warm-start-steps`. Settings that TRL has, too, have TRL's names. `rules.py` checks settings
+as `--warm-start-steps`. Settings of TRL have the same names as in TRL. `rules.py` checks settings
 against each other.
 """
 
@@ -54,7 +54,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse empty text, and true or false for numbers: pydantic would read true as 1."""
+        """Refuse empty text, and true or false for numbers: pydantic reads true as 1."""
         is_switch = cls.model_fields[str(info.field_name)].annotation is bool
         if value == "" or (isinstance(value, bool) and not is_switch):
             raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
@@ -91,7 +91,7 @@ class DataSettings(Section):
 
     @property
     def import_strings(self) -> dict[str, str]:
-        """The environment class, as `module:Class`, of each domain that `domains` may name."""
+        """The environment class of each known domain, as `module:Class`."""
         return {**EMBEDDED_DOMAINS, **self.environments}
 
 
@@ -116,7 +116,7 @@ class CurriculumSettings(Section):
     stage_weights: Weights = field({}, "weights of stages, which share max_steps; missing: 1")
     stage_steps: dict[str, PositiveInt] = field({}, "numbers of steps; other stages share the rest")
     stage_tasks: dict[str, PositiveInt] = field({}, "numbers of tasks, instead of stage_steps")
-    plateau_patience: NonNegativeInt = field(0, "validations without progress to end a stage")
+    plateau_patience: NonNegativeInt = field(0, "validations without gain to end a stage; 0: never")
     plateau_delta: NonNegativeFloat = field(0.01, "least increase of success that is progress")
     replay: ShareBelowOne = field(0.3, "share of a step's groups from earlier domains")
 
@@ -136,7 +136,7 @@ class RolloutSettings(Section):
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
-    max_error_rate: Share = field(0.5, "largest share of failed episodes in a domain; 1: all")
+    max_error_rate: Share = field(0.5, "share of failed episodes that ends a run; 1: none")
 
 
 class GRPOSettings(Section):
@@ -159,7 +159,7 @@ class GRPOSettings(Section):
     use_bias_correction_kl: bool = field(False, "multiply the KL term by the ratio (DeepSeek-V3.2)")
     sync_ref_model: bool = field(False, "each stage's initial policy is its reference")
     epsilon: PositiveFloat = field(0.2, "lower clip of the ratio")
-    epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: most ratio")
+    epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the limit")
     delta: PositiveFloat | None = field(None, "bound of the ratio for negative advantages")
     loss_type: LossType = field("dapo", "the loss and its normalisation, as in TRL")
     importance_sampling_level: RatioLevel = field("token", "a ratio per token, or episode (GSPO)")
@@ -201,12 +201,14 @@ class RunSettings(Section):
     """run"""
 
     num_gpus: PositiveInt | None = field(None, "number of ranks; missing: as launched")
-    seed: int = field(1, "seed of all random numbers", ge=0, le=MAX_SEED)
+    seed: int = field(1, "seed of the model and of all sampling", ge=0, le=MAX_SEED)
     output_dir: Path | None = field(None, "run folder; missing: runs/<recipe>-<time>")
     save_steps: NonNegativeInt = field(50, "steps between checkpoints; 0: at stage ends only")
     save_minutes: PositiveFloat | None = field(None, "minutes between additional checkpoints")
     save_total_limit: PositiveInt = field(2, "number of step checkpoints to keep")
-    resume_from_checkpoint: str | None = field(None, "name, path, `latest`, or `auto`: if any")
+    resume_from_checkpoint: str | None = field(
+        None, "a name, a path, `latest`, or `auto` (the latest, or a new run if there is none)"
+    )
     override: bool = field(False, "resume with other settings than the checkpoint's")
     timeout: PositiveFloat = field(600.0, "seconds of a collective, or without progress")
     deterministic: bool = field(False, "equal bits on any number of CPU ranks; slow")

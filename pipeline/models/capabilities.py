@@ -17,7 +17,7 @@ from pipeline.files.untrusted import reason_of
 def why_generate(model: Any) -> str | None:
     """Return the reason why `generate` must sample a model; None if the row sampler can.
 
-    Reads no weights. UserError if neither of the two can sample the model.
+    Reads no weights. UserError if neither `generate` nor the row sampler can sample the model.
     """
     why = unserved(model.config.get_text_config())
     if why is None and getattr(model, "_is_stateful", False):
@@ -29,10 +29,7 @@ def why_generate(model: Any) -> str | None:
 
 
 def unserved(config: Any) -> str | None:
-    """Return the reason why the row sampler's key-value cache cannot hold a model; None if it can.
-
-    The cache holds full attention only.
-    """
+    """Return why the row sampler's cache cannot hold a model's layers; None for full attention."""
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [window])
     return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"

@@ -78,7 +78,7 @@ def _check_targets(model: Any, targets: list[str]) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """Return the base of a model with adapters, with PEFT's layers in it, or a plain model."""
+    """Return the base of a model with adapters, which contains PEFT's layers, or a plain model."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -145,7 +145,13 @@ def base_of(folder: str | Path) -> str:
             f"model: the adapters in {folder} name no base model; enter it in {ADAPTER_CONFIG}"
         )
     sibling = Path(folder).resolve().parent / Path(name).name
-    return str(sibling) if sibling.is_dir() else name
+    base = str(sibling) if sibling.is_dir() else name
+    if is_adapter(base):
+        raise UserError(
+            f"model: the adapters in {folder} have adapters as their base model; mend "
+            f"base_model_name_or_path in {ADAPTER_CONFIG}"
+        )
+    return base
 
 
 def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

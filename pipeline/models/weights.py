@@ -41,7 +41,7 @@ class SamplingCopy:
         self.model: Any = (plain.unload() if adapted else plain).eval()
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         self._adapted: Any = copy.deepcopy(model, frozen) if adapted else None
-        self._adapters = lora.adapters_of(self._adapted) if adapted else {}
+        self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert the parameters to a type. `load` converts later weights to the type, too."""

@@ -16,8 +16,7 @@ from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import Row
 from pipeline.data.tasks import Message, Task
-from pipeline.environments import domains as registry
-from pipeline.environments.domains import Domain, generated, load_domains
+from pipeline.environments.domains import Domain, generated, load_domains, try_task
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -45,7 +44,7 @@ class Prepared:
     @property
     def environments(self) -> dict[str, type[Any]]:
         """The environment class of each domain."""
-        return registry.environments_of(self.domains)
+        return {name: domain.environment for name, domain in self.domains.items()}
 
     def sources(self, stage: Stage) -> dict[str, Sequence[Task]]:
         """The training tasks of a stage's domains."""
@@ -135,7 +134,7 @@ def train_tasks(
     tasks = open_tasks(domain.name, source, data.dataset_train_split, visit)[:count]
     for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
         limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
-        registry.try_task(domain, task, source, limit, success)
+        try_task(domain, task, source, limit, success)
     return tasks, _longest(tasks, lengths)
 
 

@@ -98,7 +98,7 @@ def gap_of(config: Config, model: Any) -> float:
     if grpo.gradient_checkpointing:
         recompute_layers(model)
     sampler.load_weights(trained_weights(model))
-    items = [(t, 1.0, 1.0) for t in _converse(sampler, _vocabulary(model))]
+    items = [(t, 1.0, 1.0) for t in _converse(sampler, model.get_input_embeddings().num_embeddings)]
     module = TokenLogprobs(model, rollout.temperature).eval()
     if grpo.padding_free:
         refuse_mixed_up_sequences(module)
@@ -140,10 +140,13 @@ def _ids(number: int, count: int, vocabulary: int) -> list[int]:
 
 @torch.no_grad()
 def _check_positions(config: Config, model: Any) -> str:
-    """UserError if learned positions end before `max_tokens`; a note if the model was trained on
-    shorter sequences."""
+    """Return a note if `max_tokens` exceeds the model's trained length, else "".
+
+    UserError if `max_tokens` exceeds the model's learned positions.
+    """
     limit, ids = config.rollout.max_tokens, torch.ones((1, 1), dtype=torch.int64)
-    trained = getattr(_text(model.config), "max_position_embeddings", None)
+    text = model.config.get_text_config(decoder=True)
+    trained = getattr(text, "max_position_embeddings", None)
     for position in (0, limit - 1):
         try:
             model.get_decoder()(ids, position_ids=position * ids, use_cache=False)
@@ -186,16 +189,16 @@ def _made(empty: Any, config: Any) -> Any:
     for seed, layer in enumerate((model.get_input_embeddings(), model.get_output_embeddings())):
         _fill([layer.weight], seed + 2, 3 / math.sqrt(layer.weight.shape[-1]))
     with torch.no_grad():
-        model(torch.tensor([_ids(0, 5, _vocabulary(model))]), use_cache=False)
+        model(torch.tensor([_ids(0, 5, layer.weight.shape[0])]), use_cache=False)
     return model
 
 
 def _narrowed(config: Any) -> Any:
     """Reduce the number of heads and the width; heads keep their size."""
-    text = _text(config)
+    text = config.get_text_config(decoder=True)
     heads, width = text.num_attention_heads, text.hidden_size
-    queries = heads // (getattr(text, "num_key_value_heads", None) or heads)  # per key-value head
-    few = min(heads, 2 * queries)
+    queries = heads // (getattr(text, "num_key_value_heads", None) or heads)
+    few = min(heads, 2 * queries)  # two key-value heads
     is_free = vars(text).get("head_dim") is not None or hasattr(text, "kv_lora_rank")
     text.num_attention_heads = few
     # In some architectures the width is the number of heads times their size.
@@ -208,7 +211,7 @@ def _narrowed(config: Any) -> Any:
 def _shrunk(config: Any) -> Any:
     """Reduce layers, vocabulary, experts and sizes; at least one layer of each kind stays."""
     config = copy.deepcopy(config)
-    text = _text(config)
+    text = config.get_text_config(decoder=True)
     count = text.num_hidden_layers
     by_layer = {
         name: value
@@ -233,16 +236,8 @@ def _shrunk(config: Any) -> Any:
     return config
 
 
-def _text(config: Any) -> Any:
-    return config.get_text_config(decoder=True)
-
-
 def _is_served(model: Any) -> bool:
     return unserved(model.config.get_text_config()) is None
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.get_input_embeddings().num_embeddings)
 
 
 @torch.no_grad()
