@@ -1,10 +1,11 @@
-"""GRPO in one file: a tiny model learns one domain, on one process and without a launcher.
+"""GRPO in one file: a tiny model learns one domain, in one process and without a launcher.
 
     python scripts/minimal_grpo.py [--domain airline] [--steps 40] [--warm-start-steps 300]
 
-These are the lines of the algorithm, made of the package's own pieces: read it first. What a run
-of `pipeline/run.py` adds to it (ranks, stages, checkpoints, validations, metrics files, a report)
-is in `docs/architecture.md`. Reward: 1 where an episode ends as the customer and the rules want.
+This file shows the whole algorithm, with functions of the package: read this file first. The
+command `pipeline/run.py` adds ranks, stages, checkpoints, validations, metrics files and a report,
+which `docs/architecture.md` describes. The reward of an episode is 1 if the episode ends in the
+state that the customer's request and the domain's rules demand, else 0.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from pipeline.sft import IGNORED, encode
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Warm-start, train and evaluate; returns the success rate on held-out tasks."""
+    """Warm-start, train and evaluate a model. Returns the success rate on held-out tasks."""
     parser = argparse.ArgumentParser(description="GRPO in one file, on one domain")
     parser.add_argument("--domain", default="airline")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm-start-steps", type=int, default=300)
     options = parser.parse_args(argv)
 
-    # The defaults of every setting: --help of pipeline/run.py lists them.
+    # `pipeline/run.py --help` lists all settings with their defaults.
     config = Config.model_validate({"data": {"domains": [options.domain]}})
     domain = load_domains(config.data)[options.domain]
     tokenizer = tiny_tokenizer([domain])
     model, chat = tiny_model(tokenizer, seed=1), Chat(tokenizer)
-    assert domain.generate_tasks, "a domain without it brings a file of tasks"
+    assert domain.generate_tasks, "this domain cannot generate tasks"
     tasks = domain.generate_tasks(0, 800, "train", "medium")
     held_out = domain.generate_tasks(0, 100, "test", "medium")
 
@@ -65,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 
 def warm_start(model: Any, chat: Chat, domain: Domain, tasks: list[Task], steps: int) -> None:
-    """Supervised steps on the expert's conversations, which follow the rules only in part."""
+    """Train with supervision on conversations of a scripted expert.
+
+    In 30 % of the conversations, the expert states the domain's rule before acting.
+    """
     tools = tool_schemas(domain.environment)
     talks = (domain.demonstrate(task, 60, rule_share=0.3)[0] for task in tasks)
     rows = [encode(chat, messages, tools) for messages in talks]
@@ -82,9 +86,13 @@ def warm_start(model: Any, chat: Chat, domain: Domain, tasks: list[Task], steps:
 
 
 def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps: int) -> None:
-    """GRPO: play a group of episodes a task, compare siblings, make what was better likelier."""
+    """Train with GRPO.
+
+    Each step samples a group of G episodes per task, computes the advantages of each group from
+    its rewards, and updates the policy once.
+    """
     settings, limits = config.grpo, config.rollout
-    size = limits.num_generations  # G, episodes of a task
+    size = limits.num_generations  # G, the number of episodes per task
     policy = TokenLogprobs(model, limits.temperature).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     for step in range(1, steps + 1):
@@ -97,14 +105,13 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
         episodes = rollout(requests)
         rewards = torch.tensor([episode.reward for episode in episodes])
         advantages = group_advantages(rewards, size)
-        alive = ~zero_std_groups(
-            rewards, size
-        )  # a group in which all earned the same teaches nothing
-        loss = update(policy, optimizer, episodes, advantages, alive, config)
+        # Groups with equal rewards have zero advantages, so the update leaves them out.
+        is_trained = ~zero_std_groups(rewards, size)
+        loss = update(policy, optimizer, episodes, advantages, is_trained, config)
         rollout.sampler.load_weights(trained_weights(model))
         print(
             f"step {step}: reward {rewards.mean():.2f}, "
-            f"groups with signal {alive.float().mean():.0%}, loss {loss:.4f}"
+            f"groups with signal {is_trained.float().mean():.0%}, loss {loss:.4f}"
         )
 
 
@@ -113,18 +120,18 @@ def update(
     optimizer: torch.optim.Optimizer,
     episodes: list[Trajectory],
     advantages: torch.Tensor,
-    alive: torch.Tensor,
+    is_trained: torch.Tensor,
     config: Config,
 ) -> float:
-    """One optimizer step on the sampled tokens of the groups that are alive; returns the loss."""
-    lengths = [e.num_sampled_tokens * int(a) for e, a in zip(episodes, alive, strict=True)]
+    """Make one optimizer step on the sampled tokens of trained episodes. Returns the loss."""
+    lengths = [e.num_sampled_tokens * int(t) for e, t in zip(episodes, is_trained, strict=True)]
     num_tokens = sum(lengths)
     if num_tokens == 0:
         return 0.0
     settings, most = config.grpo, config.rollout.max_tokens
-    weights = token_weights(lengths, settings.loss_type, int(alive.sum()), num_tokens, most)
+    weights = token_weights(lengths, settings.loss_type, int(is_trained.sum()), num_tokens, most)
     triples = zip(episodes, advantages.tolist(), weights, strict=True)
-    items = [item for item, is_alive in zip(triples, alive, strict=True) if is_alive]
+    items = [item for item, trained in zip(triples, is_trained, strict=True) if trained]
     total = 0.0
     for batch in make_micro_batches(items, settings.max_tokens_per_microbatch, pad_id=0):
         logprobs, entropy = policy(batch)
@@ -138,7 +145,7 @@ def update(
 
 
 def success(rollout: Rollout, tasks: list[Task]) -> float:
-    """The share of tasks that end with reward 1, sampled once each."""
+    """The share of tasks with reward 1, with one sampled episode per task."""
     requests = [
         RolloutRequest(task=task, trial=0, key=stream_key("held out", task.id)) for task in tasks
     ]

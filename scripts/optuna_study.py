@@ -1,14 +1,14 @@
-"""A search over settings with Optuna: each trial is a run, and the hopeless ones end early.
+"""Search settings with Optuna. Each trial is a run, and bad trials end early.
 
     python scripts/optuna_study.py --recipe mixed --trials 20 \\
         --search learning_rate=1e-4..1e-3:log replay=0..0.5 loss_type=dapo,grpo
 
-What is maximized is success on validation tasks, the mean over the domains of the run's last
-validation; held-out tasks of the test split play no part. A trial whose success at a step is below
-the median of earlier trials at that step gets SIGTERM, upon which a run saves and ends. The same
-command goes on with a study that was interrupted, the interrupted trial from its last checkpoint,
-and several such processes, each of one trial at a time, may share a `--storage`. Flags that follow
-`--` go to every run. Needs `pip install optuna` (the extra `search`).
+The search maximizes success on validation tasks, the mean over domains in the last validation of a
+run. Held-out tasks of the test split are not used. A trial gets SIGTERM if its success at a step is
+below the median of earlier trials at the step; the run then saves and ends. The same command
+continues an interrupted study, and resumes the interrupted trial from its last checkpoint. Several
+processes may share a `--storage`; each process runs one trial at a time. Flags after `--` are
+passed to every run. Needs `pip install optuna` (the extra `search`).
 
 Exit codes: 0 done, 1 no trial was completed, 2 a mistake in the command, 75 interrupted.
 """
@@ -38,16 +38,16 @@ from pipeline.errors import INTERRUPTED, UserError, nearest
 
 RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "run.py"))
 NUMBER = r"[+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?"
-POLL_S = 0.5  # between looks at what a run has written
+POLL_S = 0.5  # seconds between reads of a run's metrics
 
 
 class RunFailed(Exception):
-    """A run that ended with neither a result nor a checkpoint to prune at."""
+    """A run that ended without a result and without a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A setting and where its values come from: a range, or a list of choices."""
+    """A setting with a range or a list of choices."""
 
     name: str
     low: float = 0.0
@@ -65,15 +65,15 @@ class Search:
         return repr(trial.suggest_float(self.name, self.low, self.high, log=self.is_log))
 
     def ends(self) -> tuple[str, ...]:
-        """Values between which all others lie, or all."""
+        """The two ends of a range, or all choices."""
         ends = (self.low, self.high)
         return self.choices or tuple(str(int(end) if self.is_whole else end) for end in ends)
 
 
 def parse_search(words: Sequence[str]) -> list[Search]:
-    """`learning_rate=1e-4..1e-3:log`, `tasks_per_step=8..32` or `loss_type=dapo,grpo`.
+    """Parse `learning_rate=1e-4..1e-3:log`, `tasks_per_step=8..32` or `loss_type=dapo,grpo`.
 
-    UserError says what is no setting, or no range.
+    UserError for an unknown setting or a wrong range.
     """
     known = {name_of(*key): field.annotation for key, field in SETTINGS.items()}
     found = []
@@ -98,7 +98,7 @@ def parse_search(words: Sequence[str]) -> list[Search]:
 
 
 def validations(folder: Path) -> Iterator[tuple[int, float]]:
-    """Step and success, the mean over domains, of a run's validations so far."""
+    """Step and mean success over domains of each validation of a run."""
     path = folder / "metrics.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines(True) if path.is_file() else ():
         record = json.loads(line) if line.endswith("\n") else {}
@@ -109,7 +109,7 @@ def validations(folder: Path) -> Iterator[tuple[int, float]]:
 
 
 class Study:
-    """The trials of an Optuna study as runs in one folder."""
+    """Runs the trials of an Optuna study in one folder."""
 
     def __init__(
         self, study: Any, folder: Path, searches: Sequence[Search], flags: Sequence[str]
@@ -118,7 +118,7 @@ class Study:
         self.command: Sequence[str] = RUN
 
     def run(self, num_trials: int) -> None:
-        """Run trials until so many are finished, whenever they were begun."""
+        """Run trials until `--trials` trials of the study are finished."""
         from optuna.trial import TrialState
 
         self._take_back()
@@ -128,7 +128,7 @@ class Study:
             self.study.optimize(self._play, n_trials=left, catch=(RunFailed,))
 
     def _take_back(self) -> None:
-        """Let trials of a process of this machine that was killed be run again."""
+        """Queue trials again whose process on this machine was killed."""
         from optuna.trial import TrialState
 
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
@@ -141,7 +141,7 @@ class Study:
         self.study.enqueue_trial(trial.params, {"folder": trial.user_attrs["folder"]})
 
     def _play(self, trial: Any) -> float:
-        """One trial; raises TrialPruned or RunFailed where it gives no success."""
+        """Run one trial and return its success; raises TrialPruned or RunFailed."""
         from optuna import TrialPruned
 
         name = trial.user_attrs.get("folder", f"trial-{trial.number:04d}")
@@ -164,7 +164,7 @@ class Study:
         return value
 
     def _watch(self, trial: Any, folder: Path, flags: Sequence[str]) -> float:
-        """Run, and report each validation as it is written; success of the last one."""
+        """Run a trial, report each validation to Optuna, and return the last success."""
         from optuna import TrialPruned
 
         words = [*self.command, *self.flags, *flags, "--output-dir", str(folder)]
@@ -183,7 +183,7 @@ class Study:
                         trial.report(success, step)
                         if trial.should_prune() and not ended:
                             raise TrialPruned
-        finally:  # a run that is told to end saves first
+        finally:  # A run saves a checkpoint on SIGTERM.
             if process.poll() is None:
                 process.terminate()
                 process.wait()
@@ -193,7 +193,7 @@ class Study:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has, after waiting a moment for it."""
+    """Whether a process has ended, or ends within a moment."""
     try:
         process.wait(POLL_S)
     except subprocess.TimeoutExpired:
@@ -222,7 +222,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(searches: Sequence[Search], flags: Sequence[str]) -> None:
-    """Refuse now what a run would refuse later."""
+    """Check the flags of all runs before the first run."""
     for search in searches:
         for value in search.ends():
             parse([*flags, *flags_of({search.name: value})])
@@ -236,7 +236,7 @@ def _check(searches: Sequence[Search], flags: Sequence[str]) -> None:
 
 
 def _open(options: argparse.Namespace) -> Any:
-    """The study, as it stands in its storage; UserError where there is no Optuna."""
+    """Load or create the study in its storage; UserError if Optuna is not installed."""
     try:
         import optuna
     except ImportError:
@@ -251,7 +251,7 @@ def _open(options: argparse.Namespace) -> Any:
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=options.startup_trials),
     )
-    # Not the draws of the trials that are there already.
+    # The seed differs from the seeds of existing trials.
     study.sampler = optuna.samplers.TPESampler(seed=options.seed + len(study.trials))
     return study
 

@@ -1,15 +1,15 @@
-"""Runs of one recipe over a grid of settings and several seeds, then one page that compares them.
+"""Run one recipe over a grid of settings and several seeds, and compare the runs on one page.
 
     python scripts/sweep.py --recipe forgetting --grid beta=0,0.05 replay=0,0.1,0.2 --seeds 1 2 3
 
-Each configuration is a run of its own, one after another, or `--side-by-side` as many at a time:
-on a machine with GPUs each run has its own, and by default all GPUs are in use. Mixed training
-with the same number of episodes is always run as well: it is the reference of the comparison.
-Runs of a seed share one warm start, so that they differ by nothing but the grid.
+Each combination of settings and seed is a run. `--side-by-side` runs start at a time. On a machine
+with GPUs, each run has its own GPUs, and by default all GPUs are used. A run with mixed training on
+the same number of episodes is always added as the reference of the comparison. Runs of a seed share
+one warm start, so the runs differ only in the grid's settings.
 
-A sweep that was interrupted goes on where it stood when the same command is given again; a folder
-whose runs had other flags is refused. Flags that follow `--` go to every run. Exit code 1 where a
-run failed; the others are compared.
+The same command continues an interrupted sweep. A folder whose runs had other flags is refused.
+Flags after `--` are passed to every run. The exit code is 1 if a run failed; other runs are
+compared.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from pipeline.errors import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a mixed run has instead of a sequence of stages.
+# Settings of the reference run with mixed training.
 MIXED = {"curriculum": "mixed", "order": "none", "stage_steps": "{}", "stage_tasks": "{}"}
-FIXED = ("model", "warm_start", "data")  # sections that decide what the warm start is
-WARM_STARTS = "warm-starts"  # folder
-OWN = ("run", "tracking")  # sections that a sweep sets itself, or that compare nothing
+FIXED = ("model", "warm_start", "data")  # sections whose settings change the warm start
+WARM_STARTS = "warm-starts"  # name of a folder
+OWN = ("run", "tracking")  # sections that cannot be in a grid
 WORDS = {"true": True, "yes": True, "on": True, "1": True}
 WORDS |= {"false": False, "no": False, "off": False, "0": False}
-# A warm start is no stage: whatever the curriculum, there are no steps.
+# A warm start needs no stages.
 NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --stage-tasks {} "
 NO_STAGES += "--eval-steps 0 --plateau-patience 0 --domain-weights {}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run: its folder's name, and its flags."""
+    """The name of a run's folder, and the flags of the run."""
 
     name: str
     flags: tuple[str, ...]
@@ -58,7 +58,7 @@ class Job:
 def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     options = parser().parse_args(argv[:place])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its runs end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The exit also ends the runs.
     try:
         grid = parse_grid(options.grid)
         configurations = expand(grid)
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         refuse_doubles([str(seed) for seed in options.seeds], "--seeds")
         common = ["--config", options.recipe, *refuse_own(argv[place + 1 :])]
         for settings in configurations:
-            parse([*common, *flags_of(settings)])  # refused now, not after hours
+            parse([*common, *flags_of(settings)])  # refuses wrong settings before the first run
         folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
         side_by_side = options.side_by_side or max(1, num_gpus() // options.num_gpus)
         sweep = Sweep(folder, options.num_gpus, side_by_side)
@@ -95,9 +95,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
-    """`beta=0,0.05` as {"beta": ["0", "0.05"]}; values with commas stand in brackets or braces.
+    """Parse `beta=0,0.05` to {"beta": ["0", "0.05"]}. Brackets or braces protect commas.
 
-    UserError names what is no setting.
+    UserError for an unknown setting.
     """
     known = {name_of(section, name): (section, name) for section, name in SETTINGS}
     grid: dict[str, list[str]] = {}
@@ -118,7 +118,7 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def split_values(text: str) -> list[str]:
-    """The values between commas; those inside brackets or braces do not count."""
+    """Split a text at commas that are outside brackets and braces."""
     values, depth = [""], 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
@@ -126,12 +126,12 @@ def split_values(text: str) -> list[str]:
             values.append("")
         else:
             values[-1] += character
-    # A list is a flag's `a,b`.
+    # A flag takes a list as `a,b`.
     return [(v[1:-1] or "none") if v.startswith("[") else v for v in values]
 
 
 def name_of(section: str, name: str) -> str:
-    """A setting's name in a grid: that of its flag, `warm_start_steps`."""
+    """The name of a setting in a grid, such as `warm_start_steps`."""
     return flag(section, name)[2:].replace("-", "_")
 
 
@@ -140,7 +140,7 @@ def is_of(name: str, sections: Sequence[str]) -> bool:
 
 
 def refuse_own(flags: Sequence[str]) -> Sequence[str]:
-    """Flags for every run, without those that the sweep gives; UserError names the first."""
+    """Return the flags for every run; UserError for a flag that the sweep sets itself."""
     own = ("seed", "num_gpus", "output_dir", "run_name", "resume_from_checkpoint", "config")
     for word in flags:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -155,7 +155,7 @@ def refuse_doubles(words: Sequence[str], where: str) -> None:
 
 
 def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """Every combination, and mixed training, which all of them are compared with."""
+    """Every combination of the grid, and mixed training as the reference."""
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     if any(settings.get("curriculum") == "mixed" for settings in combinations):
         return combinations
@@ -163,7 +163,7 @@ def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 
 
 def flags_of(settings: Mapping[str, str]) -> list[str]:
-    """Flags of a configuration; switches have no value."""
+    """The flags of a configuration; boolean flags have no value."""
     flags: list[str] = []
     annotations = {name_of(s, n): field.annotation for (s, n), field in SETTINGS.items()}
     for name, value in settings.items():
@@ -179,7 +179,7 @@ def flags_of(settings: Mapping[str, str]) -> list[str]:
 
 
 def label(settings: Mapping[str, str]) -> str:
-    """A folder's name: `replay=0.1`, `mixed`."""
+    """The name of a configuration's folder, such as `replay=0.1` or `mixed`."""
     is_mixed = settings.get("curriculum") == "mixed"
     shown = {n: v for n, v in settings.items() if not (is_mixed and MIXED.get(n) == v)}
     parts = ["mixed"] * is_mixed + [f"{name}={value}" for name, value in shown.items()]
@@ -194,7 +194,7 @@ def num_gpus() -> int:
 
 
 class Sweep:
-    """Runs jobs in a folder, several at a time; what they print goes into `<name>.log`."""
+    """Runs jobs in a folder, several at a time, with their output in `<name>.log`."""
 
     def __init__(self, folder: Path, ranks: int, side_by_side: int) -> None:
         self.folder, self.ranks, self.side_by_side = folder, ranks, side_by_side
@@ -211,7 +211,7 @@ class Sweep:
         common: Sequence[str],
         shares_warm_start: bool = True,
     ) -> list[str]:
-        """All configurations with all seeds; returns the names of those that failed."""
+        """Run all configurations with all seeds; return the names of failed runs."""
         starts: dict[int, list[str]] = {seed: [] for seed in seeds}
         failed: list[str] = []
         if shares_warm_start and parse(list(common)).warm_start.steps:
@@ -242,7 +242,7 @@ class Sweep:
         return (self.folder / job.name).resolve()
 
     def run_all(self, jobs: Sequence[Job]) -> list[str]:
-        """Run jobs in this order, as many at a time as may be; returns those that failed."""
+        """Run jobs in the given order, several at a time; return the names of failed jobs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         failed: list[str] = []
         with ThreadPoolExecutor(self.side_by_side) as pool:
@@ -258,7 +258,7 @@ class Sweep:
         return failed
 
     def _run(self, job: Job) -> int:
-        done = self.folder / f"{job.name}.done.json"  # the flags of a run that came to its end
+        done = self.folder / f"{job.name}.done.json"  # flags of the finished run
         if self._stopped.is_set() or done.is_file():
             return 0 if self._stopped.is_set() else self._check_done(done, job)
         slot, log = self._slots.get(), self.folder / f"{job.name}.log"
@@ -291,7 +291,7 @@ class Sweep:
         return 2
 
     def _place(self, slot: int) -> dict[str, Any]:
-        """The GPUs of a run, or its share of the cores."""
+        """The environment variables that give a run its GPUs, or its share of the CPU cores."""
         if gpus := num_gpus():
             named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
             known = named.split(",")

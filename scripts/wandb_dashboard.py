@@ -1,13 +1,13 @@
-"""Make a W&B workspace of a project's runs: transfer, learning curves, rollouts, speed.
+"""Create a W&B workspace for the runs of a project: transfer, learning curves, rollouts, speed.
 
     python scripts/wandb_dashboard.py --entity NAME --project three-domain-grpo
 
-Runs are grouped by their curriculum, the x axis of every plot is the run's step. Each call makes a
-new view of the project. With --print it is written as JSON instead, and nothing is sent. Needs the
-extra `dashboard`, and `wandb login` or WANDB_API_KEY. The panel of episodes and the JSON were not
-tried on W&B's own servers.
+Runs are grouped by curriculum, and the x axis of every plot is the step of the run. Each call
+creates a new view of the project. With --print, the script prints the view as JSON and sends
+nothing. Needs the extra `dashboard`, and `wandb login` or WANDB_API_KEY. The panel of episodes and
+the JSON were not tried on W&B's own servers.
 
-Exit codes: 0 made, 1 W&B refused it, 2 a mistake (one line says which).
+Exit codes: 0 created, 1 refused by W&B, 2 a mistake (explained in one line).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _make(given: argparse.Namespace) -> None:
 
 
 def workspace(entity: str, project: str, name: str, domains: Sequence[str]) -> Any:
-    """The view, a `wandb_workspaces.workspaces.Workspace`."""
+    """Create the view, a `wandb_workspaces.workspaces.Workspace`."""
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces.expr import Metric
 
@@ -104,7 +104,7 @@ def workspace(entity: str, project: str, name: str, domains: Sequence[str]) -> A
 
 
 def _transfer(domains: Sequence[str]) -> list[Any]:
-    """The final numbers of results.json, and what they are made from."""
+    """The panels of the transfer metrics in results.json and of the success rates."""
     bars = [_bars(name.replace("_", " "), f"transfer/metrics/{name}") for name in TRANSFER]
     bars += [
         _bars(

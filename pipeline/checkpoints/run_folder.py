@@ -134,7 +134,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"the pipeline reads formats up to {FORMAT}; resume it with the version that wrote it, "
             "or a newer one"
         )
-    return {**state, "config": former.translated_tree(state.get("config", {}))}
+    return {**state, "config": former.translated(state.get("config", {}))}
 
 
 def open_folder(config: Config) -> Opened:

@@ -1,4 +1,4 @@
-"""The command line: each setting has one flat flag, which overrides the recipe."""
+"""The command line. Each setting has one flag, which overrides the recipe."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DEFAULT_RECIPE = "three_domain_tiny"
 
 
 def parse(argv: list[str]) -> Config:
-    """The settings of a command line: the recipe's, overridden by the flags.
+    """The settings of a command line: values of flags, and the recipe's values for the rest.
 
-    A run to resume gives its settings in place of a recipe. Raises `UserError` for every mistake,
-    and `SystemExit(0)` after printing the help.
+    Without a recipe, a resumed run uses its own `config.yaml`. Raises `UserError` for every
+    mistake, and `SystemExit(0)` after printing the help.
     """
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args(argv)
@@ -58,13 +58,13 @@ def parse(argv: list[str]) -> Config:
 
 
 def flag(section: str, name: str) -> str:
-    """The flag of a setting: `--learning-rate`, `--warm-start-learning-rate`."""
+    """The flag of a setting, such as `--learning-rate` or `--warm-start-learning-rate`."""
     prefix = "warm-start-" if section == "warm_start" else ""
     return f"--{prefix}{name.replace('_', '-')}"
 
 
 def build_parser(shown: Config) -> argparse.ArgumentParser:
-    """The parser of all flags; the help shows the values of `shown` as the defaults."""
+    """The parser of all flags. Its help shows the values of `shown` as defaults."""
     parser = _Parser(
         usage="pipeline/run.py [--config RECIPE] [--FLAG VALUE ...]",
         description="Warm start, GRPO and evaluation of a tool-using model in several domains. "
@@ -73,8 +73,7 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
     )
-    about = "this list; with --config, of that recipe"
-    parser.add_argument("-h", "--help", action="store_true", help=about)
+    parser.add_argument("-h", "--help", action="store_true", help="show this list and exit")
     about = f"a recipe file, or the name of a shipped recipe [{shown.recipe}]"
     parser.add_argument("--config", metavar="RECIPE", help=about)
     groups = {s: parser.add_argument_group(getattr(shown, s).__doc__) for s in SECTIONS}
@@ -100,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Switch(argparse.Action):
-    """`--x` sets true, `--no-x` false."""
+    """Stores true for `--x` and false for `--no-x`."""
 
     def __call__(self, _: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, not str(option).startswith("--no-"))
@@ -117,13 +116,12 @@ def _metavar(annotation: Any) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         value = ",".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        value = str(value).lower()
+    value = str(value).lower() if isinstance(value, bool) else value
     return "" if value is None else f" [{value}]"
 
 
 def _value(text: str | bool, annotation: Any) -> Any:
-    """A flag's value as a recipe would hold it; commas separate a list, `none` is an empty one."""
+    """The value of a flag. Commas separate the items of a list; `none` is an empty list."""
     base = _without_null(annotation)
     if isinstance(text, bool):
         return text
@@ -136,15 +134,14 @@ def _value(text: str | bool, annotation: Any) -> Any:
     try:
         return recipe.parse_yaml(text)
     except (ValueError, yaml.YAMLError):
-        return text  # the validation refuses it
+        return text  # `recipe.resolve` refuses the text.
 
 
 def _without_null(annotation: Any) -> Any:
-    """`int` of `int | None` and of `Annotated[int, ...] | None`; other types as they are."""
+    """The type of a setting without `None` and without limits: `int` for `PositiveInt | None`."""
     arguments = get_args(annotation)
-    if type(None) not in arguments:
-        return annotation
-    return getattr(arguments[0], "__origin__", arguments[0])
+    is_optional = type(None) in arguments
+    return getattr(arguments[0], "__origin__", arguments[0]) if is_optional else annotation
 
 
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:

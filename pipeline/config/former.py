@@ -1,6 +1,7 @@
-"""Names of settings and metrics in TRL and in earlier versions that have another form here.
+"""Names of settings and metrics in TRL and in earlier versions, with their present form.
 
-In recipes and flags they are refused, with the new form; in files of a run they are translated.
+An error for a former name in a recipe or flag gives the present form. Former names in the files of
+a run are translated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from pipeline.files import layout
 from pipeline.files.durable import read_records
 
-# Each was a setting of its own, and is an entry of `data.tasks` now.
+# Former settings, which are now entries of `data.tasks`.
 TASK_FILES = {f"{name}_tasks": name for name in ("airline", "retail", "telecom", "telecom_chat")}
 PER_DEVICE = ("gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 SETTINGS = {
@@ -23,7 +24,7 @@ SETTINGS = {
     "max_error_share": "max_error_rate",
     "max_live_episodes": "max_concurrent_episodes",
 }
-METRICS = {  # the names of single domains (`rollout/dead_groups/airline`) change alike
+METRICS = {  # A domain may follow the name: `rollout/dead_groups/airline`.
     "rollout/dead_groups": "rollout/frac_reward_zero_std",
     "train/logprob_gap": "train/sampling_logp_difference_max",
     "train/logprob_gap_mean": "train/sampling_logp_difference_mean",
@@ -31,7 +32,7 @@ METRICS = {  # the names of single domains (`rollout/dead_groups/airline`) chang
 
 
 def instead(name: str) -> str:
-    """Why such a setting or flag is refused, and what to write; empty for other names."""
+    """The error message for a former setting or flag; "" for other names."""
     plain, is_flag = name.lstrip("-").replace("-", "_"), name.startswith("-")
     if plain.startswith("per_device_") or plain in PER_DEVICE:
         now = "tasks_per_step groups of num_generations over all ranks"
@@ -47,32 +48,33 @@ def instead(name: str) -> str:
     return f"{name} is an entry of tasks now; write {now}"
 
 
-def translated(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A section of the settings that a run has saved, in today's form."""
-    values = {SETTINGS.get(name, name): value for name, value in values.items()}
-    if section == "tracking" and "trackio" in (values.get("report_to") or ()):
-        return {**values, "report_to": [name for name in values["report_to"] if name != "trackio"]}
-    if section != "data" or not TASK_FILES.keys() & values.keys():
-        return values
-    kept = {name: value for name, value in values.items() if name not in TASK_FILES}
-    sources = {TASK_FILES[n]: v for n, v in values.items() if n in TASK_FILES and v is not None}
-    return {**kept, "tasks": {**sources, **(values.get("tasks") or {})}}
-
-
-def translated_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings that a run has saved, in today's form."""
-    return {
-        name: translated(name, value) if isinstance(value, dict) else value
-        for name, value in tree.items()
+def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved settings of a run, in their present form."""
+    tree = {
+        section: {SETTINGS.get(name, name): value for name, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for section, values in tree.items()
     }
+    data, tracking = tree.get("data"), tree.get("tracking")
+    if isinstance(tracking, dict) and "trackio" in (tracking.get("report_to") or ()):
+        tracking["report_to"] = [name for name in tracking["report_to"] if name != "trackio"]
+    if isinstance(data, dict) and (names := [name for name in TASK_FILES if name in data]):
+        sources = {TASK_FILES[name]: data.pop(name) for name in names}
+        given = {name: source for name, source in sources.items() if source is not None}
+        data["tasks"] = {**given, **(data.get("tasks") or {})}
+    return tree
 
 
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of a run's `metrics.jsonl`, with today's names, and of its `timings.jsonl`."""
-    metrics = [_with_new_names(record) for record in read_records(folder / layout.METRICS)]
+    """The lines of a run's `metrics.jsonl`, under present names, and of its `timings.jsonl`."""
+    metrics = [
+        {_present(name): value for name, value in line.items()}
+        for line in read_records(folder / layout.METRICS)
+    ]
     return metrics, read_records(folder / layout.TIMINGS)
 
 
-def _with_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    names = {name: "/".join(name.split("/", 2)[:2]) for name in record}
-    return {METRICS.get(n, n) + name[len(n) :]: record[name] for name, n in names.items()}
+def _present(metric: str) -> str:
+    name = "/".join(metric.split("/", 2)[:2])
+    return METRICS.get(name, name) + metric[len(name) :]

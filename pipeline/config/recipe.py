@@ -1,4 +1,4 @@
-"""Recipes: YAML files that fill the tree of settings, and the resolved settings written as YAML.
+"""Recipes: YAML files with settings.
 
 Every mistake in a recipe is a `UserError` that names the file and the setting. Recipes are trusted:
 nothing protects against malicious YAML.
@@ -23,11 +23,9 @@ from pipeline.files.layout import RUN_SETTINGS
 from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file, shown
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
-MAX_BYTES = 1 << 16  # of a recipe
+MAX_BYTES = 1 << 16  # size of a recipe
 
-Key = tuple[str, str]  # (section, setting)
-
-SETTINGS: dict[Key, FieldInfo] = {
+SETTINGS: dict[tuple[str, str], FieldInfo] = {  # keys: section, setting
     (section, name): field
     for section, part in Config()
     if isinstance(part, Section)
@@ -37,21 +35,21 @@ SECTIONS = tuple(dict.fromkeys(section for section, _ in SETTINGS))
 
 
 def load_recipe(source: str | Path) -> Config:
-    """The settings of a recipe, given as a path or as the name of a shipped one."""
+    """The settings of a recipe. `source` is a path or the name of a shipped recipe."""
     path = find_recipe(source)
     return resolve(path, read_recipe(path), {})
 
 
 def dump(config: Config) -> str:
-    """The resolved settings as YAML, which `load_recipe` reads back to an equal `Config`."""
+    """The settings as YAML. `load_recipe` reads an equal `Config` from the text."""
     values = config.model_dump(mode="json")
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
 def find_recipe(source: str | Path) -> Path:
-    """The file that `mixed`, `recipes/mixed.yaml` or a path means, from any working directory."""
+    """The file of a recipe. `source` is a path, or a shipped recipe such as `mixed`."""
     path = Path(source)
-    if os.path.isfile(path):  # Path.is_file raises OSError for names that are too long
+    if os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long.
         return path
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.yaml"))}
     name = path.name.removesuffix(".yaml")
@@ -64,9 +62,9 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The values of a recipe by section, with every section; names are checked, values are not.
+    """The values of a recipe by section, and the recipe's name. UserError for an unknown setting.
 
-    In `config.yaml` of a run folder, names of earlier versions are translated.
+    Every section is present. Former names in the `config.yaml` of a run folder are translated.
     """
     try:
         tree = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
@@ -76,6 +74,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(one_line(f"{path}{line}: {reason}; correct the recipe")) from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: got no mapping; write sections ({', '.join(SECTIONS)})")
+    if path.name == RUN_SETTINGS:
+        tree = former.translated(tree)
     sections: dict[str, Any] = {section: {} for section in SECTIONS}
     for section, values in tree.items():
         if section == "recipe" or (section in SECTIONS and values is None):
@@ -85,8 +85,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             hint = "write its settings below it, indented"
             raise UserError(f"{path}: {section}: got {shown(values)}, but is a section; {hint}")
-        if path.name == RUN_SETTINGS:
-            values = former.translated(section, values)
         for name in values:
             if (section, name) not in SETTINGS:
                 raise UserError(one_line(f"{path}: {_unknown(str(name), section)}"))
@@ -95,7 +93,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...], str]) -> Config:
-    """The validated settings; `flags` holds the flag of each value that a flag has set."""
+    """Validate settings. `flags` holds the flag of each setting that a flag has set."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -118,7 +116,7 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
 
 
 def _unknown(name: str, section: str = "") -> str:
-    """The message for a name that `section` (empty: the top of the recipe) does not have."""
+    """The error message for an unknown setting of a section, or for an unknown section."""
     if reason := former.instead(name):
         return reason
     plain = name.replace("-", "_").replace("group_size", "num_generations")
@@ -133,12 +131,12 @@ def _unknown(name: str, section: str = "") -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text by the rules of YAML 1.2; raises `yaml.YAMLError`, `ValueError`."""
+    """The value of a YAML 1.2 text. Raises `yaml.YAMLError` or `ValueError`."""
     return yaml.load(text, Loader=_Loader)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core types: `1e-6` is a number, `no` and dates are text; keys are unique."""
+    """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text. Keys must be unique."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -152,10 +150,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader`, or a reader of YAML 1.1, would not read as text."""
+    """A dumper that quotes each text that YAML 1.1 or 1.2 would read as another type."""
 
 
-_Loader.yaml_implicit_resolvers = {}  # removes YAML 1.1's, where `no` is false and `1e-6` a text
+_Loader.yaml_implicit_resolvers = {}  # removes YAML 1.1's types: `no` is false, `1e-6` is text
 _FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),

@@ -1,10 +1,9 @@
-"""Checks of settings against each other. Each error names the setting, its value and a remedy."""
+"""Checks of settings against each other. Each error names a setting, its value and a remedy."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.errors import UserError
@@ -16,13 +15,13 @@ RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "mean")
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction."""
-    rules = (_environments, _names, _curriculum, _loss, _run)
-    for mistake in chain.from_iterable(rule(config) for rule in rules):
-        raise UserError(mistake)
+    for rule in (_environments, _names, _curriculum, _loss, _run):
+        for mistake in rule(config):
+            raise UserError(mistake)
 
 
 def _environments(config: Config) -> Iterator[str]:
-    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # in lower case: some file systems ignore case
+    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # lower case: some file systems ignore case
     for name, target in config.data.environments.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
             hint = "use letters, digits, _ and - only, at most 64"
@@ -39,23 +38,23 @@ def _names(config: Config) -> Iterator[str]:
     data, curriculum = config.data, config.curriculum
     known, used = list(data.import_strings), data.domains
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
-    names: list[tuple[str, Iterable[str], list[str], str]] = [
+    scales = config.grpo.domain_advantage_scale
+    for setting, given, choices, kind in (
         ("domains", used, known, "known domains, or its class in `environments`"),
         ("tasks", data.tasks, used, "domains of the run"),
         ("order", curriculum.order, used, "domains of the run"),
         ("domain_weights", curriculum.domain_weights, known, "domains"),
-        ("domain_advantage_scale", config.grpo.domain_advantage_scale, known, "domains"),
+        ("domain_advantage_scale", scales, known, "domains"),
         ("stage_weights", curriculum.stage_weights, stages, "stages"),
         ("stage_steps", curriculum.stage_steps, stages, "stages"),
         ("stage_tasks", curriculum.stage_tasks, stages, "stages"),
-    ]
-    for setting, given, choices, kind in names:
-        for name in given:
+    ):
+        for name in [*given]:
             if name not in choices:
                 yield f"{setting}: got {name!r}; name {kind} ({', '.join(choices)})"
-    for setting, given in (("domains", used), ("difficulties", curriculum.difficulties)):
-        if len(set(given)) < len(given):
-            yield f"{setting}: got {','.join(given)}; name each once"
+    for setting, names in (("domains", used), ("difficulties", curriculum.difficulties)):
+        if len(set(names)) < len(names):
+            yield f"{setting}: got {','.join(names)}; name each once"
     for name, source in data.tasks.items():
         if not source:
             yield f"tasks: {name}: got ''; give a file, a folder or a hub id"
@@ -66,7 +65,7 @@ def _curriculum(config: Config) -> Iterator[str]:
     if curriculum.order and curriculum.curriculum != "sequential":
         given = f"{','.join(curriculum.order)} with curriculum {curriculum.curriculum}"
         yield f"order: got {given}, whose stage holds all domains; take one of the two out"
-    if both := set(curriculum.stage_steps) & set(curriculum.stage_tasks):
+    if both := curriculum.stage_steps.keys() & curriculum.stage_tasks:
         yield f"stage_tasks: got {min(both)}, as stage_steps has; give one"
     if curriculum.plateau_patience and not config.evaluation.eval_steps:
         yield "plateau_patience: give eval_steps more than 0, or take it out"

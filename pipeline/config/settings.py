@@ -1,8 +1,8 @@
-"""One typed tree of settings, filled by a recipe (YAML) and by flags.
+"""One typed tree of settings. A recipe (YAML) and flags set their values.
 
-Sections group the settings for reading. Every setting has one flat flag (`--learning-rate`); the
-flags of the warm start have its prefix (`--warm-start-steps`). TRL's names are used where TRL has
-one. No setting is read from an environment variable. `rules.py` checks settings against each other.
+Every setting has one flag, such as `--learning-rate`. Flags of the warm start have a prefix, such
+as `--warm-start-steps`. Settings of TRL have the same names as in TRL. `rules.py` checks settings
+against each other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-DEFAULT_DOMAINS = ("airline", "retail", "telecom")
-EMBEDDED_DOMAINS = {  # environment classes, in the form of the setting `environments`
+DEFAULT_DOMAINS = ["airline", "retail", "telecom"]
+EMBEDDED_DOMAINS = {  # environment classes by domain, as in the setting `environments`
     "airline": "pipeline.embedded.airline:AirlineEnvironment",
     "retail": "pipeline.embedded.retail:RetailEnvironment",
     "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
@@ -36,6 +36,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Weights = dict[str, PositiveFloat]
 Difficulty = Literal["easy", "medium", "hard"]
+# mixed: each step has groups of every domain; interleaved: each step has groups of one domain.
+Curriculum = Literal["sequential", "mixed", "interleaved"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+RatioLevel = Literal["token", "sequence"]
 
 
 def field(default: Any, description: str, **limits: Any) -> Any:
@@ -43,16 +47,14 @@ def field(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A group of settings: closed, immutable, validated."""
+    """A group of settings: validated and immutable; unknown names are refused."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `seed: true`, which pydantic would read as 1, and empty text."""
+        """Refuse empty text, and true or false for numbers: pydantic reads true as 1."""
         is_switch = cls.model_fields[str(info.field_name)].annotation is bool
         if value == "" or (isinstance(value, bool) and not is_switch):
             raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
@@ -68,7 +70,7 @@ class ModelSettings(Section):
     chat_template_kwargs: dict[str, Any] = field({}, "for the template: {enable_thinking: false}")
     tool_call_format: Literal["auto", "hermes"] = field("auto", "the syntax of tool calls")
     mixed_precision: Literal["auto", "bf16", "no"] = field("auto", "auto: bf16 on CUDA, else fp32")
-    use_peft: bool = field(False, "train LoRA adapters (PEFT) on the frozen model")
+    use_peft: bool = field(False, "freeze the model and train LoRA adapters (PEFT)")
     lora_r: PositiveInt = field(16, "rank of the LoRA matrices")
     lora_alpha: PositiveInt = field(32, "LoRA's scale is lora_alpha / lora_r")
     lora_target_modules: list[str] = field(["all-linear"], "layers that get LoRA", min_length=1)
@@ -81,15 +83,15 @@ class DataSettings(Section):
     environments: dict[str, str] = field({}, "domains of your own: {bank: my_pkg.bank:BankEnv}")
     tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
     eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
-    eval_split: Literal["validation", "test"] = field("test", "split of the evaluations")
+    eval_split: Literal["validation", "test"] = field("test", "split of the held-out tasks")
     difficulty: Difficulty = field("medium", "difficulty of generated tasks")
-    task_seed: int = field(0, "seed of the generated tasks, which `seed` leaves alone")
-    tasks: dict[str, str] = field({}, "training tasks, files or datasets: {bank: SOURCE}")
-    dataset_train_split: str = field("train", "the split of such a dataset")
+    task_seed: int = field(0, "seed of the generated tasks")
+    tasks: dict[str, str] = field({}, "files or datasets of training tasks: {bank: SOURCE}")
+    dataset_train_split: str = field("train", "split of the datasets in `tasks`")
 
     @property
     def import_strings(self) -> dict[str, str]:
-        """The environment class, as `module:Class`, of each domain that `domains` may name."""
+        """The environment class of each known domain, as `module:Class`."""
         return {**EMBEDDED_DOMAINS, **self.environments}
 
 
@@ -100,102 +102,88 @@ class WarmStartSettings(Section):
     batch_size: PositiveInt = field(32, "demonstrations per step, over all ranks")
     learning_rate: PositiveFloat = field(2e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(30, "steps of linear warm-up")
-    rule_share: Share = field(0.3, "share of demonstrations that begin with the rule")
-    data: Path | None = field(None, "demonstrations, not the expert's (JSONL: {messages, tools})")
+    rule_share: Share = field(0.3, "share of demonstrations that first state the rule")
+    data: Path | None = field(None, "demonstrations of your own (JSONL: {messages, tools})")
 
 
 class CurriculumSettings(Section):
     """curriculum"""
 
-    curriculum: Literal["sequential", "mixed", "interleaved"] = field(
-        "sequential", "a stage per domain; one stage with mixed steps; or with domains in turns"
-    )
-    order: list[str] = field([], "domain of each stage, with repeats; none: `domains`")
-    domain_weights: Weights = field({}, "shares in mixed and interleaved stages; missing: 1")
-    difficulties: list[Difficulty] = field([], "parts of each stage, e.g. easy,medium,hard")
-    stage_weights: Weights = field({}, "relative shares of max_steps; missing: 1")
-    stage_steps: dict[str, PositiveInt] = field({}, "steps; other stages share the rest")
-    stage_tasks: dict[str, PositiveInt] = field({}, "the same, as a number of tasks")
-    plateau_patience: NonNegativeInt = field(
-        0, "end a stage after so many validations in a row without more success; 0: never"
-    )
-    plateau_delta: NonNegativeFloat = field(0.01, "by how much success must be better")
+    curriculum: Curriculum = field("sequential", "a stage per domain, or one stage of all domains")
+    order: list[str] = field([], "domain of each stage; may repeat domains; none: `domains`")
+    domain_weights: Weights = field({}, "weights in mixed and interleaved stages; missing: 1")
+    difficulties: list[Difficulty] = field([], "parts of each stage, such as easy,medium,hard")
+    stage_weights: Weights = field({}, "weights of stages, which share max_steps; missing: 1")
+    stage_steps: dict[str, PositiveInt] = field({}, "numbers of steps; other stages share the rest")
+    stage_tasks: dict[str, PositiveInt] = field({}, "numbers of tasks, instead of stage_steps")
+    plateau_patience: NonNegativeInt = field(0, "validations without gain to end a stage; 0: never")
+    plateau_delta: NonNegativeFloat = field(0.01, "least increase of success that is progress")
     replay: ShareBelowOne = field(0.3, "share of a step's groups from earlier domains")
 
 
 class RolloutSettings(Section):
     """rollout"""
 
-    num_generations: int = field(8, "episodes of one task, a group", ge=2)
-    tasks_per_step: PositiveInt = field(24, "groups per optimizer step over all ranks")
+    num_generations: int = field(8, "episodes of one task (a group)", ge=2)
+    tasks_per_step: PositiveInt = field(24, "groups per optimizer step, over all ranks")
     temperature: PositiveFloat = field(1.0, "sampling temperature")
-    top_k: NonNegativeInt = field(
-        0, "sample among so many likeliest tokens; 0: all. A limit is slightly off-policy"
-    )
-    top_p: float = field(1.0, "likewise, up to this cumulative probability", gt=0, le=1)
+    top_k: NonNegativeInt = field(0, "sample the k likeliest tokens; 0: all; off-policy if set")
+    top_p: float = field(1.0, "sample the likeliest tokens up to this probability", gt=0, le=1)
     max_turns: PositiveInt = field(8, "assistant messages per episode")
     max_tokens_per_turn: PositiveInt = field(40, "sampled tokens per assistant message")
-    max_tokens: PositiveInt = field(256, "tokens of a whole episode, prompt included")
-    max_malformed_calls: NonNegativeInt = field(1, "malformed calls that get an error")
-    max_tool_result_tokens: PositiveInt = field(64, "longer tool results become errors")
-    max_concurrent_episodes: PositiveInt = field(512, "episodes a rank plays side by side")
+    max_tokens: PositiveInt = field(256, "tokens per episode, with its prompt")
+    max_malformed_calls: NonNegativeInt = field(1, "malformed calls per episode; one more ends it")
+    max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
+    max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
-    max_error_rate: Share = field(
-        0.5, "stop if a larger share of a domain's episodes ends as environment_error; 1: never"
-    )
+    max_error_rate: Share = field(0.5, "share of failed episodes that ends a run; 1: none")
 
 
 class GRPOSettings(Section):
     """GRPO"""
 
-    use_grpo: bool = field(True, "--no-grpo: evaluate only")
-    max_steps: NonNegativeInt = field(120, "steps in total, over all stages")
+    use_grpo: bool = field(True, "train with GRPO; --no-grpo: evaluate only")
+    max_steps: NonNegativeInt = field(120, "steps of all stages together")
     learning_rate: PositiveFloat = field(3e-4, "peak learning rate")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = field("linear", "decay per stage")
     min_lr_rate: Share = field(0.1, "share of the peak rate at a stage's end")
     warmup_steps: NonNegativeInt = field(5, "steps of linear warm-up of each stage")
-    scale_lr: Literal["none", "linear", "sqrt"] = field(
-        "none", "how learning_rate grows with tasks_per_step / reference_tasks_per_step"
-    )
-    reference_tasks_per_step: PositiveInt | None = field(None, "tasks_per_step of the rate")
-    adam_beta1: ShareBelowOne = field(0.9, "AdamW")
-    adam_beta2: ShareBelowOne = field(0.98, "AdamW")
-    weight_decay: NonNegativeFloat = field(0.0, "AdamW")
-    max_grad_norm: PositiveFloat = field(1.0, "gradient clipping, global norm")
-    max_skipped_steps: NonNegativeInt = field(3, "non-finite steps skipped in a row")
+    scale_lr: Literal["none", "linear", "sqrt"] = field("none", "scale the rate to tasks_per_step")
+    reference_tasks_per_step: PositiveInt | None = field(None, "tasks_per_step before scale_lr")
+    adam_beta1: ShareBelowOne = field(0.9, "AdamW's decay of the first moment")
+    adam_beta2: ShareBelowOne = field(0.98, "AdamW's decay of the second moment")
+    weight_decay: NonNegativeFloat = field(0.0, "AdamW's weight decay")
+    max_grad_norm: PositiveFloat = field(1.0, "largest norm of the gradient (clipping)")
+    max_skipped_steps: NonNegativeInt = field(3, "non-finite steps to skip in a row")
     beta: NonNegativeFloat = field(0.0, "weight of the KL divergence (k3) to the reference")
-    use_bias_correction_kl: bool = field(False, "KL times the ratio (DeepSeek-V3.2)")
+    use_bias_correction_kl: bool = field(False, "multiply the KL term by the ratio (DeepSeek-V3.2)")
     sync_ref_model: bool = field(False, "each stage's initial policy is its reference")
     epsilon: PositiveFloat = field(0.2, "lower clip of the ratio")
-    epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the ratio")
+    epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the limit")
     delta: PositiveFloat | None = field(None, "bound of the ratio for negative advantages")
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = field(
-        "dapo", "the loss and its normalisation, as in TRL"
-    )
-    importance_sampling_level: Literal["token", "sequence"] = field(
-        "token", "a ratio per token, or one per episode (GSPO)"
-    )
+    loss_type: LossType = field("dapo", "the loss and its normalisation, as in TRL")
+    importance_sampling_level: RatioLevel = field("token", "a ratio per token, or episode (GSPO)")
     scale_rewards: Literal["group", "batch", "none"] = field("group", "divisor of the advantages")
-    domain_advantage_scale: Weights = field({}, "factors of advantages; missing: 1")
+    domain_advantage_scale: Weights = field({}, "factors of advantages, by domain; missing: 1")
     num_iterations: PositiveInt = field(1, "updates per batch of trajectories")
     entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
-    max_tokens_per_microbatch: PositiveInt = field(2048, "tokens per pass with padding")
-    padding_free: bool = field(False, "join sequences in one row instead of padding")
-    share_prefixes: bool = field(True, "compute common prefixes once (sdpa, without padding_free)")
-    balance_ranks: bool = field(True, "even out the ranks' numbers of trained tokens")
-    shard_optimizer: bool = field(False, "spread AdamW's moments over the ranks")
-    gradient_checkpointing: bool = field(False, "recompute activations; saves memory")
-    drop_zero_std_groups: bool = field(True, "train on no group of equal rewards")
-    dynamic_sampling: bool = field(False, "replace groups of equal rewards (DAPO)")
-    max_resample_times: PositiveInt = field(3, "most rounds of that in a step")
-    permute_rewards: bool = field(False, "control: permute the rewards of each step")
+    max_tokens_per_microbatch: PositiveInt = field(2048, "tokens per forward pass, with padding")
+    padding_free: bool = field(False, "join sequences in one row, without padding")
+    share_prefixes: bool = field(True, "compute common prefixes once; needs attention sdpa")
+    balance_ranks: bool = field(True, "give all ranks similar numbers of trained tokens")
+    shard_optimizer: bool = field(False, "shard AdamW's moments over the ranks")
+    gradient_checkpointing: bool = field(False, "recompute activations to save memory")
+    drop_zero_std_groups: bool = field(True, "leave out groups with equal rewards")
+    dynamic_sampling: bool = field(False, "replace groups with equal rewards (DAPO)")
+    max_resample_times: PositiveInt = field(3, "rounds of dynamic sampling per step")
+    permute_rewards: bool = field(False, "control experiment: permute rewards within a step")
     max_sampling_logp_difference: PositiveFloat | None = field(
-        None, "limit of the warning; null: 1e-3 in fp32, 0.5 in bf16"
+        None, "largest difference without a warning, in nats; null: 1e-3 in fp32, 0.5 in bf16"
     )
 
     @property
     def upper_clip(self) -> float:
-        """`epsilon_high`, or `epsilon` if that is null."""
+        """`epsilon_high`, or `epsilon` if `epsilon_high` is null."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
@@ -203,30 +191,28 @@ class EvaluationSettings(Section):
     """evaluation"""
 
     eval_trials: PositiveInt = field(2, "sampled trials per held-out task")
-    success_threshold: float = field(1.0, "the least reward of a success")
+    success_threshold: float = field(1.0, "least reward of a success")
     eval_steps: NonNegativeInt = field(25, "steps between validations; 0: never")
-    kl_probe_tasks: NonNegativeInt = field(
-        16, "validation tasks per learned domain that measure the later KL divergence; 0: none"
-    )
-    eval_steps_tasks: PositiveInt = field(20, "tasks of each domain in a validation")
+    kl_probe_tasks: NonNegativeInt = field(16, "tasks per learned domain for the KL probe; 0: none")
+    eval_steps_tasks: PositiveInt = field(20, "tasks per domain in a validation")
 
 
 class RunSettings(Section):
     """run"""
 
     num_gpus: PositiveInt | None = field(None, "number of ranks; missing: as launched")
-    seed: int = field(1, "seed of the model and of every draw", ge=0, le=MAX_SEED)
+    seed: int = field(1, "seed of the model and of all sampling", ge=0, le=MAX_SEED)
     output_dir: Path | None = field(None, "run folder; missing: runs/<recipe>-<time>")
-    save_steps: NonNegativeInt = field(50, "steps between checkpoints; 0: stage ends")
-    save_minutes: PositiveFloat | None = field(None, "checkpoint also after so many minutes")
-    save_total_limit: PositiveInt = field(2, "step checkpoints kept; stage ends always")
+    save_steps: NonNegativeInt = field(50, "steps between checkpoints; 0: at stage ends only")
+    save_minutes: PositiveFloat | None = field(None, "minutes between additional checkpoints")
+    save_total_limit: PositiveInt = field(2, "number of step checkpoints to keep")
     resume_from_checkpoint: str | None = field(
-        None, "`latest`, a checkpoint's name or path, or `auto`: the latest or a fresh start"
+        None, "a name, a path, `latest`, or `auto` (the latest, or a new run if there is none)"
     )
     override: bool = field(False, "resume with other settings than the checkpoint's")
-    timeout: PositiveFloat = field(600.0, "seconds for a collective, and without progress")
-    deterministic: bool = field(False, "same bits on any number of CPU ranks; slow")
-    profile: list[PositiveInt] = field([], "steps with a torch.profiler trace; `none` for none")
+    timeout: PositiveFloat = field(600.0, "seconds of a collective, or without progress")
+    deterministic: bool = field(False, "equal bits on any number of CPU ranks; slow")
+    profile: list[PositiveInt] = field([], "steps with a torch.profiler trace, or `none`")
     doctor: bool = field(False, "check ranks, links and machine, then exit")
     check: bool = field(False, "check recipe, tasks, template and memory, then exit")
 
@@ -241,7 +227,7 @@ class TrackingSettings(Section):
 
 
 class Config(Section):
-    """The resolved settings of one run."""
+    """The settings of one run."""
 
     recipe: str = Field("three_domain_tiny", description="name of the recipe, for the run folder")
     model: ModelSettings = ModelSettings()
@@ -256,7 +242,7 @@ class Config(Section):
 
     @property
     def stage_names(self) -> list[str]:
-        """The stages in order: `airline`, a second time `airline-2`; `airline-easy`; `mixed`."""
+        """The names of the stages, such as `airline`, `airline-2`, `airline-easy` or `mixed`."""
         curriculum = self.curriculum
         names: list[str] = [curriculum.curriculum]
         if curriculum.curriculum == "sequential":
@@ -268,10 +254,10 @@ class Config(Section):
 
     @property
     def peak_learning_rate(self) -> float:
-        """`grpo.learning_rate`, scaled to the step's number of tasks; ranks play no part.
+        """`grpo.learning_rate`, scaled by tasks_per_step / reference_tasks_per_step.
 
-        `linear` after Goyal et al. 2017 (arXiv 1706.02677, section 2.1), `sqrt` after Krizhevsky
-        2014 (arXiv 1404.5997, section 5) and, for Adam, Malladi et al. 2022 (arXiv 2205.10287).
+        `linear`: Goyal et al. 2017 (arXiv 1706.02677, section 2.1). `sqrt`: Krizhevsky 2014 (arXiv
+        1404.5997, section 5) and, for Adam, Malladi et al. 2022 (arXiv 2205.10287).
         """
         if self.grpo.scale_lr == "none":
             return self.grpo.learning_rate

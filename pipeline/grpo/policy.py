@@ -17,7 +17,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.layers import recompute_layers
+from pipeline.models.capabilities import recompute_layers
 from pipeline.models.loading import uses_bf16
 from pipeline.models.rotary import fix_rotary
 from pipeline.rollout.rollout import Rollout

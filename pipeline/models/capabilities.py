@@ -1,19 +1,23 @@
-"""Checks of how a model can be sampled and trained."""
+"""Checks of how a model can be sampled and trained, and its layers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
 
 def why_generate(model: Any) -> str | None:
-    """Why `generate` must sample this model; None if our key-value cache can. Reads no weights.
+    """Return the reason why `generate` must sample a model; None if the row sampler can.
 
-    Raises UserError if neither the row sampler nor `generate` can run the model.
+    Reads no weights. UserError if neither `generate` nor the row sampler can sample the model.
     """
     why = unserved(model.config.get_text_config())
     if why is None and getattr(model, "_is_stateful", False):
@@ -24,14 +28,21 @@ def why_generate(model: Any) -> str | None:
     return why
 
 
+def unserved(config: Any) -> str | None:
+    """Return why the row sampler's cache cannot hold a model's layers; None for full attention."""
+    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [window])
+    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
+
+
 @torch.no_grad()
 def refuse_changed_logits(model: Any) -> None:
-    """UserError if the output layer does not compute the logits from the decoder's last states.
+    """UserError unless a model's logits are its output layer applied to its decoder's last states.
 
-    Training computes the logits in this way.
+    Training computes the logits from the decoder and the output layer.
     """
     was_training = model.training
-    model.eval()  # without dropout
+    model.eval()  # turns off dropout
     ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
     ids = ids % model.get_input_embeddings().num_embeddings
     problem = "whose logits are not those of its decoder and its output layer"
@@ -42,15 +53,39 @@ def refuse_changed_logits(model: Any) -> None:
         is_equal = hidden is not None and torch.allclose(output(hidden), logits, 0, atol)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # code of transformers, or of the model's author
+    except Exception as error:  # The code of a model may raise anything.
         is_equal, problem = False, f"which does not compute ({reason_of(error)})"
     model.train(was_training)
     if not is_equal:
         raise UserError(f"model: got {type(model).__name__}, {problem}; use another")
 
 
-def unserved(config: Any) -> str | None:
-    """Why our cache cannot keep and share a model's keys and values; None if it can."""
-    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
+def outer_layers(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated layers in the order of the forward pass, without nested layers."""
+    layers: list[nn.Module] = []
+    for child in model.children():
+        layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
+    return list(dict.fromkeys(layers))  # A model may use one layer twice.
+
+
+def widest(shape: Any, name: str) -> int:
+    """The largest value of a size over all layers of a configuration; 0 if it has no such size."""
+    differ = name in (getattr(shape, "per_layer_attributes", None) or ())
+    layers = shape.per_layer_config if differ else [shape]
+    return max(getattr(layer, name, None) or 0 for layer in layers)
+
+
+def recompute_layers(model: Any) -> None:
+    """Make the backward pass recompute each layer from the layer's saved inputs.
+
+    Results stay equal to the bit. transformers' own gradient checkpointing needs training mode,
+    which turns on dropout and router noise. UserError if the model has no such layers.
+    """
+    layers = outer_layers(model)
+    if not layers:
+        raise UserError(
+            f"gradient_checkpointing: got true, but {type(model).__name__} has no layers that can "
+            "be computed again; set it false"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

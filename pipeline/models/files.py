@@ -1,4 +1,4 @@
-"""The name of a model and its JSON files, checked without torch."""
+"""Checks of a model's name and JSON files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
 def problem_of_name(name: str) -> str:
-    """Why a name is neither a model's folder nor a hub id; empty if it is one of them."""
+    """Return the reason why a name cannot be a model's; "" for a model's folder or a hub id."""
     if os.path.isdir(name):
         has_config = any(Path(name, part).is_file() for part in ("config.json", ADAPTER_CONFIG))
         return "" if has_config else "a folder without config.json"
@@ -26,7 +26,7 @@ def problem_of_name(name: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """UserError for a model that is neither `tiny` nor a folder nor a hub id; reads no file."""
+    """UserError for a name that is neither `tiny` nor a folder nor a hub id. Reads no file."""
     if name != "tiny" and (problem := problem_of_name(name)):
         raise UserError(
             f"model: got {name!r}, but it cannot be loaded ({problem}); give a folder made by "
@@ -35,13 +35,12 @@ def check_name(name: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model; UserError names the file."""
+    """The object in a JSON file of a model. UserError names a file that cannot be read."""
     try:
         value = parse_json(read_file(path, _MAX_JSON_BYTES).decode())
-        if not isinstance(value, dict):
-            raise ValueError("no object")
+        if isinstance(value, dict):
+            return value
+        reason = "no object"
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"model: {path} cannot be read as JSON ({one_line(str(error))}); copy it again"
-        ) from None
-    return value
+        reason = one_line(str(error))
+    raise UserError(f"model: {path} cannot be read as JSON ({reason}); copy it again")

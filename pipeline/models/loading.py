@@ -1,4 +1,4 @@
-"""Loading a tokenizer and a model, with its weights or without, and the device and precision."""
+"""Loading of tokenizers and models, with or without weights; device and precision of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pipeline.models.files import problem_of_name
 from pipeline.models.lora import quiet
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
-# Shapes of hub models in shipped recipes, to estimate their memory without the hub.
-# Source: the config.json of each model on the Hugging Face hub.
+# Shapes of hub models in shipped recipes, copied from their config.json. With them, `--check`
+# estimates memory without the hub.
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B": {
         **{"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728},
@@ -33,9 +33,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> Any:
-    """The tokenizer of a model; UserError if it has none.
+    """The tokenizer of a model; UserError if the model has none.
 
-    `domains`: the tokenizer of the tiny model gets a token for each of their words.
+    The tiny model's tokenizer has a token for each word of `domains`.
     """
     if settings.model == "tiny":
         return tiny_tokenizer(domains)
@@ -43,7 +43,7 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
 
 
 def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
-    """A causal language model with fp32 parameters; UserError if it cannot be loaded."""
+    """A causal language model with fp32 parameters; UserError if the files do not load."""
     if settings.model == "tiny":
         return tiny_model(tokenizer, seed)
     return load_folder(settings.model, settings)
@@ -52,9 +52,9 @@ def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
 def load_folder(folder: str | Path, settings: ModelSettings, device: str | None = None) -> Any:
     """A causal language model with fp32 parameters from a folder or a hub id.
 
-    Adapters of a LoRA checkpoint are merged into their base model. On the device `meta` the files
-    are checked, and no weights are read. UserError if the files have no safetensors, or if weights
-    are missing or have another shape than the model's.
+    Adapters of a LoRA checkpoint are merged into their base model. The device `meta` checks the
+    files and reads no weights. UserError if there are no safetensors, or if weights are missing or
+    have wrong shapes.
     """
     if lora.is_adapter(folder):
         return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
@@ -67,13 +67,13 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
         attn_implementation=settings.attn_implementation,
         use_safetensors=True,
         device_map=device,
-        ignore_mismatched_sizes=True,  # an error below
+        ignore_mismatched_sizes=True,  # The code below reports wrong shapes.
         output_loading_info=True,
     )
     problem = f"lacks {min(info['missing_keys'])}" if info["missing_keys"] else ""
     for name, found, wanted in sorted(info["mismatched_keys"])[:1]:
         problem = f"holds {name} as {list(found)} and not the {list(wanted)}"
-    if problem:  # transformers would draw these weights at random
+    if problem:  # transformers would initialize these weights at random.
         raise UserError(
             f"model: {folder} {problem} that its config.json asks for; take both from one model"
         )
@@ -81,15 +81,15 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
         warnings.warn(
             f"{folder} holds {len(unused)} weights that the model does not use, such as "
             f"{printable(unused[0])}",
-            stacklevel=1,  # Python shows a warning once for each line that warns
+            stacklevel=1,
         )
     return model
 
 
 def empty_model(config: Config, tokenizer: Any = None) -> Any:
-    """The recipe's model without its weights.
+    """The recipe's model on the device `meta`, without weights.
 
-    The tiny model has the vocabulary of `tokenizer`, by default that of the default domains.
+    The tiny model's vocabulary is `tokenizer`'s; the default is the default domains' vocabulary.
     """
     settings, name = config.model, config.model.model
     if name == "tiny":
@@ -106,13 +106,13 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
     def make(_: str, local_files_only: bool, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(shape, **options)
 
-    attention = {"attn_implementation": settings.attn_implementation}
     with torch.device("meta"):
-        return _from_files(make, base, "model", settings, **attention)
+        attention = settings.attn_implementation
+        return _from_files(make, base, "model", settings, attn_implementation=attention)
 
 
 def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
-    """UserError if the tokenizer has ids without an embedding in the model."""
+    """UserError if a token id of the tokenizer has no embedding in the model."""
     last, size = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if last >= size:
         raise UserError(
@@ -122,19 +122,19 @@ def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def on_gpu() -> bool:
-    """Whether this process computes on a GPU; ACCELERATE_USE_CPU forbids it, as in Accelerate."""
+    """Whether this process computes on a GPU. ACCELERATE_USE_CPU forbids the GPU."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def uses_bf16(settings: ModelSettings) -> bool:
-    """Whether forward passes run under bf16 autocast here."""
+    """Whether forward passes of this process use bf16 autocast."""
     return on_gpu() if settings.mixed_precision == "auto" else settings.mixed_precision == "bf16"
 
 
 def _from_files(
     load: Callable[..., Any], name: str, what: str, settings: ModelSettings, **options: Any
 ) -> Any:
-    """The result of a `from_pretrained`; UserError if it fails."""
+    """Call `load`, such as a `from_pretrained`; UserError if `load` fails."""
     reason, remedy = problem_of_name(name), "give a folder made by save_pretrained"
     options["trust_remote_code"] = settings.trust_remote_code
     if not reason:
@@ -143,7 +143,7 @@ def _from_files(
                 return load(name, local_files_only=not hub_reachable(), **options)
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # libraries raise anything for files that they do not expect
+        except Exception as error:  # Libraries raise all kinds of errors for wrong files.
             reason = reason_of(error)
             if "attention implementation" in str(error):
                 remedy = "set attn_implementation eager, or use another model"

@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: small trained matrices on a frozen model.
 
-A layer's weight W acts as W + lora_alpha / lora_r * B A. Checkpoints hold A and B alone and name
-the folder or hub id of the base model, so PEFT loads and merges them too. PEFT is imported inside
-functions, because most runs have no adapters.
+A layer with the weight W computes with W + lora_alpha / lora_r * B A. Checkpoints hold only A, B
+and the folder or hub id of the base model, so PEFT can load and merge the checkpoints, too. Only
+functions import PEFT, because most runs have no adapters.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftModel:
-    """The model with fresh adapters, whose product is zero; the model itself is frozen.
+    """Freeze a model and add new adapters, whose products are zero.
 
-    `base`: the folder or hub id of its weights. UserError if `lora_target_modules` names anything
-    but linear layers between embeddings and output layer.
+    `base` is the folder or hub id of the model's weights. UserError if `lora_target_modules` names
+    anything except linear layers below the output layer.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -55,15 +55,15 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
                 f"lora_target_modules: got {', '.join(targets)}, which PEFT cannot give adapters "
                 f"to in {type(model).__name__} ({reason_of(error)}); name other linear layers"
             ) from None
-    config.base_model_name_or_path = base  # PEFT entered another name
+    config.base_model_name_or_path = base  # PEFT has set another name.
     _layers(attached)
-    return attached.eval()  # new modules are in training mode
+    return attached.eval()  # New modules start in training mode.
 
 
 def _check_targets(model: Any, targets: list[str]) -> None:
-    """UserError for a name that PEFT would ignore, or would also find in the output layer."""
+    """UserError for a target that matches no linear layer, or that matches the output layer."""
     head = model.get_output_embeddings()
-    is_linear = {  # of each module, by its name
+    is_linear = {  # keys: module names
         f".{name}": isinstance(module, nn.Linear | Conv1D) and module is not head
         for name, module in model.named_modules()
     }
@@ -78,12 +78,12 @@ def _check_targets(model: Any, targets: list[str]) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """The base of a model with adapters, its layers still wrapped; any other model unchanged."""
+    """Return the base of a model with adapters, which contains PEFT's layers, or a plain model."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The adapters, not copied, under the names of `adapter_model.safetensors`."""
+    """The adapters' own tensors, under the names in `adapter_model.safetensors`."""
     from peft import get_peft_model_state_dict
 
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -91,9 +91,10 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and parameters of the plain model, in its own order, LoRA's products added to them.
+    """Yield names and parameters of the plain model, with the adapters' products added.
 
-    Holds one product at a time. UserError if an adapter cannot be merged.
+    The order is the plain model's. Memory holds one product at a time. UserError if an adapter
+    cannot be merged.
     """
     layers = _layers(model)
     for name, parameter in _plain_parameters(model).items():
@@ -102,20 +103,21 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
-    """The parameters of the base, under the names of the plain model; tied parameters once."""
+    """The base's parameters under the plain model's names; tied parameters appear once."""
     named = model.get_base_model().named_parameters()
     return {name.replace(".base_layer", ""): p for name, p in named if ".lora_" not in name}
 
 
 def _layers(model: PeftModel) -> dict[str, Any]:
-    """PEFT's layers with adapters, by the name of the adapted parameter in the plain model.
+    """PEFT's layers by the plain model's name of each adapted parameter.
 
-    UserError if two adapters share a parameter, or a parameter outside the adapters is trained.
+    UserError if an adapted parameter is not in the plain model, or if training would change a
+    parameter outside the adapters.
     """
     from peft.tuners.lora import LoraLayer
 
     base, parameters = model.get_base_model(), _plain_parameters(model)
-    layers = {  # PEFT wraps fused experts and routers by the names of their parameters
+    layers = {  # For fused experts and routers, PEFT names the parameter instead of the module.
         f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
         for name, layer in base.named_modules()
         if isinstance(layer, LoraLayer)
@@ -128,26 +130,14 @@ def _layers(model: PeftModel) -> dict[str, Any]:
     return layers
 
 
-@torch.no_grad()
-def disturb(model: PeftModel, seed: int) -> None:
-    """Give adapters random values that show in the logits and keep the model's scale."""
-    parameters = _plain_parameters(model)
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, layer in _layers(model).items():
-        a, b = (p for part in layer.adapter_layer_names for p in getattr(layer, part).parameters())
-        b.normal_(generator=generator)  # the factor makes the product a third of the weight's size
-        size = parameters[name].norm()
-        b.mul_(size / (3 * layer.scaling["default"] * a.norm() * len(b) ** 0.5))
-
-
 def is_adapter(folder: str | Path) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
 def base_of(folder: str | Path) -> str:
-    """The folder or hub id of the model that an adapter folder belongs to.
+    """The folder or hub id of the base model of an adapter folder.
 
-    A checkpoint of the recorded name beside the folder comes first: runs may be moved.
+    A folder of the recorded name beside the adapter folder has priority, because runs may be moved.
     """
     name = read_json(Path(folder) / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
@@ -165,14 +155,14 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Settings and weights of an adapter folder; UserError unless they are plain LoRA's.
+    """The configuration and the weights of an adapter folder; UserError unless it holds plain LoRA.
 
-    PEFT itself would load a pickle, and import the modules that other kinds of adapters name.
+    PEFT itself would load a pickle, and would import modules for other kinds of adapters.
     """
     path = Path(folder) / "adapter_model.safetensors"
     config = read_json(Path(folder) / ADAPTER_CONFIG)
-    numbers = [config.get(name) for name in ("r", "lora_alpha")]
     is_lora = config.get("peft_type") == "LORA" and config.get("megatron_config") is None
+    numbers = [config.get("r"), config.get("lora_alpha")]
     if not is_lora or not all(isinstance(number, int | float) for number in numbers):
         raise UserError(f"model: {folder}: {ADAPTER_CONFIG} is not of plain LoRA; give such a one")
     try:
@@ -184,16 +174,16 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters alone. With a config.json transformers would look for a whole model."""
+    """Write only the adapters. A config.json would make transformers look for a whole model."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # an empty form of a model card
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 
 @torch.no_grad()
 def load(model: PeftModel, folder: str | Path) -> None:
-    """Load the adapters of a checkpoint; UserError if names or shapes differ.
+    """Load a checkpoint's adapters; UserError if names or shapes differ.
 
-    PEFT's own loading renames keys for some architectures, and may lose adapters by it.
+    PEFT's own loading renames the keys of some architectures, and may lose adapters.
     """
     saved, adapters = read_adapters(folder)[1], adapters_of(model)
     if {n: w.shape for n, w in saved.items()} != {n: w.shape for n, w in adapters.items()}:
@@ -203,7 +193,7 @@ def load(model: PeftModel, folder: str | Path) -> None:
 
 
 def check_settings(folder: Path, settings: ModelSettings) -> None:
-    """UserError if `lora_r` or `lora_alpha` is not that of a checkpoint's adapters."""
+    """UserError if `lora_r` or `lora_alpha` differs from the value in a checkpoint."""
     config, _ = read_adapters(folder)
     for name, held in (("lora_r", config["r"]), ("lora_alpha", config["lora_alpha"])):
         if (got := getattr(settings, name)) != held:
@@ -211,7 +201,7 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
-    """The plain model with an adapter folder's products added to its weights."""
+    """Add the products of an adapter folder to the weights of a plain model."""
     from peft import LoraConfig, PeftModel
 
     read_adapters(folder)
@@ -225,18 +215,18 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
             f"model: the adapters in {folder} do not fit their base model ({reason_of(error)}); "
             "give the model that they were trained on"
         ) from None
-    return merged.requires_grad_(True)  # PEFT froze it
+    return merged.requires_grad_(True)  # PEFT has frozen the weights.
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Turn off log lines and progress bars of transformers, and two warnings of PEFT."""
     verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()  # and it stays off, as in `pipeline.train`
+    logging.disable_progress_bar()  # Progress bars stay off.
     with warnings.catch_warnings():
-        # PEFT 0.21 uses an old name in transformers 5.23.
+        # PEFT 0.21 uses a deprecated name of transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # PEFT applies the pattern to fused experts, too, which are no modules.
+        # PEFT looks for fused experts among the modules; they are parameters.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
         logging.set_verbosity_error()
         try:

@@ -1,10 +1,10 @@
 """Rotary positions with length-dependent factors: one set of factors for a whole run.
 
-LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling change
-their factors once a sequence is longer than a border. transformers chooses the factors for a whole
-forward pass: one long row, or padding beyond the border, changes all other rows. Log-probabilities
-would depend on the other conversations of a batch. A run therefore uses the factors of its longest
-episode in every pass, as vLLM does for LongRoPE with its `max_model_len`.
+LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling use
+other factors if a sequence is longer than a limit. transformers chooses the factors once for each
+forward pass, so one long sequence changes the factors of all other sequences in its batch. Every
+log-probability would then depend on the other sequences. A run therefore uses the factors of its
+longest episode in every forward pass, as vLLM does for LongRoPE with `max_model_len`.
 """
 
 from __future__ import annotations
@@ -15,47 +15,46 @@ import torch
 
 from pipeline.errors import UserError
 
-FIXED = "fixed"  # a rope_type that transformers' forward does not update
+FIXED = "fixed"  # a rope_type that transformers' forward pass does not update
 
 
 @torch.no_grad()
 def fix_rotary(model: Any, max_tokens: int) -> str:
-    """Hold length-dependent rotary factors at those of a sequence of `max_tokens` tokens.
+    """Fix length-dependent rotary factors at the factors of a sequence of `max_tokens` tokens.
 
-    Returns one line if short sequences get other factors than before, else "". UserError if the
-    factors of the model still depend on the length afterwards.
+    Returns a note if the factors of short sequences change, else "". UserError if the factors
+    still depend on the length afterwards.
     """
-    changed: dict[str, None] = {}
+    changed = set()
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
-            # The condition of `transformers.modeling_rope_utils.dynamic_rope_update`.
+            # `transformers.modeling_rope_utils.dynamic_rope_update` tests the same condition.
             if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
                 continue
             before = _factors(module, layer, 0, 1)
-            _factors(module, layer, max_tokens - 1)  # sets the factors of this length
+            _factors(module, layer, max_tokens - 1)  # The module keeps the factors of this length.
             module.rope_type = FIXED if layer is None else {**module.rope_type, layer: FIXED}
             alone = _factors(module, layer, 0, 1)
-            # Padding stands at most max_tokens behind the last token.
-            beside = _factors(module, layer, 0, 1, max_tokens - 1, 2 * max_tokens)
-            if not torch.equal(alone, beside):
+            # Padded positions reach at most 2 * max_tokens.
+            padded = _factors(module, layer, 0, 1, max_tokens - 1, 2 * max_tokens)
+            if not torch.equal(alone, padded):
                 raise UserError(
                     f"model: got {type(model).__name__} with rotary scaling {kind}, whose factors "
                     f"change within max_tokens {max_tokens}, and a run needs one set of them; "
                     "lower max_tokens, or use another model"
                 )
             if not torch.equal(alone, before):
-                changed[kind] = None
-    if not changed:
-        return ""
-    return (
-        f"rotary scaling {', '.join(changed)}: the factors of {max_tokens} tokens (max_tokens) "
-        "hold for every length; serve the model with the same maximum length"
+                changed.add(kind)
+    note = (
+        f"rotary scaling {', '.join(sorted(changed))}: the factors of {max_tokens} tokens "
+        "(max_tokens) hold for every length; serve the model with the same maximum length"
     )
+    return note if changed else ""
 
 
 def _factors(module: Any, layer: str | None, *positions: int) -> torch.Tensor:
-    """Cosines and sines, or complex factors, of the first two of these positions."""
+    """Cosines and sines, or complex factors, of the first two positions."""
     device = next(module.buffers()).device
     options = {} if layer is None else {"layer_type": layer}
     factors = module(torch.zeros(1, device=device), torch.tensor([positions]).to(device), **options)

@@ -1,9 +1,9 @@
-"""The embedded default model: a tiny Qwen3 and its tokenizer, made here and not downloaded.
+"""The default model: a tiny Qwen3 and its tokenizer, which are created without a download.
 
-The tokenizer makes one token of each word of the domains (`Domain.words`), and splits all other
-text into bytes (byte-level BPE without merges). The chat template is a compact form of Qwen's. It
-shows only the first line of the policy and the names of the tools: a model of half a million
-parameters cannot read prose, and learns the rules from demonstrations and reward.
+The tokenizer has one token for each word of the domains (`Domain.words`), and splits all other
+text into bytes (byte-level BPE without merges). The chat template is a short form of Qwen's
+template. Prompts contain only the first line of a domain's policy and the names of the tools. A
+model of half a million parameters cannot read prose; demonstrations and rewards teach the rules.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 
 def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with a token for each word of these and of the default domains."""
-    always = load_domains(DataSettings())  # the same tokens in every run
+    """A byte-level tokenizer with a token for each word of `domains` and the default domains."""
+    always = load_domains(DataSettings())
     every = {**always, **{domain.name: domain for domain in domains}}.values()
     texts = {*ROLES, *SYNTAX, *ERRORS, *(word for domain in every for word in domain.words())}
     chunks = sorted(texts, key=lambda chunk: (-len(chunk), chunk))
@@ -92,7 +92,7 @@ def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.55 M parameters with fresh weights, the same for the same seed."""
+    """A Qwen3 of 0.55 M parameters. The seed alone decides its initial weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -112,7 +112,7 @@ def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # smaller steps into the residual stream, as in GPT-2
+    with torch.no_grad():  # scales the residual projections down, as in GPT-2
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.div_((2 * config.num_hidden_layers) ** 0.5)

@@ -1,4 +1,4 @@
-"""The way of trained weights from the trained model to its copy in the sampler."""
+"""Transfer of trained weights from the trained model to the sampler's copy of the model."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) pairs of the trained weights: the model's own tensors, no copies.
+    """Yield the name and the tensor of each trained weight; tensors are not copied.
 
-    A plain model gives every parameter under its own name, tied parameters once. A model with LoRA
-    gives only the adapters, under the names in `adapter_model.safetensors`.
+    A plain model yields every parameter, tied parameters once. A model with LoRA yields the
+    adapters, under the names in `adapter_model.safetensors`.
     """
-    if has_adapters(model):
-        yield from lora.adapters_of(model).items()
-    else:
-        for name, parameter in model.named_parameters():
-            yield name, parameter.detach()
+    adapted = has_adapters(model)
+    for name, tensor in lora.adapters_of(model).items() if adapted else model.named_parameters():
+        yield name, tensor.detach()
 
 
 class SamplingCopy:
-    """A plain copy of a model, in `model`, with the weights of `trained_weights`.
+    """A plain copy of a model, in the attribute `model`, that loads `trained_weights`.
 
-    A copy of a plain model takes every parameter. A copy of a model with LoRA takes the adapters
-    and adds their products to the weights of the frozen base, at the base's precision. The copy
-    shares all weights of equal type with the original.
+    The copy of a plain model loads every parameter. The copy of a model with LoRA loads the
+    adapters, and adds their products to the frozen base weights at the base's precision. Copy and
+    original share the memory of all weights of equal type.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,16 +44,16 @@ class SamplingCopy:
         self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the parameters to a type; later weights are converted, too."""
+        """Convert the parameters to a type. `load` converts later weights to the type, too."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        """Take over trained weights.
+        """Load trained weights.
 
-        ValueError if a name is unknown, missing or given twice, or a shape differs; some weights
-        may have changed by then.
+        ValueError if a name is unknown, missing or given twice, or if a shape differs. Some weights
+        may have changed before the error.
         """
         if self._adapted is not None:
             for own, tensor in _paired(self._adapters, weights):
@@ -74,15 +72,14 @@ def _paired(
     left = dict(own)
     for name, tensor in weights:
         if name not in left:
-            twice = "is given twice" if name in own else "is not one of the sampler's"
-            raise ValueError(f"weights: {name} {twice}; give those of the original model")
+            problem = "is given twice" if name in own else "is not one of the sampler's"
+            raise ValueError(f"weights: {name} {problem}; give those of the original model")
         if tensor.shape != left[name].shape:
             shapes = f"{list(tensor.shape)}, but {list(left[name].shape)} is the sampler's"
             raise ValueError(f"weights: {name} has the shape {shapes}")
         yield left.pop(name), tensor
     if left:
-        more = f"and {len(left) - 1} more are" if len(left) > 1 else "is"
-        raise ValueError(f"weights: {next(iter(left))} {more} missing")
+        raise ValueError(f"weights: {next(iter(left))} is missing")
 
 
 def has_adapters(model: Any) -> bool:

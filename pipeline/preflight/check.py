@@ -1,4 +1,4 @@
-"""`--check`, and the checks on every rank before it computes: settings, tasks, model, memory."""
+"""Checks of settings, tasks, model and memory before a run, and the plan that `--check` prints."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pipeline.data.tasks import count_by
 from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
-from pipeline.models.capabilities import why_generate
-from pipeline.models.layers import recompute_layers
+from pipeline.models.capabilities import recompute_layers, why_generate
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
 from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank, num_trained
 from pipeline.preflight.prepare import Prepared, prepare
@@ -21,12 +20,11 @@ from pipeline.preflight.stand_in import try_architecture
 
 
 def validate(config: Config) -> Prepared:
-    """Check everything but the run's folder before a rank computes. Raises UserError."""
+    """Check everything except the run's folder, on every rank. Raises UserError."""
     parts = prepare(config)
     _, notes = check_model(config, parts)
-    if os.environ.get("RANK", "0") == "0":
-        for note in notes:
-            print(f"warning: {note}", flush=True)
+    for note in notes if os.environ.get("RANK", "0") == "0" else ():
+        print(f"warning: {note}", flush=True)
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     if (need := sum(memory.values())) > have:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
@@ -39,7 +37,7 @@ def validate(config: Config) -> Prepared:
 
 
 def main(config: Config) -> int:
-    """Check a recipe and print its plan; writes nothing and loads no weights."""
+    """Check a recipe and print its plan. Writes no files and loads no weights."""
     check_folder(config)
     lines = [f"recipe {config.recipe}: model {config.model.model}"]
     try:
@@ -59,11 +57,10 @@ def main(config: Config) -> int:
 
 
 def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
-    """Why `generate` must sample the model (None: it need not), and notes about the model.
+    """Check the model without its weights; return the result of `why_generate`, and notes.
 
-    Loads no weights. Raises UserError if the files of the model's folder do not fit each other, if
-    a small model of its kind samples other log-probabilities than training computes, or if the
-    run's folder has no room for two checkpoints: the new one and the one before.
+    Raises UserError if the model's files do not fit each other, if sampling and training of a small
+    model of its architecture differ, or if the disk has no room for two checkpoints.
     """
     name = config.model.model
     if lora.is_adapter(name):
@@ -71,7 +68,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
         name = lora.base_of(name)
     model = empty_model(config, parts.tokenizer)
     if config.grpo.gradient_checkpointing:
-        recompute_layers(model)  # refuses a model without layers
+        recompute_layers(model)  # raises UserError for a model without layers
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")
@@ -84,10 +81,10 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
 
 
 def refuse_full_disk(config: Config, size: float) -> None:
-    """UserError if the run's file system has no room for two files of `size` bytes."""
+    """UserError if the disk of the run's folder has no room for two checkpoints of `size` bytes."""
     folder = folder_of(config)
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
-    if disk.total > 0 and disk.free < 2 * size:  # some file systems report no size
+    if disk.total > 0 and disk.free < 2 * size:  # Some file systems report a size of 0.
         raise UserError(
             f"output_dir: two checkpoints take {2 * size / GIB:.1f} GiB, and there are "
             f"{disk.free / GIB:.1f} free for {str(folder)!r}; make room, or name another folder"
@@ -95,7 +92,6 @@ def refuse_full_disk(config: Config, size: float) -> None:
 
 
 def _plan(config: Config, parts: Prepared) -> Iterator[str]:
-    """Lines about tasks, stages and prompts."""
     yield "tasks"
     for domain, tasks in parts.train.items():
         counts = count_by(tasks, "family").items()
@@ -120,8 +116,8 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
 
 
 def _memory(config: Config, parts: Prepared) -> Iterator[str]:
-    need = memory_per_rank(config, parts.tokenizer)
-    total, have = sum(need.values()), memory_of_a_rank(config)
+    need, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
+    total = sum(need.values())
     fits = "fits" if total <= have else "does not fit: a run would be refused here"
     yield "\nmemory per rank, estimated"
     yield from (f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in need.items())

@@ -1,4 +1,4 @@
-"""The memory that a rank needs, estimated, and the memory that it has."""
+"""An estimate of the memory that a rank needs, and the memory that a rank has."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from pipeline.config.settings import Config
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.models import lora
-from pipeline.models.layers import widest
+from pipeline.models.capabilities import widest
 from pipeline.models.loading import empty_model, on_gpu, uses_bf16
 
 GIB = 1 << 30
 
 
 def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
-    """Bytes that a rank needs, by purpose, estimated from the model's shape and the limits."""
+    """Estimate the bytes that a rank needs, by purpose, from the model's shape and the settings."""
     model = empty_model(config, tokenizer)
     shape, num_parameters = model.config.get_text_config(), model.num_parameters()
     size = 2 if uses_bf16(config.model) else 4
     limits, data, num_ranks = config.rollout, config.data, config.run.num_gpus or 1
     groups = -(-limits.tasks_per_step // num_ranks)
     trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
-    side_by_side = max(groups * limits.num_generations, -(-trials // num_ranks))
-    cached = limits.max_tokens * min(limits.max_concurrent_episodes, side_by_side)
+    episodes = max(groups * limits.num_generations, -(-trials // num_ranks))
+    cached = limits.max_tokens * min(limits.max_concurrent_episodes, episodes)
     memory = {
         "weights (fp32)": 4.0 * num_parameters,
-        # In fp32 the sampler shares the trained weights; LoRA's are merged into a copy.
+        # An fp32 sampler shares the trained weights, except with LoRA.
         "weights of the sampler": size * num_parameters * (size == 2 or config.model.use_peft),
         "key-value cache": shape.num_hidden_layers * _cached_per_token(shape) * size * cached,
     }
@@ -41,46 +41,47 @@ def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
 
 
 def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
-    """Bytes of a micro-batch, with numbers of `size` bytes and this many groups per rank and step.
+    """Estimate the bytes of a micro-batch's activations, for numbers of `size` bytes.
 
-    Per token and layer, about 16 tensors of the hidden size and 3 of the intermediate size stay for
-    the backward pass. Three float32 copies of the logits of one chunk are added once.
+    `groups` is the number of groups per rank and step. For each token, each layer keeps about 16
+    hidden states and 3 intermediate states for the backward pass. Three float32 copies of one
+    chunk's logits are added.
     """
     grpo, limits, layers = config.grpo, config.rollout, shape.num_hidden_layers
-    if grpo.dynamic_sampling:  # one rank may have all groups; balancing leaves it one more group
+    if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
         balances = grpo.balance_ranks and not config.run.deterministic
         groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
     episodes = groups * limits.num_generations
     if config.warm_start.steps:
         episodes = max(episodes, -(-config.warm_start.batch_size // (config.run.num_gpus or 1)))
-    trained = episodes * limits.max_tokens  # tokens of a step, if all episodes have full length
+    trained = episodes * limits.max_tokens  # largest number of tokens per rank and step
     tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
     kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
-    if grpo.share_prefixes and not grpo.padding_free:  # keys and values that attention gathers
+    if grpo.share_prefixes and not grpo.padding_free:  # Attention gathers keys and values.
         gathered = min(tokens * KEYS_PER_TOKEN, trained)
         kept += gathered * layers * 2 * _keys_per_token(shape) * size
-    if grpo.gradient_checkpointing:  # the activations of one layer, and the inputs of all layers
+    if grpo.gradient_checkpointing:  # activations of one layer, and inputs of all layers
         kept = kept // layers + tokens * layers * shape.hidden_size * size
     return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
 
 
 def _cached_per_token(shape: Any) -> int:
-    """Numbers per token in a layer's cache: keys and values, or the latent vector of both."""
+    """How many numbers a layer caches per token: keys and values, or their latent vector."""
     if latent := getattr(shape, "kv_lora_rank", None):
         return int(latent + shape.qk_rope_head_dim)
     return 2 * _keys_per_token(shape)
 
 
 def _keys_per_token(shape: Any) -> int:
-    """Numbers per token in the keys of a layer; linear attention has none."""
+    """How many numbers the keys of one token have in a layer."""
     heads = widest(shape, "num_attention_heads")
     head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return (widest(shape, "num_key_value_heads") or heads) * head_dim
 
 
 def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:
-    """Bytes for trained weights, in GRPO or the warm start: the larger of the two."""
+    """Bytes of gradients, moments and reference, in GRPO or in the warm start if larger."""
     grpo, trained = config.grpo, 4.0 * num_trained(config, model)
     moments = 2 * trained / (config.run.num_gpus or 1 if grpo.shard_optimizer else 1)
     memory = {"LoRA adapters (fp32)": trained} if config.model.use_peft else {}
@@ -89,7 +90,7 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
         memory["reference policy (fp32)"] = trained
     if not config.warm_start.steps:
         return memory
-    warm_start = {  # trains every weight, and shards nothing
+    warm_start = {  # The warm start trains all weights and shards nothing.
         "gradients of the warm start": 4.0 * num_parameters,
         "AdamW of the warm start": 8.0 * num_parameters,
     }
@@ -97,7 +98,7 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
 
 
 def num_trained(config: Config, model: Any) -> int:
-    """The number of weights that GRPO trains; with LoRA, `model` gets its adapters here."""
+    """The number of weights that GRPO trains. With LoRA, `model` gets its adapters."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):
@@ -106,7 +107,7 @@ def num_trained(config: Config, model: Any) -> int:
 
 
 def memory_of_a_rank(config: Config) -> float:
-    """Bytes of a rank's GPU, or its share of the memory of this machine or container."""
+    """Bytes of the smallest GPU, or a rank's share of the machine's or container's memory."""
     if on_gpu():
         devices = range(torch.cuda.device_count())
         return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))

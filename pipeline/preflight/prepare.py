@@ -1,4 +1,4 @@
-"""What a run needs besides the model: tasks, environments, tokenizer, chat format, stages."""
+"""Preparation of a run without its model: tasks, environments, tokenizer, chat format, stages."""
 
 from __future__ import annotations
 
@@ -16,33 +16,27 @@ from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import Row
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.domains import (
-    Domain,
-    environments_of,
-    generated,
-    load_domains,
-    try_task,
-)
+from pipeline.environments.domains import Domain, generated, load_domains, try_task
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.sft import check_demonstrations
 
-NUM_TRIED = 1000  # tasks per source to try in their environment before a run
-NUM_LONGEST = 64  # prompts per domain to tokenize for the longest
+NUM_TRIED = 1000  # tasks of a source that are tried in their environment
+NUM_LONGEST = 64  # prompts of a domain that are tokenized to find the longest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The parts of a run that hold no weights."""
+    """The parts of a run without weights."""
 
     domains: dict[str, Domain]
     train: dict[str, Sequence[Task]]
-    validation: dict[str, list[Task]]  # for evaluations inside a stage
-    held_out: dict[str, list[Task]]  # for the evaluations in results.json
-    graded: dict[tuple[str, str], list[Task]]  # by domain and difficulty, if stages have one
-    longest: dict[str, list[Task]]  # the training tasks with the most text
+    validation: dict[str, list[Task]]  # tasks for validations within a stage
+    held_out: dict[str, list[Task]]  # tasks for the evaluations in results.json
+    graded: dict[tuple[str, str], list[Task]]  # training tasks by domain and difficulty
+    longest: dict[str, list[Task]]  # training tasks with the most text
     stages: list[Stage]
     tokenizer: Any
     chat: Chat
@@ -50,7 +44,7 @@ class Prepared:
     @property
     def environments(self) -> dict[str, type[Any]]:
         """The environment class of each domain."""
-        return environments_of(self.domains)
+        return {name: domain.environment for name, domain in self.domains.items()}
 
     def sources(self, stage: Stage) -> dict[str, Sequence[Task]]:
         """The training tasks of a stage's domains."""
@@ -66,9 +60,9 @@ class Prepared:
 
 
 def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
-    """Load and check everything but the weights. Raises UserError for the user's mistakes.
+    """Load and check everything except the weights. Raises UserError.
 
-    `with_tiny_tokenizer` replaces the tokenizer of a model that cannot be reached.
+    `with_tiny_tokenizer` uses the tiny model's tokenizer instead of the recipe's.
     """
     data, limits, domains = config.data, config.rollout, load_domains(config.data)
 
@@ -111,18 +105,17 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
 def train_tasks(
     config: Config, domain: Domain, held_out: Sequence[Task]
 ) -> tuple[Sequence[Task], list[Task]]:
-    """The training tasks of a domain, and a list of those with the most text.
+    """The training tasks of a domain, and the training tasks with the most text.
 
-    Reads each row of a source once, to validate it, to compare it with the held-out tasks and to
-    measure its prompt. Up to NUM_TRIED tasks, evenly spread, are tried in the environment, and the
-    domain's expert plays tasks that have a goal.
+    Validates each row of a source, and compares each row with the held-out tasks. Up to NUM_TRIED
+    tasks, at equal distances in the source, are tried in the environment.
     """
     data, count = config.data, config.data.tasks_per_domain
     source = data.tasks.get(domain.name)
     if source is None:
         tasks: Sequence[Task] = generated(data, domain, count, "train")
         return tasks, _longest(tasks)
-    by_request = defaultdict(list)  # because payloads are slow to compare
+    by_request = defaultdict(list)  # held-out tasks by request: payloads are slow to compare
     for task in held_out:
         by_request[task.prompt[-1]["content"]].append((list(task.prompt), json.loads(task.payload)))
     lengths: list[int] = []
@@ -146,9 +139,8 @@ def train_tasks(
 
 
 def _graded(config: Config, domains: Mapping[str, Domain]) -> dict[tuple[str, str], list[Task]]:
-    """Training tasks of each domain and each difficulty that the curriculum names."""
     data, difficulties, graded = config.data, config.curriculum.difficulties, {}
-    for name, difficulty in product(domains, difficulties or ()):
+    for name, difficulty in product(domains, difficulties):
         if name in data.tasks:
             raise UserError(
                 f"difficulties: got {','.join(difficulties)}, but the tasks of {name} come from "
@@ -165,10 +157,7 @@ def _num_characters(prompt: Sequence[Message]) -> int:
 
 
 def _longest(tasks: Sequence[Task], lengths: Sequence[int] | None = None) -> list[Task]:
-    """The tasks with the most characters, as an estimate of the tasks with the most tokens.
-
-    `lengths` has the characters of each task, if they are known.
-    """
+    """The tasks whose prompts have the most characters, as `lengths` or the prompts show."""
     lengths = lengths or [_num_characters(task.prompt) for task in tasks]
     order = heapq.nlargest(NUM_LONGEST, range(len(tasks)), key=lengths.__getitem__)
     return [tasks[index] for index in order]

@@ -1,9 +1,10 @@
-"""A small model of the recipe's architecture, to compare sampling with training before a run.
+"""A trial before a run: sampling and training a small model of the recipe's architecture.
 
-Training is right only if the sampler's log-probabilities equal those of the training forward.
-Caches, masks, positions, routers, dropout and adapters may break this in some architectures. A
-model with the same kinds of layers, but few, narrow and random layers, samples short conversations
-under the recipe's settings, and an update's forward pass computes them again.
+Training is correct only if sampler and training compute equal log-probabilities. Caches, masks,
+positions, routers, dropout and adapters may break the equality in some architectures. The small
+model has the same kinds of layers, but few and narrow layers with random weights. The trial samples
+short conversations under the recipe's settings. A training forward pass computes their
+log-probabilities again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from pipeline.files.untrusted import reason_of
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.models import lora
-from pipeline.models.capabilities import refuse_changed_logits, unserved
-from pipeline.models.layers import recompute_layers
+from pipeline.models.capabilities import recompute_layers, refuse_changed_logits, unserved
 from pipeline.models.rotary import fix_rotary
 from pipeline.models.weights import trained_weights
 from pipeline.rollout.generate_sampler import GenerateSampler
@@ -32,37 +31,32 @@ from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
-# Largest differences of a log-probability, in nats, at float32. Rounding stays below the first.
-# transformers' own `generate` differs by more for some layers, and is refused above the second.
-MOST_NATS, MOST_NATS_OF_GENERATE = 5e-4, 0.05
-MOST_PARAMETERS = 300_000_000  # of a stand-in; a larger one is not made
-TURNS, REPLY, MESSAGE = 3, 5, 6  # of a conversation; tokens of a reply and of a message
-SMALLER = {  # sizes of layers, by the names of settings; windows are shorter than a conversation
-    1: ("n_group", "topk_group", "first_k_dense_replace"),
-    2: ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "linear_num_heads"),
-    8: (
-        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-        *("sliding_window", "window_size", "attention_chunk_size"),
-    ),
-    16: ("mamba_chunk_size", "chunk_size", "mamba_d_state", "ssm_state_size"),
-    256: (
-        *("intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "n_inner"),
-        *("shared_expert_intermediate_size", "block_ff_dim"),
-        *("vocab_size", "vocab_size_per_layer_input"),
-    ),
-}
+MOST_NATS = 5e-4  # bound of rounding: the largest difference of a log-probability in float32
+MOST_NATS_OF_GENERATE = 0.05  # bound for transformers' `generate`, which differs for some layers
+MOST_PARAMETERS = 300_000_000  # bound of the small model's size
+TURNS, REPLY, MESSAGE = 3, 5, 6  # turns of a conversation; tokens of a reply; tokens of a message
+SMALLER = (  # bounds of sizes; windows become shorter than a conversation
+    (1, "n_group topk_group first_k_dense_replace"),
+    (2, "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_heads"),
+    (8, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (8, "sliding_window window_size attention_chunk_size"),
+    (16, "mamba_chunk_size chunk_size mamba_d_state ssm_state_size"),
+    (256, "intermediate_size moe_intermediate_size shared_expert_intermediate_size"),
+    (256, "ffn_hidden_size n_inner block_ff_dim vocab_size vocab_size_per_layer_input"),
+)
 
 
 def try_architecture(config: Config, empty: Any) -> list[str]:
-    """Notes about a model of this kind under this recipe; `empty` has no weights.
+    """Try a small model like `empty` under a recipe's settings, and return notes about the model.
 
-    Raises UserError if sampling and training fail or differ.
+    `empty` has no weights. UserError if sampling or training fails, or if their log-probabilities
+    differ by more than rounding.
     """
     try:
         model = stand_in(empty)
     except Exception as error:
         return [f"not tried: a small model of this architecture ({reason_of(error)})"]
-    notes = [fix_rotary(model, config.rollout.max_tokens), _positions(config, model)]
+    notes = [fix_rotary(model, config.rollout.max_tokens), _check_positions(config, model)]
     settings = {"share_prefixes": config.grpo.share_prefixes, "use_peft": config.model.use_peft}
     remedies = [f"set {name} false" for name, is_on in settings.items() if is_on]
     name, remedy = type(model).__name__, " or ".join([*remedies, "use another model"])
@@ -71,49 +65,44 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
         gap = gap_of(config, model)
     except UserError:
         raise
-    except Exception as error:  # code of transformers, or of the model's author
+    except Exception as error:  # The code of a model may raise anything.
         raise UserError(
             f"model: got {name}, which fails in a trial of sampling and training "
             f"({reason_of(error)}); {remedy}"
         ) from None
-    is_served = unserved(model.config.get_text_config()) is None
-    if gap > (MOST_NATS if is_served else MOST_NATS_OF_GENERATE):
-        raise UserError(
-            f"model: got {name}, for which log-probabilities of sampled tokens and of training "
-            f"differ by {gap:.2g} nats in a trial (at most {MOST_NATS:g} is rounding); {remedy}"
-        )
+    said = (
+        f"log-probabilities of sampled tokens and of training differ by {gap:.2g} nats in a trial "
+        f"(at most {MOST_NATS:g} is rounding)"
+    )
+    if gap > (MOST_NATS if _is_served(model) else MOST_NATS_OF_GENERATE):
+        raise UserError(f"model: got {name}, for which {said}; {remedy}")
     if gap > MOST_NATS:
-        notes.append(
-            f"sampled and trained log-probabilities differ by up to {gap:.2g} nats in a trial "
-            f"(rounding is below {MOST_NATS:g}): transformers' generate computes this model so"
-        )
+        notes.append(f"{said}; the cause is transformers' generate")
     return [note for note in notes if note]
 
 
 def gap_of(config: Config, model: Any) -> float:
     """The largest difference between sampled and recomputed log-probabilities, in nats.
 
-    The model gets the recipe's adapters, with random weights, and its gradient checkpointing. If
-    the recipe trains, a backward pass must work.
+    The recipe decides whether a copy of the model gets adapters (with random weights), gradient
+    checkpointing and a backward pass.
     """
     grpo, rollout = config.grpo, config.rollout
-    model = copy.deepcopy(model)
+    model, sampling = copy.deepcopy(model), RowSampler if _is_served(model) else GenerateSampler
     if config.model.use_peft:
         model = lora.attach(model, config.model, "", config.run.seed)
-    is_served = unserved(model.config.get_text_config()) is None
-    kind = RowSampler if is_served else GenerateSampler
-    sampler: Sampler = kind(model, 0, rollout.temperature, torch.float32)
-    if config.model.use_peft:
-        lora.disturb(model, 1)
+    sampler: Sampler = sampling(model, 0, rollout.temperature, torch.float32)
+    if config.model.use_peft:  # The adapters' outputs get about a third of the layers' scale.
+        std = math.sqrt(config.model.lora_r) / (2 * config.model.lora_alpha)
+        _fill((p for name, p in model.named_parameters() if ".lora_B." in name), 1, std)
     if grpo.gradient_checkpointing:
         recompute_layers(model)
     sampler.load_weights(trained_weights(model))
-    trajectories = _converse(sampler, model.get_input_embeddings().num_embeddings)
+    items = [(t, 1.0, 1.0) for t in _converse(sampler, model.get_input_embeddings().num_embeddings)]
     module = TokenLogprobs(model, rollout.temperature).eval()
     if grpo.padding_free:
         refuse_mixed_up_sequences(module)
     shares = grpo.share_prefixes and not grpo.padding_free and module.shares_prefixes
-    items = [(trajectory, 1.0, 1.0) for trajectory in trajectories]
     gaps = []
     for batch in make_micro_batches(items, 10_000, 0, grpo.padding_free, shares):
         logprobs, _ = module(batch)
@@ -124,29 +113,25 @@ def gap_of(config: Config, model: Any) -> float:
 
 
 def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
-    """Conversations of several turns: two with the same prompt, and one with a shorter prompt."""
+    """Sample three conversations of several turns. Two have the same prompt, one a shorter one."""
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])
-    blank = partial(Trajectory, domain="", task_id="")
-    rows = [blank(prompt_ids=p, completion_ids=[], loss_mask=[], logprobs=[]) for p in prompts]
-
-    def append(row: Trajectory, ids: list[int], logprobs: list[float] | None = None) -> None:
-        row.completion_ids.extend(ids)
-        row.loss_mask.extend([logprobs is not None] * len(ids))
-        row.logprobs.extend(logprobs or [0.0] * len(ids))
-
+    completions: list[list[tuple[int, bool, float]]] = [[] for _ in prompts]
     for turn in range(TURNS):
-        for number, episode in enumerate(episodes if turn else ()):
-            reply = _ids(number * turn, REPLY + number, vocabulary)
+        for n, episode in enumerate(episodes if turn else ()):
+            reply = _ids(n * turn, REPLY + n, vocabulary)
             sampler.extend(episode, reply)
-            append(rows[number], reply)
-        messages = sampler.sample(episodes, [MESSAGE] * len(episodes))
-        for row, message in zip(rows, messages, strict=True):
+            completions[n] += [(token, False, 0.0) for token in reply]
+        for n, message in enumerate(sampler.sample(episodes, [MESSAGE] * len(episodes))):
             assert message is not None
-            append(row, message.ids, message.logprobs)
-    for episode in episodes:
-        sampler.close(episode)
-    return rows
+            sampled = zip(message.ids, message.logprobs, strict=True)
+            completions[n] += [(token, True, logprob) for token, logprob in sampled]
+    trajectories = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids, mask, logprobs = map(list, zip(*completion, strict=True))
+        tokens: Any = {"completion_ids": ids, "loss_mask": mask, "logprobs": logprobs}
+        trajectories.append(Trajectory(domain="", task_id="", prompt_ids=prompt, **tokens))
+    return trajectories
 
 
 def _ids(number: int, count: int, vocabulary: int) -> list[int]:
@@ -154,79 +139,79 @@ def _ids(number: int, count: int, vocabulary: int) -> list[int]:
 
 
 @torch.no_grad()
-def _positions(config: Config, model: Any) -> str:
-    """A note on rotary positions; UserError if learned positions do not reach `max_tokens`."""
+def _check_positions(config: Config, model: Any) -> str:
+    """Return a note if `max_tokens` exceeds the model's trained length, else "".
+
+    UserError if `max_tokens` exceeds the model's learned positions.
+    """
     limit, ids = config.rollout.max_tokens, torch.ones((1, 1), dtype=torch.int64)
-    trained = getattr(_text(model.config), "max_position_embeddings", None)
+    text = model.config.get_text_config(decoder=True)
+    trained = getattr(text, "max_position_embeddings", None)
     for position in (0, limit - 1):
         try:
             model.get_decoder()(ids, position_ids=position * ids, use_cache=False)
-        except Exception:  # libraries raise different errors
-            if position == 0:  # the model takes no positions
+        except Exception:  # Different models raise different errors.
+            if position == 0:  # The model accepts no positions.
                 break
             raise UserError(
                 f"max_tokens: got {limit}, but the model has positions for "
                 f"{trained or 'fewer'} tokens; lower max_tokens, or use another model"
             ) from None
     note = f"max_tokens is {limit}, and the model was made for {trained} tokens "
-    note += "(max_position_embeddings): what it says beyond may be poor"
+    note += "(max_position_embeddings): longer texts may be poor"
     return note if isinstance(trained, int) and limit > trained else ""
 
 
 def stand_in(empty: Any) -> Any:
-    """A model like `empty`, with few small layers and random weights.
+    """A model like `empty`, with few and small layers and random weights.
 
-    Raises any exception of the model's code if it cannot be made so small, or does not compute.
+    Raises any exception of the model's code if a small model cannot be made or does not compute.
     """
     if empty.num_parameters() < 10_000_000:
         return _made(empty, copy.deepcopy(empty.config))
     try:
         return _made(empty, _narrowed(_shrunk(empty.config)))
-    except Exception:  # heads and width cannot be chosen freely in every architecture
+    except Exception:  # Some architectures fix the number of heads or the width.
         return _made(empty, _shrunk(empty.config))
 
 
-def _made(empty: Any, shape: Any) -> Any:
-    shape.tie_word_embeddings = False  # else a token's own logit would outweigh all others
+def _made(empty: Any, config: Any) -> Any:
+    config.tie_word_embeddings = False  # Tied embeddings give each token's own logit a peak.
     with torch.device("meta"):
-        size = type(empty)._from_config(copy.deepcopy(shape)).num_parameters()
+        size = type(empty)._from_config(copy.deepcopy(config)).num_parameters()
     if size > MOST_PARAMETERS:
         raise ValueError(f"it would have {size / 1e6:.0f} M parameters")
+    options = {"attn_implementation": empty.config._attn_implementation, "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        attention = empty.config._attn_implementation
-        model = (
-            type(empty)
-            ._from_config(shape, attn_implementation=attention, dtype=torch.float32)
-            .eval()
-        )
+        model = type(empty)._from_config(config, **options).eval()
     _fill(model.parameters(), 0)
     for seed, layer in enumerate((model.get_input_embeddings(), model.get_output_embeddings())):
-        _fill([layer.weight], seed + 2, 3 / math.sqrt(layer.weight.shape[-1]))  # no peaks in logits
+        _fill([layer.weight], seed + 2, 3 / math.sqrt(layer.weight.shape[-1]))
     with torch.no_grad():
         model(torch.tensor([_ids(0, 5, layer.weight.shape[0])]), use_cache=False)
     return model
 
 
 def _narrowed(config: Any) -> Any:
-    """Fewer heads of the same size, and a smaller width."""
-    text = _text(config)
+    """Reduce the number of heads and the width; heads keep their size."""
+    text = config.get_text_config(decoder=True)
     heads, width = text.num_attention_heads, text.hidden_size
-    per_key = heads // (getattr(text, "num_key_value_heads", None) or heads)  # heads that share it
-    few = min(heads, 2 * per_key)
+    queries = heads // (getattr(text, "num_key_value_heads", None) or heads)
+    few = min(heads, 2 * queries)  # two key-value heads
     is_free = vars(text).get("head_dim") is not None or hasattr(text, "kv_lora_rank")
     text.num_attention_heads = few
-    # In some architectures the width follows from the heads.
+    # In some architectures the width is the number of heads times their size.
     text.hidden_size = min(width, 256) if is_free else width // heads * few
     if vars(text).get("num_key_value_heads"):
-        text.num_key_value_heads = few // per_key
+        text.num_key_value_heads = few // queries
     return config
 
 
 def _shrunk(config: Any) -> Any:
-    """Fewer layers, but at least one of each kind; fewer tokens, experts and features."""
+    """Reduce layers, vocabulary, experts and sizes; at least one layer of each kind stays."""
     config = copy.deepcopy(config)
-    text = _text(config)
+    text = config.get_text_config(decoder=True)
     count = text.num_hidden_layers
     by_layer = {
         name: value
@@ -234,32 +219,33 @@ def _shrunk(config: Any) -> Any:
         if isinstance(value, list | tuple | str) and len(value) == count and name != "architectures"
     }
     derived = (getattr(text, name, None) or () for name in ("layer_types", "layers_block_type"))
-    every = map(list, (*by_layer.values(), *derived))
-    few = max([2, *(1 + kinds.index(kind) for kinds in every for kind in kinds)])  # has each kind
+    lists = map(list, (*by_layer.values(), *derived))
+    few = max([2, *(1 + kinds.index(kind) for kinds in lists for kind in kinds)])
     for name, value in by_layer.items():
         setattr(text, name, value[:few])
     text.num_hidden_layers = min(few, count)
-    for most, names in SMALLER.items():
-        for name in names:
-            size = getattr(text, name, None)
-            if isinstance(size, int) and size > most:
+    for most, names in SMALLER:
+        for name in names.split():
+            if isinstance(size := getattr(text, name, None), int) and size > most:
                 setattr(text, name, most)
-    if keys := getattr(text, "linear_num_key_heads", 0):  # several values share each key
+    if keys := getattr(text, "linear_num_key_heads", 0):  # Several value heads share each key head.
         text.linear_num_value_heads = 2 * text.linear_num_value_heads // keys
         text.linear_num_key_heads = 2
     for owner in (config, text):
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(owner, name, 0)
+        owner.update(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0))
     return config
 
 
-def _text(config: Any) -> Any:
-    return config.get_text_config(decoder=True)
+def _is_served(model: Any) -> bool:
+    return unserved(model.config.get_text_config()) is None
 
 
 @torch.no_grad()
 def _fill(parameters: Iterable[torch.Tensor], seed: int, std: float | None = None) -> None:
-    """Draw weights so large that a wrong term shows. Vectors, such as those of norms, stay."""
+    """Set matrices to random values that are large enough to show a missing term in the logits.
+
+    Vectors, such as the weights of norms, stay.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         if parameter.dim() > 1:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from pipeline.config.settings import ModelSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.updater import Updater
-from pipeline.models.layers import widest
+from pipeline.models.capabilities import widest
 from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import Trajectory

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.former import read_metrics, translated_tree
+from pipeline.config.former import read_metrics, translated
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
 from pipeline.files.durable import whole_lines
@@ -80,7 +80,7 @@ def load_run(folder: Path) -> RunData:
     trained = {line["stage"] for line in train}
     return RunData(
         folder=folder,
-        config=translated_tree(yaml.safe_load((folder / "config.yaml").read_text("utf-8"))),
+        config=translated(yaml.safe_load((folder / "config.yaml").read_text("utf-8"))),
         results=results,
         stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
         replay=curriculum["replay"],

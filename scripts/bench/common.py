@@ -1,4 +1,4 @@
-"""What the benchmarks share: shapes of models, the machine's description, ratios, the JSON file."""
+"""Shared functions of the benchmarks: models, timing, facts about the machine, JSON output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-# Architectures as in the configurations of the published models; weights are random here.
+# Architectures of published models. The weights are random.
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3-0.6b": {
         "hidden_size": 1024,
@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags that every benchmark takes."""
+    """A parser with the flags of every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -78,7 +78,7 @@ def model_of(shape: str, vocab_size: int = 151936, **fields: Any) -> Any:
 
 
 def ready(device: str) -> None:
-    """Wait until the device has done its work, before a clock is read."""
+    """Wait for the device to finish its work. Call this function before reading a clock."""
     if device == "cuda":
         import torch
 
@@ -96,7 +96,7 @@ def seconds_of(work: Callable[[], Any], device: str = "cpu") -> float:
 def ratios_of(
     ours: Callable[[], float], theirs: Callable[[], float], repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of both, measured in turns; who goes first alternates."""
+    """Measure two functions alternately, and return the seconds of both."""
     first: list[float] = []
     second: list[float] = []
     for number in range(repeats):
@@ -107,7 +107,7 @@ def ratios_of(
 
 
 def in_fresh_process(arguments: Sequence[str], **variables: str) -> dict[str, Any]:
-    """Run a Python script in a process of its own; what it prints last is one JSON object."""
+    """Run a Python script in a new process, and return the JSON object that it prints last."""
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, **variables},
@@ -120,7 +120,7 @@ def in_fresh_process(arguments: Sequence[str], **variables: str) -> dict[str, An
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the figures depend on."""
+    """The hardware and the software versions of this machine."""
     import torch
 
     names = [
@@ -141,7 +141,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 def write_json(
     path: Path | None, figures: Mapping[str, float], where: Mapping[str, Any], settings: Any
 ) -> None:
-    """Write `{"figures": ..., "machine": ..., "settings": ...}` if a file is wanted."""
+    """Write `{"figures": ..., "machine": ..., "settings": ...}` if a path is given."""
     if path is None:
         return
     content = {"figures": dict(figures), "machine": dict(where), "settings": settings}

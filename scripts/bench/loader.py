@@ -1,9 +1,9 @@
-"""What many tasks cost: a rank's start-up from JSON Lines and from a dataset, and each step's pick.
+"""Measure the cost of many tasks: reading them at start-up, and choosing the tasks of each step.
 
-Start-up is all that a rank does with the tasks of a domain before a run: every row is read and
-validated, compared with the held-out tasks and measured, and some are tried in the environment.
-It is measured in a process of its own, after its imports. Then a step's tasks and the share of
-the rank with the most of them are picked as in training, for 1 to 1,024 simulated ranks.
+At start-up a rank reads and validates every row of a domain, compares each row with the held-out
+tasks, measures its prompt and tries some tasks in the environment. The script measures start-up
+from JSON Lines and from a dataset, each in a new process after its imports. The script then chooses
+the tasks of a step as in training, for 1 to 1,024 simulated ranks.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tasks-per-step", type=int, default=24)
     made.add_argument("--steps", type=int, default=40, help="measured for each number of ranks")
     made.add_argument("--json", type=Path, help="write the figures here as well")
-    made.add_argument("--start", type=Path, help=argparse.SUPPRESS)  # in a process of its own
+    made.add_argument("--start", type=Path, help=argparse.SUPPRESS)  # in a new process
     return made
 
 
 def make_tasks(count: int, policy_bytes: int) -> Iterator[Task]:
-    """Airline's tasks, over and over under new ids, with a longer policy."""
+    """Repeat the airline's tasks under new ids, with a longer policy text."""
     made = generate_tasks(7, min(count, 2000), "train", "medium")
     policy = (RULE * (policy_bytes // len(RULE) + 1))[:policy_bytes]
     for number in range(count):
@@ -95,13 +95,12 @@ def save_dataset(lines: Path, folder: Path) -> None:
 
 
 def start_up(source: Path, num_tasks: int) -> dict[str, float]:
-    """Seconds, and MB above what the imports take.
+    """Seconds and MB of start-up; the memory of the imports is subtracted.
 
-    `mb` is what the process has resident at its peak. That counts the pages of a dataset, which
-    are mapped, shared by all ranks of a machine and given back when memory is short; `private_mb`
-    is what it keeps for itself.
+    `mb` is the peak of resident memory. The peak includes memory-mapped pages of a dataset, which
+    all ranks of a machine share. `private_mb` is the memory without mapped pages.
     """
-    import datasets  # noqa: F401  (its import is not what is measured)
+    import datasets  # noqa: F401  (excludes the import from the measurement)
 
     from pipeline.environments.domains import generated, load_domains
     from pipeline.preflight.prepare import train_tasks
@@ -127,18 +126,18 @@ def start_up(source: Path, num_tasks: int) -> dict[str, float]:
 
 
 def memory_mb(kind: str) -> float:
-    """What this process has resident: `VmRSS` now, `RssAnon` without mapped files, `VmHWM` at most.
+    """Resident memory: `VmRSS` (now), `RssAnon` (without mapped files) or `VmHWM` (peak).
 
-    From Linux, whose `getrusage` would count what the parent had when it started this process.
+    `getrusage` would include memory of the parent process.
     """
     text = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(text.partition(f"{kind}:")[2].split()[0]) / 1e3
 
 
 def pick_all(tasks: Tasks, sizes: list[int], count: int, steps: int) -> dict[str, float]:
-    """Microseconds of a step by numbers of tasks and ranks, and of the first step of a pass.
+    """Microseconds of a step, and of a pass's first step, by numbers of tasks and ranks.
 
-    All are measured in turns, so that a busy machine is as busy for one as for another.
+    Measurements of all numbers alternate, so that other load on the machine affects all alike.
     """
     spent: dict[str, list[float]] = {}
     for step in range(steps):
@@ -156,14 +155,14 @@ def pick_all(tasks: Tasks, sizes: list[int], count: int, steps: int) -> dict[str
 
 
 def pick(source: Source, count: int, step: int, num_ranks: int) -> float:
-    """Seconds of a step; `num_ranks` is the seed as well, so that each has passes of its own."""
+    """Seconds of a step. `num_ranks` is also the seed, so that no permutation is cached."""
     own, groups = ("airline",), {"airline": count}
     stage = Stage(
         index=0, name="s", own=own, difficulty="medium", groups=groups, num_steps=step + 1
     )
     begun = perf_counter()
     tasks = tasks_of_step(stage, step, {"airline": source}, num_ranks)
-    share = tasks[::num_ranks]  # rank 0 plays every num_ranks-th group
+    share = tasks[::num_ranks]  # Rank 0 samples every num_ranks-th group.
     seconds = perf_counter() - begun
     assert len(share) == -(-count // num_ranks)
     return seconds

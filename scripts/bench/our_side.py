@@ -1,4 +1,4 @@
-"""Our trainer as a side of `vs_trl.py`: the loop of `pipeline/train.py`, let on step by step."""
+"""Our trainer for `vs_trl.py`: the loop of `pipeline/train.py`, which waits after each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  # puts the repository on the path
+import common  # noqa: F401  # adds the repository to sys.path
 import numpy as np
 import torch
 from turns import Gate, Work, script_of, siblings, without_users
@@ -25,9 +25,9 @@ from pipeline.train import Training, connect
 
 
 class Scripted:
-    """Makes a sampler say scripts: it does all of its work, then their tokens are taken.
+    """Replaces sampled tokens by given tokens; the sampler still does all its work.
 
-    `scripts` holds, for each prompt and sibling, the tokens of the episode's messages.
+    `scripts` holds the tokens of the messages for each prompt and each episode of its group.
     """
 
     def __init__(self, sampler: Any, scripts: Mapping[tuple[int, ...], list[list[int]]]) -> None:
@@ -36,7 +36,7 @@ class Scripted:
             sampler.sample_tokens,
             scripts,
         )
-        self._said: dict[int, list[int]] = {}  # by the key of an episode's draws
+        self._said: dict[int, list[int]] = {}  # keys: random-number keys of episodes
         sampler.open, sampler.sample_tokens = self.open, self.sample_tokens
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> Any:
@@ -74,7 +74,7 @@ def main(work: Work, gate: Gate) -> None:
 
 
 def scripts_of(run: Training, num_units: int) -> dict[tuple[int, ...], list[list[int]]]:
-    """The forced tokens of every sibling of every prompt of the steps to come."""
+    """The given tokens for each prompt of the next steps and each episode of its group."""
     parts, found, size = run.parts, {}, run.config.rollout.num_generations
     for step in range(num_units):
         for task in tasks_of_step(parts.stages[0], step, parts.train, run.config.run.seed):
@@ -86,7 +86,7 @@ def scripts_of(run: Training, num_units: int) -> dict[tuple[int, ...], list[list
 
 
 class Stepped(Training):
-    """The whole loop, from where one step has written its lines to where the next has."""
+    """The training loop, which waits after each step has written its metrics."""
 
     gate: Gate
     sampled_s = 0.0
@@ -107,16 +107,16 @@ def collect(run: Training, step: int) -> RolloutBatch:
 
 
 def sampling(run: Training, work: Work, gate: Gate) -> None:
-    """The episodes of one step after the other, from the same weights."""
+    """Sample the episodes of each step, always from the same weights."""
     for step in range(work.num_units):
         batch = collect(run, step)
         gate(counts([t.record() for t in batch.trajectories]))
 
 
 def updates(run: Training, work: Work, gate: Gate) -> None:
-    """Updates on the episodes of the first step, which are left for the other side.
+    """Update on the episodes of the first step, which TRL's side reads from a file.
 
-    A micro-batch may hold as many tokens as the other side's, padding included.
+    A micro-batch may hold as many tokens as TRL's micro-batch with its padding.
     """
     stage = run.parts.stages[0]
     batch = collect(run, 0)
@@ -134,7 +134,7 @@ def updates(run: Training, work: Work, gate: Gate) -> None:
 
 
 def longest(trajectories: Sequence[Trajectory]) -> int:
-    """Tokens of a row as TRL pads it: the longest prompt and the longest completion."""
+    """Tokens of a sequence with TRL's padding: the longest prompt plus the longest completion."""
     prompt = max(len(t.prompt_ids) for t in trajectories)
     return prompt + max(len(t.completion_ids) for t in trajectories)
 

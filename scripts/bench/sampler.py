@@ -1,14 +1,14 @@
-"""Our sampler against `model.generate`, re-prefilled at every turn, and continuous batching.
+"""Compare our sampler with `model.generate` and with transformers' continuous batching.
 
     python scripts/bench/sampler.py
 
-A cell is `groups` x G conversations with random weights and tokens: a prompt that the members of a
-group share, then as many turns, each a sampled message and a reply, both of forced length. All
-sample at temperature 1 in the same precision; ours keeps log-probabilities besides. Random draws
-part the members of a group at once, so that ours can share no more than the prompt. `generate` and
-transformers' continuous batching (`generate_batch`, whose blocks share prefixes) are given whole
-conversations at every turn. The methods take turns; a ratio is the median over repeats of theirs
-divided by ours.
+A cell has `groups` x G conversations with random weights and tokens. The members of a group share
+one prompt. Each turn is a sampled message and a reply, both of fixed length. All methods sample at
+temperature 1 in the same precision; only ours also keeps log-probabilities. The members of a group
+differ from their first token on, so our sampler can share only the prompt. `generate` and
+continuous batching (`generate_batch`, whose blocks share prefixes) get the whole conversation at
+every turn. Measurements of the methods alternate. A ratio is the median over repeats of the other
+method's time divided by ours.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 class Bench:
-    """The model in all three hands, and how each plays a cell."""
+    """One model with three sampling methods, and the measurement of each method."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
@@ -72,7 +72,7 @@ class Bench:
         model.config.max_position_embeddings = 40960
         model = model.to(options.device).eval()
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        # No token ends a message: its limit does.
+        # Messages end at their limit, because no token ends a message.
         self.sampler = RowSampler(model, -1, 1.0, dtype)
         self.model = copy.deepcopy(model).to(dtype)
         self.model.generation_config.eos_token_id = None
@@ -80,7 +80,7 @@ class Bench:
         self.others = ["generate"] + ["batching"] * (not options.without_batching)
 
     def cell(self, turns: int, size: int, length: int) -> dict[str, float]:
-        """Seconds of ours and the ratios of the others; prints a line."""
+        """Measure a cell and print a line: our seconds, and the ratios of the other methods."""
         import torch
 
         vocabulary = self.model.config.vocab_size
@@ -99,7 +99,7 @@ class Bench:
         }
         names = ["ours", *self.others]
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(self.options.repeats + 1):  # the first warms up
+        for number in range(self.options.repeats + 1):  # The first repeat warms up.
             for name in names if number % 2 else names[::-1]:
                 seconds[name].append(plays[name]())
         seconds = {name: found[1:] for name, found in seconds.items()}
@@ -125,7 +125,7 @@ class Bench:
     def ours(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
         from pipeline.models.weights import trained_weights
 
-        self.sampler.load_weights(trained_weights(self.model))  # forgets prompts of the last repeat
+        self.sampler.load_weights(trained_weights(self.model))  # clears cached prompts
         episodes = self.sampler.open(prompts, range(len(prompts)))
         room = [self.options.message_tokens] * len(episodes)
         for reply in replies:
@@ -164,7 +164,7 @@ class Bench:
             eos_token_id=-1,
             pad_token_id=0,
         )
-        # One manager serves all cells, so its pages must hold the largest.
+        # One manager serves all cells, so its pages must hold the largest cell.
         options, cuda = self.options, self.options.device == "cuda"
         turn = options.message_tokens + options.reply_tokens
         longest = max(options.prompt_tokens) + max(options.turns) * turn

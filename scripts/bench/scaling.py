@@ -1,26 +1,26 @@
-"""Does it get faster with the number of ranks? Weak and strong scaling, and what crosses ranks.
+"""Measure speed on several ranks: weak and strong scaling, and communication.
 
     python scripts/bench/scaling.py --json scaling.json
 
-Every rank is a process with one thread on a core of its own (on CUDA a GPU), and runs the loop of
-`pipeline/train.py` from the same warm-started model. Kinds of runs take turns, a block of steps
-each; every ratio is that of blocks one after the other, and what is shown is the median. The first
-block, which warms up, is left out.
+Every rank is a process with one thread on its own core (on CUDA: its own GPU). Each rank runs the
+loop of `pipeline/train.py` from the same warm-started model. Measurements alternate between the
+kinds of runs, in blocks of steps. Each ratio compares two consecutive blocks, and the output shows
+the median ratio. The first block warms up and is not counted.
 
-- weak: N connected ranks with `--tasks-per-rank` groups each, as a multiple of the mean of N runs
-  apart, started together: single processes that know nothing of each other, each with exactly the
-  work of one rank. That is what the hardware allows. Beside it the speed-up over one of them alone.
-- strong: `--tasks-per-step` groups in all, over N ranks and on one.
-- waits: the share of a step that ranks spend in collectives, waiting for others included, as the
-  mean over ranks. Texts differ in length from rank to rank, so most of it is unequal work.
-- transfers: what crosses ranks, in bytes that a rank hands over and milliseconds where no rank is
-  late; and what does not cross them, but goes to disk where it was made.
+- weak: N connected ranks with `--tasks-per-rank` groups each, compared with N separate runs, which
+  start together. Each separate run is a single process with the work of one rank, so the separate
+  runs show the limit of the hardware. The output also shows the speed-up over one separate run.
+- strong: `--tasks-per-step` groups in total, on N ranks and on one rank.
+- waits: the share of a step that a rank spends in collectives, including the wait for other ranks;
+  the mean over ranks. Conversations differ in length, so most of the time is unequal work.
+- transfers: bytes that a rank sends, and milliseconds of the transfer when no rank is late; also
+  data that is not sent, but written to the rank's own disk.
 
-The learning rate is 1e-12 and dynamic sampling is off: the policy stays as it is, and connected
-ranks and runs apart sample the same tokens. Published shapes have random weights, which say what
-they are made to: a look-up four times, then "Done.".
+The learning rate is 1e-12 and dynamic sampling is off, so the policy does not change, and connected
+ranks sample the same tokens as separate runs. Published shapes have random weights and get forced
+messages: four look-ups, then "Done.".
 
-Flags that follow `--` go to every run.
+Flags after `--` are passed to every run.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from turns import Side
 from vs_trl import make_model
 
 SCRIPT = "scaling_side.py"
-# What the method's description promises over one rank; apart: tasks in parallel, no gradients.
+# Bounds: speed-up over one rank.
 DESCRIBED = {2: 1.95, 4: 3.85, 8: 7.6}
 DESCRIBED_APART = {2: 1.8}
-LEAST = {2: 1.95, 4: 3.85}  # of weak scaling
-MOST = {2: 0.05}  # of a step, waits
+LEAST = {2: 1.95, 4: 3.85}  # least speed-up in weak scaling
+MOST = {2: 0.05}  # largest share of waits
 ROWS = {
     "episodes_per_s": "{ranks}, weak: episodes/s",
     "weak_scaling": "  over the mean of as many runs apart",
@@ -79,7 +79,7 @@ TRANSFERS = {
     "objects": "a step's trajectories, if they were gathered",
 }
 Facts = dict[str, float]
-Found = Mapping[str, Sequence[Sequence[Facts]]]  # by kind of run, repeat and side
+Found = Mapping[str, Sequence[Sequence[Facts]]]  # indices: kind of run, repeat, side
 
 
 def main(argv: list[str]) -> int:
@@ -131,7 +131,7 @@ def read(argv: list[str]) -> argparse.Namespace:
 
 @dataclass(kw_only=True)
 class Bench:
-    """The measurements, and the figures they gave."""
+    """Measures speed, and collects the results."""
 
     options: argparse.Namespace
     folder: Path
@@ -142,7 +142,7 @@ class Bench:
     def side(
         self, num_ranks: int, tasks: int, rank: int = 0, of: int = 1, kind: str = "steps"
     ) -> Side:
-        """Start connected ranks; or a single process, which may do the work of one `of` so many."""
+        """Start connected ranks, or one process that does the work of one of `of` ranks."""
         options, name = self.options, f"{next(self.numbers)}"
         values = {
             "model": self.model,
@@ -159,7 +159,7 @@ class Bench:
         flags += ["--no-dynamic-sampling", "--eval-steps", "0", "--eval-tasks-per-domain", "8"]
         flags += ["--no-drop-zero-std-groups"] * (
             options.shape != "tiny"
-        )  # random weights earn nothing
+        )  # Random weights get no reward.
         flags += ["--report-to", "none", *options.passed_on]
         work = Share(
             kind=kind,
@@ -175,7 +175,7 @@ class Bench:
         return Side(SCRIPT, work, num_ranks, options.threads, self.folder / f"{name}.log")
 
     def measure(self, num_ranks: int) -> None:
-        """All kinds of runs with so many ranks, in turns; who goes first alternates."""
+        """Measure all kinds of runs on a number of ranks alternately."""
         weak, strong = self.options.tasks_per_rank * num_ranks, self.options.tasks_per_step
         wanted: dict[str, list[tuple[int, int, int, int]]] = {
             "connected": [(num_ranks, weak, 0, 1)]
@@ -213,13 +213,13 @@ class Bench:
 
 
 def at_once(sides: Sequence[Side]) -> list[Facts]:
-    """A unit of each, all started together."""
+    """Run one unit of each side, all at the same time."""
     with ThreadPoolExecutor(len(sides)) as pool:
         return list(pool.map(Side.unit, sides))
 
 
 def series_of(num_ranks: int, found: Found, block: int) -> dict[str, list[float]]:
-    """What follows from each repeat; `found` has all kinds, or of one rank connected and strong."""
+    """Compute ratios for each repeat from the facts in `found`."""
     connected, strong = ([sides[0] for sides in found[kind]] for kind in ("connected", "strong"))
     each = num_ranks * block
     series = {
@@ -265,12 +265,12 @@ def rate(facts: Facts) -> float:
 
 
 def share(facts: Facts, num_ranks: int) -> float:
-    """Of a rank's time, what goes to collectives and to waiting for others in them."""
+    """The share of a rank's time in collectives, including the wait for other ranks."""
     return (facts["wait_s"] + facts["exchange_s"]) / num_ranks / facts["seconds"]
 
 
 def show(series: Mapping[str, Sequence[float]], num_ranks: int, fits: bool) -> None:
-    """The rows of a number of ranks; where they share cores, nothing is promised."""
+    """Print the rows of a number of ranks. Bounds hold only if each rank has its own core."""
     ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}" + " (oversubscribed)" * (not fits)
     described = {"weak_speed_up": DESCRIBED, "apart_speed_up": DESCRIBED_APART}
     for name, label in ROWS.items():
@@ -292,7 +292,7 @@ def show(series: Mapping[str, Sequence[float]], num_ranks: int, fits: bool) -> N
 
 
 def row(label: str, *cells: str) -> None:
-    """A line of a table."""
+    """Format a line of a table."""
     widths = (15, 18, 9, 15)
     shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
     print(f"| {label:<60} | {' | '.join(shown)} |", flush=True)

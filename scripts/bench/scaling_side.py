@@ -1,4 +1,4 @@
-"""Ranks of our trainer as sides of `scaling.py`: connected, or apart, each with a rank's work."""
+"""Our trainer for `scaling.py`: connected ranks, or separate processes with one rank's work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 from zlib import crc32
 
-import common  # noqa: F401  # puts the repository on the path
+import common  # noqa: F401  # adds the repository to sys.path
 import torch
 from common import ready, seconds_of
 from our_side import Scripted, collect, counts, scripts_of
@@ -27,25 +27,25 @@ from pipeline.distributed.watchdog import Watchdog
 from pipeline.grpo.micro_batches import packed
 from pipeline.train import Training, connect
 
-LARGE = ("gradients", "messages")  # kinds of what ranks give each other
+LARGE = ("gradients", "messages")  # large transfers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Work):
-    """What a process does. Its kind is steps, or transfers (of what ranks hand each other)."""
+    """The work of a process. `kind` is steps or transfers (between ranks)."""
 
-    rank: int = 0  # of a run apart: the rank whose work it does,
-    of: int = 1  # among so many
-    block: int = 1  # steps of a unit
-    stage_steps: int = 1  # of the stage whose records are gathered
-    tries: int = 15  # of a transfer
+    rank: int = 0  # separate run: the rank whose work the process does
+    of: int = 1  # separate run: the number of ranks
+    block: int = 1  # steps per unit
+    stage_steps: int = 1  # steps of the stage whose records are gathered
+    tries: int = 15  # repetitions of a transfer
 
 
 class Exchange:
-    """The exchange of gradients: bytes, and seconds that this rank stood still for it.
+    """Measures the all-reduce of gradients: its bytes, and the seconds that this rank waits.
 
-    They begin where the last bucket is ready, which ends the backward pass, and end where the sums
-    have come; waiting for a rank that is still busy is among them.
+    The wait begins when the last bucket is ready, at the end of the backward pass, and ends when
+    the sums have arrived. The wait for a slower rank is included.
     """
 
     def __init__(self, device: str) -> None:
@@ -84,7 +84,7 @@ def main(work: Share, gate: Gate) -> None:
     take_place(work)
     config = parse(work.flags)
     accelerator, ranks = connect(config)
-    if ranks.num_ranks == 1:  # apart: it plays one rank's share of a step, and talks to nobody
+    if ranks.num_ranks == 1:  # A separate run samples one rank's share of a step.
         ranks.shard = lambda count: range(work.rank, count, work.of)  # type: ignore[method-assign]
     run = Measured(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     if work.forced:
@@ -98,7 +98,7 @@ def main(work: Share, gate: Gate) -> None:
 
 
 def take_place(work: Share) -> None:
-    """Keep to the cores or the GPU of the rank, whether it is connected or not."""
+    """Restrict this process to the cores or the GPU of its rank."""
     if work.device == "cuda":
         if "RANK" not in os.environ:
             torch.cuda.set_device(work.rank)
@@ -109,7 +109,7 @@ def take_place(work: Share) -> None:
 
 
 class Measured(Training):
-    """The whole loop, let on at every `block`-th step's end."""
+    """The training loop, which waits after each block of steps."""
 
     work: Share
     gate: Gate
@@ -121,7 +121,7 @@ class Measured(Training):
         self.exchange = Exchange(self.work.device)
         if self.ranks.num_ranks > 1:
             updater.exchange.add_up = self.exchange
-        self.sampled_s = [0.0]  # at the end of each step of the block, and before it
+        self.sampled_s = [0.0]  # cumulative seconds before and after each step of the block
         self.seen, self.before = 0, self.counters()
         return meter
 
@@ -142,7 +142,7 @@ class Measured(Training):
             return metrics
         now, before = self.counters(), self.before
         records = self.records[self.seen :]
-        # A sum that is the same on as many ranks as you like only if all play the same episodes.
+        # This sum is equal for all numbers of ranks only if all runs sample the same episodes.
         played = sum(crc32(f"{r.domain} {r.task_id} {r.trial}".encode()) for r in records)
         spent = {f"sample_{i}_s": b - a for i, (a, b) in enumerate(pairwise(self.sampled_s))}
         self.gate(
@@ -158,9 +158,9 @@ class Measured(Training):
 
 
 def transfers(run: Training, work: Share, gate: Gate) -> None:
-    """Milliseconds and bytes of this rank for what crosses ranks, or would, once each."""
+    """Measure each transfer between ranks once: milliseconds and bytes of this rank."""
     trajectories = collect(run, 0).trajectories
-    # Copied step by step: pickle writes a text that records share only once.
+    # Each step is copied, because pickle writes a shared text only once.
     step = pickle.dumps([trajectory.record() for trajectory in trajectories])
     records = [record for _ in range(work.stage_steps) for record in pickle.loads(step)]
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]

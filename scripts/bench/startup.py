@@ -1,7 +1,7 @@
-"""What the start of a run costs: CPU seconds of all its processes up to its first episode.
+"""Measure the start of a run: CPU seconds of all its processes before its first episode.
 
-The processes are those of `python pipeline/run.py --num-gpus 2`, the one that starts the ranks
-included. With `--against CHECKOUT`, another version of the pipeline is measured in turns.
+The processes are the launcher and the ranks of `python pipeline/run.py --num-gpus 2`. With
+`--against CHECKOUT`, measurements alternate between two versions of the pipeline.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from statistics import median
 import psutil
 from common import ROOT, machine, ratios_of, write_json
 
-# Loaded by every Python process that finds it on its path: a rank that is about to play its first
-# episodes leaves a file and stands still.
+# Python imports this module in every process of the run. A rank that is about to sample its first
+# episode writes a file and waits.
 STOP = """
 import builtins, os, time
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     where = machine()
     flags, num_ranks = arguments.flags, arguments.num_gpus
-    for checkout in filter(None, [ROOT, arguments.against]):  # fill the caches of both
+    for checkout in filter(None, [ROOT, arguments.against]):  # fills the caches of both versions
         cpu_s(checkout, num_ranks, flags)
     figures: dict[str, float] = {}
     if arguments.against is None:
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def cpu_s(checkout: Path, num_ranks: int, flags: list[str]) -> float:
-    """CPU seconds of a run of this version, once every rank is about to play its first episode."""
+    """CPU seconds of a run of a version, until every rank is about to sample its first episode."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(STOP, encoding="utf-8")
         started = Path(folder, "started")
@@ -100,7 +100,7 @@ def cpu_s(checkout: Path, num_ranks: int, flags: list[str]) -> float:
                         raise SystemExit(f"{' '.join(command)} has ended:\n{log.read()}")
                     time.sleep(0.1)
                 return sum(
-                    sum(each.cpu_times()[:4])  # children_*: of those that have ended
+                    sum(each.cpu_times()[:4])  # children_*: times of ended child processes
                     for each in [root, *root.children(recursive=True)]
                 )
             finally:

@@ -1,9 +1,9 @@
-"""Which files and rooms one warm optimizer step opens: what a reader of a step has to open.
+"""List the files and rooms whose functions one optimizer step calls.
 
-`python scripts/bench/step_trace.py [--checkout FOLDER]` plays a small run on two ranks, in which
-tools are called and every group trains, and notes whose functions rank 0 calls between the second
-optimizer step and the third. What evaluates, saves, tracks or watches is left aside, together with
-all that it calls. It prints JSON.
+`python scripts/bench/step_trace.py [--checkout FOLDER]` starts a small run on two ranks. In the
+run, every message calls a tool and every group trains. The script records the functions that rank 0
+calls between the second and the third optimizer step of GRPO, and prints JSON. Functions that
+evaluate, save, track or watch are left out, with all functions that they call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
-WARM_START = 12  # optimizer steps of the warm start, until the model ends its messages
+WARM_START = 12  # optimizer steps of the warm start: enough for the model to end messages
 FLAGS = [
     *("--model", "tiny", "--domains", "airline", "--tasks-per-domain", "40"),
     *("--warm-start-steps", str(WARM_START), "--warm-start-batch-size", "8"),
@@ -35,27 +35,29 @@ FLAGS = [
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--report-to", "none"),
     *("--num-gpus", str(NUM_RANKS), "--output-dir", "out"),
 ]
-# Rooms and files that are left aside; the last lines hold those of before there were rooms.
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+# Rooms and files that the list leaves out.
 ASIDE = (
-    *("evaluation", "checkpoints", "tracking", "rollout/transcripts.py"),
+    *("evaluation", "checkpoints", "tracking"),
     *("distributed/watchdog.py", "distributed/sentinel.py"),
-    *("evaluate.py", "validation.py", "continual.py", "error_shares.py", "checkpoint.py"),
-    *("manifest.py", "run_folder.py", "tracking.py", "trackers.py", "step_metrics.py"),
-    *("profiling.py", "flops.py", "watchdog.py", "sentinel.py"),
+    # Checkouts of earlier commits have the following files.
+    *("rollout/transcripts.py", "evaluate.py", "validation.py", "continual.py", "error_shares.py"),
+    *("checkpoint.py", "manifest.py", "run_folder.py", "tracking.py", "trackers.py", "flops.py"),
+    *("step_metrics.py", "profiling.py", "watchdog.py", "sentinel.py"),
 )
+# The last function is the present one; earlier commits have the others.
 ASIDE_FUNCTIONS = ("save_trajectories", "save_when_due", "_save_transcripts")
 
 
 @cache
 def is_aside(file: str, function: str) -> bool:
-    """Whether a function of a file of the package, or all of the file, is left aside."""
+    """Whether the list leaves out a function, or the file of the function."""
     named = any(file == name or file.startswith(f"{name}/") for name in ASIDE)
     return named or file.startswith("wandb_") or function in ASIDE_FUNCTIONS
 
 
 def traced(checkout: Path) -> dict[str, Any]:
-    """The files and rooms of one warm step of the package in `checkout`."""
+    """The files and rooms of one optimizer step of the package in `checkout`."""
     with TemporaryDirectory() as folder:
         place = {"WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS, "MASTER_PORT": free_port()}
         shared = {"PYTHONPATH": checkout, "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
@@ -80,7 +82,7 @@ def free_port() -> int:
 
 
 class Trace:
-    """Notes the functions of the package that are called while it is `on`."""
+    """Records calls of the package's functions while the attribute `on` is true."""
 
     def __init__(self, package: Path) -> None:
         self._package, self.on = f"{package}{os.sep}", False
@@ -90,7 +92,7 @@ class Trace:
         if not self.on or event != "call" or not (file := self._file_of(frame)):
             return
         name = frame.f_code.co_name
-        if name in self.called.get(file, ()) or name == "<module>":  # which is an import
+        if name in self.called.get(file, ()) or name == "<module>":  # "<module>" is an import.
             return
         within: FrameType | None = frame
         while within is not None:
@@ -100,7 +102,7 @@ class Trace:
         self.called.setdefault(file, set()).add(name)
 
     def _file_of(self, frame: FrameType) -> str:
-        """The frame's file in the package; empty for another's."""
+        """The path of a frame's file within the package; "" for other files."""
         name = frame.f_code.co_filename
         return name[len(self._package) :] if name.startswith(self._package) else ""
 
@@ -109,7 +111,7 @@ class Trace:
 
 
 def play(output: Path) -> None:
-    """The run, traced between two optimizer steps."""
+    """Run the pipeline, and trace the calls between two optimizer steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     import pipeline
@@ -140,7 +142,7 @@ def play(output: Path) -> None:
 
 
 def make_groups_live() -> None:
-    """Rewards of siblings become 0 and 1 in turns, whatever the model has learned."""
+    """Replace rewards by 0 and 1 in turns, so that every group trains."""
     rewards = cycle((0.0, 1.0))
     environment = first_of("embedded.airline", "environments.airline").AirlineEnvironment
     of_domain = environment.get_reward
@@ -153,12 +155,12 @@ def make_groups_live() -> None:
 
 
 def leave_the_report_out() -> None:
-    """It comes after the last step, and takes longer than all of them."""
+    """Do not write a report, which takes longer than the steps."""
     first_of("train").write_report = lambda *_: None
 
 
 def make_messages_call_tools() -> None:
-    """Every message that the model ends is read as a call, of a tool that finds or does not."""
+    """Replace every finished message by a tool call. Every second call finds nothing."""
     chat, numbers = first_of("chat.template", "chat").Chat, count()
     of_chat = chat.parse
 
@@ -175,7 +177,7 @@ def make_messages_call_tools() -> None:
 
 
 def first_of(*modules: str) -> Any:
-    """The first module of the package that is there: those that come later are of older commits."""
+    """Import the first module that exists. Later names are for checkouts of older commits."""
     for module in modules:
         with suppress(ModuleNotFoundError):
             return import_module(f"pipeline.{module}")
@@ -188,7 +190,7 @@ def main() -> None:
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        sys.path.pop(0)  # the folder of this script
+        sys.path.pop(0)  # removes the folder of this script
         play(options.inside.resolve())
     print(json.dumps(traced(options.checkout.resolve()), indent=1))
 

@@ -1,6 +1,6 @@
-"""`trl.GRPOTrainer` as a side of `vs_trl.py`: its own loop, let on step by step.
+"""`trl.GRPOTrainer` for `vs_trl.py`: TRL's own loop, which waits after each step.
 
-Every setting comes from the same flags as our trainer's. What would only cost time is off: logging,
+Both trainers get their settings from the same flags. Features that only cost time are off: logging,
 saving, reporting, progress bars, the search for unused parameters, gradient checkpointing.
 """
 
@@ -16,7 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  # puts the repository on the path
+import common  # noqa: F401  # adds the repository to sys.path
 import torch
 from common import ready
 from datasets import Dataset
@@ -31,7 +31,7 @@ from pipeline.environments.trl_adapter import factories, outcome_reward
 from pipeline.models.loading import load_model
 from pipeline.preflight.prepare import Prepared, prepare
 
-SAME = {  # settings under the same names
+SAME = {  # settings with equal names in TRL and here
     *("temperature", "num_generations", "learning_rate", "lr_scheduler_type", "warmup_steps"),
     *("adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm", "beta", "epsilon"),
     *("epsilon_high", "delta", "loss_type", "importance_sampling_level", "scale_rewards"),
@@ -40,7 +40,10 @@ SAME = {  # settings under the same names
 
 
 class Forced(LogitsProcessor):
-    """Makes each row of a `generate` say its episode's next message; one call is one turn."""
+    """Replaces the tokens of each batch row in `generate` by its episode's next given message.
+
+    One call of `generate` is one turn.
+    """
 
     def __init__(self, model: Any) -> None:
         self._generate, self._turn, self._column = model.generate, 0, 0
@@ -48,7 +51,7 @@ class Forced(LogitsProcessor):
         model.generate = self.generate
 
     def begin(self, scripts: Sequence[list[list[int]]], device: Any) -> None:
-        """The messages of the episodes that start now, in the order of their rows."""
+        """Set the given messages of new episodes, in the order of their batch rows."""
         self._turn = 0
         self._turns = []
         for turn in zip(*scripts, strict=True):
@@ -70,7 +73,7 @@ class Forced(LogitsProcessor):
 
 
 class Trainer(GRPOTrainer):
-    """TRL's trainer, counting what it samples and the seconds that this takes."""
+    """TRL's trainer, which counts sampled tokens and the seconds of sampling."""
 
     forced: Forced | None = None
     scripts: dict[tuple[tuple[str, str], int], list[list[int]]]
@@ -98,13 +101,13 @@ class Trainer(GRPOTrainer):
         return outputs
 
     def _calculate_rewards(self, *arguments: Any) -> torch.Tensor:
-        found: torch.Tensor = super()._calculate_rewards(*arguments)  # of all ranks
+        found: torch.Tensor = super()._calculate_rewards(*arguments)  # rewards of all ranks
         self.counts["reward"] += float(found.sum()) / self.accelerator.num_processes
         return found
 
 
 class AtEachStep(TrainerCallback):
-    """Stands at the gate after each optimizer step."""
+    """Waits at the gate after each optimizer step."""
 
     def __init__(self, trainer: Trainer, gate: Gate) -> None:
         self._trainer, self._gate = trainer, gate
@@ -161,7 +164,7 @@ def make_trainer(
 
 
 def settings_of(config: Config, work: Work, longest_prompt: int) -> dict[str, Any]:
-    """GRPOConfig's arguments for our settings."""
+    """The arguments of GRPOConfig that correspond to our settings."""
     limits = config.rollout
     ours = {**limits.model_dump(include=SAME), **config.grpo.model_dump(include=SAME)}
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -179,7 +182,7 @@ def settings_of(config: Config, work: Work, longest_prompt: int) -> dict[str, An
         "max_completion_length": limits.max_tokens - longest_prompt,
         "generation_kwargs": {"max_new_tokens": limits.max_tokens_per_turn},
         "max_tool_calling_iterations": limits.max_turns - 1,
-        "shuffle_dataset": False,  # the rows are in the order of our steps
+        "shuffle_dataset": False,  # The dataset has the order of our steps.
         "bf16": not on_cpu,
         "use_cpu": on_cpu,
         "ddp_backend": "gloo" if on_cpu and num_ranks > 1 else None,
@@ -194,7 +197,7 @@ def settings_of(config: Config, work: Work, longest_prompt: int) -> dict[str, An
 
 
 def replayed(folder: Path, num_rows: int) -> dict[str, Any]:
-    """A dataset, rollouts and rewards: the trajectories that our side left for this rank."""
+    """A dataset, rollouts and rewards from the trajectories that our side wrote for this rank."""
     path = folder / f"{os.environ.get('RANK', '0')}.json"
     rows = cycle(json.loads(path.read_text(encoding="utf-8")))
     current: list[dict[str, Any]] = []
@@ -216,9 +219,9 @@ def replayed(folder: Path, num_rows: int) -> dict[str, Any]:
 
 
 def sample(trainer: Any, work: Work, groups: Sequence[list[dict[str, Any]]], gate: Gate) -> None:
-    """The episodes of one step after the other, from the same weights."""
+    """Sample the episodes of each step, always from the same weights."""
     ranks, at_once = trainer.accelerator, work.batch * work.steps_per_generation
-    trainer.model.train()  # as in its training
+    trainer.model.train()  # TRL samples in training mode.
     for rows in groups:
         mine = rows[ranks.process_index :: ranks.num_processes]
         inputs = [deepcopy(row) for row in mine for _ in range(trainer.num_generations)]

@@ -1,8 +1,8 @@
-"""What measuring two trainers in turns needs: processes, the model, tasks, forced messages.
+"""Functions that measure two trainers alternately: processes, model, tasks, given messages.
 
-A side is one trainer on one or more ranks, each a process of its own. It sets itself up, does one
-unit of its work (a step, say) to warm up, answers with one line of JSON, and stands still until it
-is sent a line, for which it does the next unit.
+A side is one trainer on one or more ranks, and each rank is a process. A side sets itself up, does
+one unit of work (such as a step) to warm up, prints one line of JSON, and waits. For each line that
+a side receives, the side does the next unit.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ if TYPE_CHECKING:
     from pipeline.preflight.prepare import Prepared
 
 HERE = Path(__file__).resolve().parent
-TOOL_TURNS = 4  # of a forced episode, before its last message
-PARTING_TURN = 2  # in which the forced siblings of a group begin to differ
-# What a launcher tells a process of its place.
+TOOL_TURNS = 4  # tool calls of an episode with given messages
+PARTING_TURN = 2  # first turn in which the episodes of a group differ
+# Environment variables that a launcher sets for each rank.
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a side does, handed to its processes as JSON."""
+    """The work of a side. Its processes get the fields as JSON."""
 
-    kind: str  # what a unit is: a step, sampling (of a step's episodes) or update (on fixed ones)
-    flags: list[str]  # of pipeline/run.py; TRL's settings are made from them as well
-    num_units: int  # with the one to warm up
+    kind: str  # "step", "sampling" (of a step) or "update" (on fixed episodes)
+    flags: list[str]  # flags of pipeline/run.py for both trainers
+    num_units: int  # number of units, including the warm-up
     device: str = "cpu"
-    forced: bool = False  # every episode says what `script_of` its task holds
-    batch: int = 8  # per_device_train_batch_size of TRL
+    forced: bool = False  # Episodes get the messages of `script_of`.
+    batch: int = 8  # TRL's per_device_train_batch_size
     steps_per_generation: int = 1
-    exchange: str = ""  # the folder with the trajectories of an update
-    microbatch_tokens: int = 0  # of ours in an update; 0: as many as TRL's batch has
+    exchange: str = ""  # folder with the trajectories of an update
+    microbatch_tokens: int = 0  # our token budget in an update; 0: TRL's
 
 
 class Gate:
-    """Where a side's process stands between units."""
+    """Makes a process of a side wait between units."""
 
     def __init__(self, device: str) -> None:
         self._device, self._begun = device, (time.perf_counter(), time.process_time())
         self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what libraries print goes to the log
+        os.dup2(2, 1)  # sends output of libraries to the log
         self._level = resident_mb("VmRSS")
 
     def __call__(self, facts: Mapping[str, float]) -> None:
-        """Answer for the unit that ends here, and wait for the next; without one, exit."""
+        """Report the finished unit and wait for the next unit. Exit if there is no other unit."""
         ready(self._device)
         now = (time.perf_counter(), time.process_time())
         seconds, cpu_s = (b - a for a, b in zip(self._begun, now, strict=True))
         answer = {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": self._peak_mb(), **facts}
         print(json.dumps(answer), file=self._out, flush=True)
         if not sys.stdin.readline():
-            os._exit(0)  # a live gloo group may abort the process on its way out
+            os._exit(0)  # An open gloo group may abort a normal exit.
         self._begun = (time.perf_counter(), time.process_time())
 
     def _peak_mb(self) -> float:
@@ -81,7 +81,7 @@ class Gate:
 def resident_mb(name: str) -> float:
     """Resident memory of this process in MB, now (VmRSS) or at its peak (VmHWM).
 
-    Unlike `ru_maxrss`, the peak leaves out what the parent held when it started the process.
+    Unlike `ru_maxrss`, the peak excludes memory of the parent process.
     """
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
@@ -90,7 +90,7 @@ def resident_mb(name: str) -> float:
 
 
 class Side:
-    """One trainer's processes, from the parent's end."""
+    """The parent's connection to the processes of one trainer."""
 
     def __init__(self, script: str, work: Work, num_ranks: int, threads: int, log: Path) -> None:
         self._name, self._log = script, log
@@ -120,12 +120,12 @@ class Side:
             self._processes.append(process)
 
     def wait(self) -> dict[str, float]:
-        """The answer of all ranks: the longest time, the largest memory, sums of what they did."""
+        """Combine the reports of all ranks: longest time, largest memory, sums of counts."""
         answers: list[dict[str, float]] = []
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
-            while line and not line.startswith("{"):  # a library prints as it is imported
+            while line and not line.startswith("{"):  # skips output of imported libraries
                 line = process.stdout.readline()
             if not line:
                 said = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
@@ -138,7 +138,7 @@ class Side:
         }
 
     def unit(self) -> dict[str, float]:
-        """Do one unit of work."""
+        """Make the side do one unit of work, and return its facts."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write("\n")
@@ -165,7 +165,7 @@ class Side:
 def in_turns(
     ours: Side, theirs: Side, repeats: int, kind: str
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Pairs of units, one after the other; who goes first alternates."""
+    """Run units of two sides alternately; the side that starts a pair alternates, too."""
     found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
 
     def once(side: Side, kept: list[dict[str, float]]) -> float:
@@ -177,7 +177,7 @@ def in_turns(
 
 
 def complete(facts: Mapping[str, float], kind: str) -> dict[str, float]:
-    """A unit's facts, and what follows from them; `s` is the time of what is compared."""
+    """Add derived figures to a unit's facts; `s` is the compared time in seconds."""
     sample_s = facts.get("sample_s", 0.0)
     rest_s = facts["seconds"] - sample_s
     seconds = rest_s if kind == "update" else facts["seconds"]
@@ -192,7 +192,7 @@ def complete(facts: Mapping[str, float], kind: str) -> dict[str, float]:
 
 
 def without_users(parts: Prepared) -> Prepared:
-    """The parts of a run, with only those tasks that TRL can play: the ones without a user."""
+    """The parts of a run, without tasks that have a user, because TRL has no user."""
     from pipeline.environments.trl_adapter import rows_without_user
 
     train: dict[str, Sequence[Task]] = {}
@@ -203,10 +203,11 @@ def without_users(parts: Prepared) -> Prepared:
 
 
 def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
-    """The messages of a forced episode, in tokens; they depend on the task and its sibling alone.
+    """The tokens of the given messages of an episode.
 
-    The look-up that the domain's expert begins with, `TOOL_TURNS` times, then "Done.". The siblings
-    of a group say the same until `PARTING_TURN`, from which on each asks for other ids.
+    The first `TOOL_TURNS` messages call the tool that the domain's expert calls first; the last
+    message is "Done.". Until `PARTING_TURN`, the messages of all episodes of a group are equal;
+    later messages look up different ids.
     """
     from pipeline.embedded.generation import IDS
     from pipeline.environments import run_expert
@@ -231,7 +232,7 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
 
 
 def siblings(names: Sequence[Any]) -> list[int]:
-    """Which sibling each is of those with its name, in the order that they come in."""
+    """Number the occurrences of each name, in order."""
     seen: Counter[Any] = Counter()
     found = []
     for name in names:
@@ -241,7 +242,7 @@ def siblings(names: Sequence[Any]) -> list[int]:
 
 
 def make_model(options: argparse.Namespace, folder: Path) -> str:
-    """The folder of the model that both sides start from: warm-started, or random weights."""
+    """The folder of the initial model of both sides: warm-started, or with random weights."""
     if options.shape != "tiny":
         return random_model(folder / "random", options, options.shape)
     flags = ["--max-steps", "0", "--warm-start-steps", str(options.warm_start_steps)]

@@ -1,25 +1,28 @@
-"""Our trainer against `trl.GRPOTrainer` with `environment_factory`, on the same tasks, in turns.
+"""Compare our trainer with `trl.GRPOTrainer` (`environment_factory`) on the same tasks.
 
     python scripts/bench/vs_trl.py --json vs_trl.json
 
-Both sides start from the same warm-started model and run their own loops in their own processes;
-one stands still while the other works, and each ratio is that of two units one after the other.
-Equal on both: the tasks of every step (those without a user), group size, turns an episode, tokens
-a turn, temperature 1, fp32 (bf16 on CUDA), threads, dapo with the same clips, no KL, no entropy
-bonus, AdamW and its learning rate, clip norm, zero-std groups kept, padded tokens of a micro-batch.
+Both trainers start from the same warm-started model and run their own loops in their own processes.
+Units of both alternate: one trainer waits while the other works. Each ratio compares two
+consecutive units. Equal for both: the tasks of each step (tasks without a user), group size, turns
+per episode, tokens per turn, temperature 1, fp32 (bf16 on CUDA), threads, loss dapo with equal
+clips, no KL, no entropy bonus, AdamW with equal learning rate, clip norm, zero-std groups kept,
+padded tokens per micro-batch.
 
-- step: whole optimizer steps, against the fastest of `--trl-settings`, each written
+- step: whole optimizer steps. TRL uses the fastest of `--trl-settings`, each written as
   per_device_train_batch_size:steps_per_generation.
-- sampling: episodes of four tool turns. Their tokens are forced after all the work of a draw: ours
-  in `RowSampler.sample_tokens`, TRL's by a logits processor. Each calls its domain's look-up four
-  times, then says "Done.", so both sides sample the same tokens. Siblings differ from the third
-  call on; until then ours computes them once, as it does natural ones until they part.
-- update: on one step's trajectories; TRL gets them from a `rollout_func`, whose time is left out.
-- memory: peak above the level after imports, two forced steps of a 60 M model in fresh processes.
-- curve: rewards of `--curve-steps` steps from the same start; off unless named in `--parts`.
+- sampling: episodes of four tool turns with given messages. Both trainers do all the work of
+  sampling, and then use the given tokens: ours in `RowSampler.sample_tokens`, TRL in a logits
+  processor. Each episode calls a look-up of its domain four times, then says "Done.". The episodes
+  of a group differ from the third call on. Our sampler computes a common prefix once.
+- update: one update on the trajectories of one step. TRL gets the trajectories from a
+  `rollout_func`, whose time is not counted.
+- memory: peak memory minus memory after the imports. New processes run two steps with given
+  messages on a 60 M model.
+- curve: rewards of `--curve-steps` steps from the same model; only if named in `--parts`.
 
-After a transfer TRL lets the model speak once more, and it does not answer a malformed call: where
-tokens an episode differ, the row of sampled tokens/s is the ratio at equal work.
+After a transfer, TRL samples one more message, and TRL does not answer a malformed call. If the
+numbers of tokens per episode differ, compare the row of sampled tokens per second.
 """
 
 from __future__ import annotations
@@ -38,16 +41,16 @@ from common import machine, parser_of, write_json
 from turns import Side, Work, complete, in_turns, make_model, random_model
 
 PARTS = ("step", "sampling", "update", "memory", "curve")
-TARGETS = {"step": 4.0, "sampling": 6.0, "update": 2.0}  # at least, on one rank
-MEMORY_TARGET = 0.6  # at most
-MEMORY_SHAPE = {  # of Qwen3, 60 M parameters with a vocabulary of 32 k
+TARGETS = {"step": 4.0, "sampling": 6.0, "update": 2.0}  # least ratios on one rank
+MEMORY_TARGET = 0.6  # largest ratio
+MEMORY_SHAPE = {  # a Qwen3 of 60 M parameters
     **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 11},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32768},
 }
-# gradient_accumulation_steps and steps_per_generation: few episodes at once are padded less.
+# Pairs of gradient_accumulation_steps and steps_per_generation; small batches need less padding.
 SWEEP = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (8, 8), (24, 1), (24, 3), (24, 24))
-CURVE_END = 10  # steps that the end of a curve is the mean of
-QUANTITIES = (  # key, label, and whether less or more of it is better
+CURVE_END = 10  # number of last steps whose mean reward is the end of a curve
+QUANTITIES = (  # key, label, and the better direction
     ("s", "s", "less"),
     ("sample_s", "  of it sampling, s", "less"),
     ("rest_s", "  of it the rest, s", "less"),
@@ -114,7 +117,7 @@ def read(argv: list[str]) -> argparse.Namespace:
 
 @dataclass(kw_only=True)
 class Bench:
-    """The parts of the benchmark, what they found and what was chosen for TRL."""
+    """The parts of the benchmark, their results, and the settings chosen for TRL."""
 
     options: argparse.Namespace
     folder: Path
@@ -153,7 +156,7 @@ class Bench:
     def trl_settings(self, what: str, num_ranks: int) -> dict[str, int]:
         """TRL's fastest batch for steps ("seconds"), sampling ("sample_s") or updates ("rest_s").
 
-        They are measured once, on one rank; on more ranks a batch that is too large is cut.
+        Batches are measured once, on one rank. On more ranks a batch that is too large is reduced.
         """
         if not self.chosen:
             self.chosen = {"sweep": {each: {} for each in self.options.trl_settings}}
@@ -173,7 +176,7 @@ class Bench:
         return {"batch": cut, "steps_per_generation": at_once}
 
     def try_out(self, setting: str) -> Facts:
-        """The better of two steps with a setting of TRL's, after one to warm up."""
+        """Measure two steps with a setting of TRL after a warm-up step; return the faster step."""
         with self.side(TRL, "step", num_units=3, **self.settings_of(setting)) as side:
             side.wait()
             found = [complete(side.unit(), "step") for _ in range(2)]
@@ -203,11 +206,11 @@ class Bench:
 
     def update(self, num_ranks: int) -> None:
         more: dict[str, Any] = {**self.trl_settings("rest_s", num_ranks)}
-        # The same episodes again and again: a policy that moved would leave them behind.
+        # The same episodes are used repeatedly, so the policy must not change.
         more |= {"exchange": str(self.folder), "flags": {"learning-rate": 1e-9}}
         more["microbatch_tokens"] = self.options.microbatch_tokens
         with self.side(OURS, "update", num_ranks, **more) as ours:
-            ours.wait()  # it has left its trajectories
+            ours.wait()  # Our side has written its trajectories.
             with self.side(TRL, "update", num_ranks, **more) as theirs:
                 theirs.wait()
                 self.compare("update", num_ranks, ours, theirs)
@@ -236,7 +239,10 @@ class Bench:
     def curve(self, num_ranks: int) -> None:
         num_steps = self.options.curve_steps
         settings = self.trl_settings("seconds", num_ranks)
-        rewards: dict[str, list[list[float]]] = {OURS: [], TRL: []}  # by side, seed and step
+        rewards: dict[str, list[list[float]]] = {
+            OURS: [],
+            TRL: [],
+        }  # by side, seed, step
         for seed in self.options.seeds:
             for script, curves in rewards.items():
                 more: dict[str, Any] = {"flags": {"seed": seed}, "num_units": num_steps}
@@ -258,7 +264,7 @@ class Bench:
         row(label, ours, theirs, difference, verdict)
 
     def compare(self, name: str, num_ranks: int, ours: Side, theirs: Side) -> None:
-        """Measure in turns; medians and a row for each quantity."""
+        """Measure both sides alternately, and print the medians of each quantity."""
         pairs = in_turns(ours, theirs, self.options.steps, name)
         if name != "step":
             assert all(a["tokens"] == b["tokens"] for a, b in pairs), "other work on the two sides"
@@ -286,7 +292,7 @@ class Bench:
 
 
 def row(label: str, ours: Any, theirs: Any, ratio: str = "", target: str = "") -> None:
-    """A line of the table."""
+    """Format a line of the table."""
     cells = [cell if isinstance(cell, str) else f"{cell:.4g}" for cell in (ours, theirs)]
     line = f"| {label:<38} | {cells[0]:>8} | {cells[1]:>8} | {ratio:<22} | {target:<16} |"
     print(line, flush=True)

@@ -1,16 +1,17 @@
-"""Kills a run again and again, resumes it, and compares its end with the undisturbed run's.
+"""Kill a run at random moments, resume it, and compare its result with an undisturbed run.
 
     python scripts/proofs/chaos.py --kills 100
 
-One short run of three stages is made undisturbed. Then the same run is killed at random moments:
-SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the launcher; after some kills a
-file of a checkpoint is cut short or gets a flipped bit. The same command with
-`--resume-from-checkpoint auto` goes on each time. Every run that reaches its end must have the
-SHA-256 of the undisturbed run's parameters after each stage and of its metrics.jsonl (a stage's end
-that this script damaged and no life needed again is counted instead), no process may be left after
-a kill, and a rank's death must end the others. Runs follow one another until all kills are spent.
-With `--at-checkpoints` a life is killed when it has saved a step, in place of a random moment.
-Flags that follow `--` go to every run.
+The script first makes one undisturbed run of three short stages. The script then kills the same run
+at random moments: SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the launcher.
+After some kills, the script cuts a checkpoint file short or flips one bit of a file. The same
+command with `--resume-from-checkpoint auto` then resumes the run.
+
+A run that finishes must have the same SHA-256 sums as the undisturbed run: of the parameters after
+each stage, and of metrics.jsonl. A damaged checkpoint of a stage is only counted if no resume
+needed the checkpoint. No process may be left after a kill, and the death of a rank must end the
+other ranks. New runs start until all kills are done. With `--at-checkpoints`, a kill comes after a
+step is saved instead of at a random moment. Flags after `--` are passed to every run.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from scripts.bench.common import ROOT, machine, write_json
 
 RUN = ROOT / "pipeline" / "run.py"
 KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
-Moment = Callable[[], bool]  # whether it has come
+Moment = Callable[[], bool]  # returns whether the time for a kill has come
 RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
-LIMIT_S = 60.0  # for everything to end after a kill
+LIMIT_S = 60.0  # seconds in which all processes must end after a kill
 SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
 SHORT += "--eval-steps 2 --eval-steps-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
 SHORT += "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6"
@@ -50,17 +51,17 @@ SHORT += "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-st
 
 @dataclass(kw_only=True)
 class Tally:
-    """What was seen over all kills."""
+    """Counts and times over all kills."""
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     damaged: int = 0
-    num_left: int = 0  # damaged ends of stages that no life needed again
-    num_ends: int = 0  # runs that reached their end
-    num_resumed: int = 0  # lives that went on inside a stage
+    num_left: int = 0  # damaged checkpoints of stages that no resume needed
+    num_ends: int = 0  # number of finished runs
+    num_resumed: int = 0  # number of resumes within a stage
     faults: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
-    detect_s: list[float] = field(default_factory=list)  # from the kill of a rank to the end
-    resume_s: list[float] = field(default_factory=list)  # from the start to the first new line
+    detect_s: list[float] = field(default_factory=list)  # seconds from a kill to the end
+    resume_s: list[float] = field(default_factory=list)  # seconds to the first new metrics line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,9 +96,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(folder: Path, num_ranks: int, warm_start_steps: int) -> list[str]:
-    """The command of the run to torment, on a model that solves some tasks already.
+    """The flags of the run to kill. The run starts from a model that solves some tasks.
 
-    With a warm start of no steps it begins with the model that it makes itself.
+    With 0 warm-start steps, the run creates its own initial model.
     """
     command = [*SHORT.split(), "--num-gpus", str(num_ranks)]
     if not warm_start_steps:
@@ -110,7 +111,7 @@ def prepare(folder: Path, num_ranks: int, warm_start_steps: int) -> list[str]:
 
 
 def start(flags: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """A run in a process group of its own."""
+    """Start a run in a new process group."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -130,14 +131,14 @@ def finish(flags: Sequence[str], log: Path) -> None:
 def torment(
     command: Sequence[str], folder: Path, num_kills: int, random: Random, within_s: float | None
 ) -> Tally:
-    """Kill and resume until all kills are spent, and let the last run reach its end.
+    """Kill and resume runs until all kills are done, and let the last run finish.
 
-    A kill comes within so many seconds of a start; if None, when a step has been saved.
+    A kill comes at most `within_s` seconds after a start; if None, after a step is saved.
     """
     tally, number = Tally(), 0
     while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
         number += 1
-        spoilt = {""}  # what files became under our hands
+        spoilt = {""}  # SHA-256 sums of damaged files
         run, log = folder / f"run-{number}", folder / f"log-{number}"
         flags = [*command, "--output-dir", str(run), "--resume-from-checkpoint", "auto"]
         while True:
@@ -157,7 +158,7 @@ def torment(
         expected = digests(folder / "undisturbed")
         for what, digest in expected.items():
             if found.get(what) in spoilt and what != last_of(expected):
-                tally.num_left += 1  # as we damaged it; no life had to go back that far
+                tally.num_left += 1  # No resume needed the damaged file.
             elif found.get(what) != digest:
                 tally.faults.append(f"run {number}: {what} differ; the run's output:")
                 tally.faults.append(log.read_text()[-4000:])
@@ -172,7 +173,7 @@ def after(seconds: float) -> Moment:
 
 
 def after_a_save(run: Path) -> Moment:
-    """When a later step has been saved than now."""
+    """The moment when the run has saved another step."""
     before = saved_step(run)
     return lambda: saved_step(run) > before
 
@@ -180,7 +181,7 @@ def after_a_save(run: Path) -> Moment:
 def live(
     flags: Sequence[str], run: Path, log: Path, moment: Moment | None, random: Random, tally: Tally
 ) -> bool:
-    """One life of a run: to its end (True), or until the moment comes in which it is killed."""
+    """Start or resume a run. Returns True if the run ends by itself, False after a kill."""
     lines, begun = num_lines(run), time.perf_counter()
     process, resumed = start(flags, log), False
     while process.poll() is None and (moment is None or not moment()):
@@ -192,7 +193,7 @@ def live(
         if process.returncode:
             tally.faults.append(f"exit code {process.returncode}:\n{log.read_text()[-4000:]}")
         return True
-    launcher = psutil.Process(process.pid)  # before the kill: after it there may be none
+    launcher = psutil.Process(process.pid)  # listed before the kill, which may end them
     processes, ranks = [launcher, *launcher.children(recursive=True)], ranks_of(launcher)
     kind, killed_at = kill(process, ranks, random), time.perf_counter()
     tally.kills[kind] += 1
@@ -209,7 +210,7 @@ def live(
 
 
 def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
-    """Without the sentinels beside them, whose end would end nothing."""
+    """The rank processes among the launcher's children, without sentinel processes."""
     found = []
     for child in launcher.children():
         with suppress(psutil.NoSuchProcess):
@@ -219,7 +220,7 @@ def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
 
 
 def still_alive(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Those that have not ended within so many seconds; what nobody has buried yet has ended."""
+    """The processes that still run after `limit_s` seconds. Zombies count as ended."""
     until = time.perf_counter() + limit_s
     alive = list(processes)
     while alive and time.perf_counter() < until:
@@ -236,7 +237,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def kill(process: subprocess.Popen[bytes], ranks: list[psutil.Process], random: Random) -> str:
-    """Kill in one of the ways; returns which. Before there are ranks it is always the launcher."""
+    """Kill processes in a random way and return the way. Without ranks, kill the launcher."""
     kind = random.choice(KINDS) if ranks else "launcher"
     victims: list[psutil.Process | subprocess.Popen[bytes]] = {
         "one rank": [random.choice(ranks)] if ranks else [],
@@ -253,7 +254,7 @@ def kill(process: subprocess.Popen[bytes], ranks: list[psutil.Process], random: 
 
 
 def damage(folder: Path, random: Random) -> str:
-    """Cut a file of a random checkpoint short, or flip one bit of it; returns its new SHA-256."""
+    """Cut a random checkpoint file short or flip one bit of it; return the file's new SHA-256."""
     files = [path for path in sorted(folder.glob("[!.]*/*")) if path.stat().st_size]
     if not files:
         return ""
@@ -283,7 +284,7 @@ def saved_step(run: Path) -> int:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of the parameters after each stage and of the metrics."""
+    """SHA-256 sums of the parameters after each stage and of the metrics."""
     stages = sorted((run / "checkpoints").glob("stage-*"))
     paths = {f"parameters of {stage.name}": stage / "model.safetensors" for stage in stages}
     paths["metrics.jsonl"] = run / "metrics.jsonl"
@@ -294,7 +295,7 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def last_of(found: dict[str, str]) -> str:
-    """The parameters at the end of the run, which no life leaves damaged."""
+    """The name of the parameters at the end of the run."""
     return [name for name in found if name.startswith("parameters")][-1]
 
 

@@ -1,15 +1,15 @@
-"""Puts a fault into each phase of a run on each rank: is the right one named, and how soon?
+"""Inject a fault into each phase of a run on each rank, and check that the error names the fault.
 
     python scripts/proofs/faults.py
 
 Faults: an exception, a hang in Python, a hang outside Python (which stops every thread of the
-rank), an exit without a word, SIGKILL, and NaN in the loss or in what was sampled. The run must
-end with exit code 1 and name rank, host and phase within the deadline (`--timeout`) and 5 s; with
-NaN it must go on, count one skipped step and keep the batch. No process may be left.
+rank), a silent exit, SIGKILL, and NaN in the loss or in sampled log-probabilities. The run must end
+with exit code 1 and name rank, host and phase within the deadline (`--timeout`) plus 5 s. After a
+NaN, the run must continue, count one skipped step and keep the batch. No process may be left.
 
-What is told rightly but late is played again, `--tries` times in all: other work on the machine
-delays one run and not the next, a defect delays each. Every repetition is counted in the table.
-The exit code is 1 where a case is not right. Flags that follow `--` go to every run.
+A correct but late error is tried again, up to `--tries` times in total, because other load on the
+machine may delay one run. A defect delays all tries. The table counts the repetitions. The exit
+code is 1 if a case fails. Flags after `--` are passed to every run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from scripts.proofs.chaos import prepare, still_alive
 SIDE = Path(__file__).with_name("faults_side.py")
 PHASES = ("start", "warm start", "evaluate", "sample", "update", "checkpoint")
 KINDS = ("raise", "hang", "hang outside Python", "exit", "kill")
-SHORTER = "--domains airline --max-steps 2"  # the fault comes in step 1; with NaN it goes on
-END_S = 900.0  # for a run, whatever happens in it
-LEFT_S = 20.0  # for a run's processes to be gone after its end
+SHORTER = "--domains airline --max-steps 2"  # The fault comes in step 1.
+END_S = 900.0  # seconds after which a run is killed
+LEFT_S = 20.0  # seconds in which processes must end after their run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,16 +101,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a run with a fault did."""
+    """The result of a run with a fault."""
 
-    took_s: float | None = None  # from the fault to the line that names it
-    said: str = ""  # that line
-    wrong: str = ""  # what is not as it must be; nothing where all is
-    is_late: bool = False  # and nothing else is wrong
+    took_s: float | None = None  # seconds from the fault to the error line
+    said: str = ""  # the error line
+    wrong: str = ""  # the problem; empty if the case is right
+    is_late: bool = False  # The only problem is the delay.
 
 
 def play(command: Sequence[str], folder: Path, case: tuple[str, str, int], limit_s: float) -> Found:
-    """One run with a fault, in a folder that does not exist yet."""
+    """Make one run with a fault in a new folder."""
     kind, phase, rank = case
     folder.mkdir()
     note, run = folder / "note", folder / "run"
@@ -142,9 +142,9 @@ def play(command: Sequence[str], folder: Path, case: tuple[str, str, int], limit
 def output_of(
     flags: Sequence[str], fault: str
 ) -> tuple[int, list[tuple[float, str]], list[psutil.Process]]:
-    """Exit code of a run, its lines with their times, and its processes that outlive it.
+    """Make a run; return its exit code, its lines with times, and processes that still run.
 
-    One that does not end within END_S is killed.
+    A run that takes longer than END_S is killed.
     """
     environment = {
         **os.environ,
@@ -181,16 +181,17 @@ def output_of(
 
 
 def num_skipped(run: Path) -> int:
-    """Steps in which one of two updates, or both, were skipped."""
+    """The number of steps with at least one skipped update."""
     path = run / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return len(re.findall(r'"train/skipped": (0\.5|1)', text))
 
 
 def kept(run: Path, phase: str, rank: int) -> bool:
-    """Whether batches were kept: where the loss was NaN, by its rank.
+    """Whether the batch with NaN was kept.
 
-    Episodes with NaN in what was sampled may have been moved to another rank for the update.
+    For a NaN in the loss, the faulty rank keeps the batch. For sampled NaN, any rank may keep the
+    batch, because load balancing may move episodes.
     """
     owner = rank if phase == "update" else "*"
     return any((run / "faults").glob(f"step-*.rank-{owner}.pt"))

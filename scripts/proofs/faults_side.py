@@ -1,8 +1,7 @@
-"""`pipeline/run.py` with a fault in it, for faults.py: FAULT=kind,phase,rank,file.
+"""`pipeline/run.py` with a fault, for faults.py. The variable FAULT is kind,phase,rank,file.
 
-The fault happens once, when that rank enters that phase; the file gets the time. In training the
-rewards of siblings are 0 and 1 in turns: every group lives, whatever the model has learned, so
-each rank has episodes to train in each step.
+The fault happens once, when the rank enters the phase. The file gets the time of the fault. Rewards
+within a group are 0 and 1 in turns, so every group and every rank trains in each step.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def fault(kind: str) -> None:
         raise ValueError("injected fault")
     if kind == "hang":
         time.sleep(10_000)
-    if kind == "hang outside Python":  # holds the interpreter's lock, so no thread of it runs
+    if kind == "hang outside Python":  # holds the GIL, so all threads stop
         ctypes.PyDLL(None).sleep(10_000)
     if kind == "exit":
         os._exit(3)
@@ -36,7 +35,7 @@ def fault(kind: str) -> None:
 
 
 def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
-    """A run whose groups live, with the fault in its place on this rank."""
+    """A run with the fault on one rank, in which every group trains."""
     is_here = rank == int(os.environ["RANK"])
 
     def once() -> bool:
@@ -77,7 +76,7 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
             return meter
 
         def collect(self, stage: Any, step: int) -> Any:
-            """Siblings get different rewards; evaluations keep theirs."""
+            """Replace the rewards of training episodes, so that every group trains."""
             batch = super().collect(stage, step)
             live = [replace(t, reward=float(t.trial % 2)) for t in batch.trajectories]
             if kind == "NaN" and phase == "sample" and once():

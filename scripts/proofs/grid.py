@@ -1,4 +1,4 @@
-"""The update and the run on several numbers of ranks: what the tests and the full grid share."""
+"""Updates on several numbers of ranks, for the tests and for `invariance.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GROUP = 4
 
 
 def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = 16) -> Any:
-    """A Qwen3 of 2 layers and few tokens, with weights so large that no distribution is flat."""
+    """A Qwen3 of 2 layers and few tokens. Large weights make token distributions uneven."""
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -58,7 +58,7 @@ def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: i
 
 
 def in_float64(model: Any) -> Any:
-    """The model in float64 throughout: transformers' norms compute in float32 whatever they get."""
+    """Convert a model to float64, and its norms, which transformers computes in float32."""
     model = model.double()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -76,7 +76,7 @@ def make_trajectory(
     mask: Sequence[int] | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """An episode in plain ids; `mask` says which of the completion were sampled, all if missing."""
+    """An episode of given ids. `mask` marks sampled tokens; without a mask, all are sampled."""
     loss_mask = [True] * len(completion) if mask is None else [bool(m) for m in mask]
     values: dict[str, Any] = {
         "domain": "desk",
@@ -96,7 +96,7 @@ def make_trajectory(
 
 
 def make_episodes(count: int) -> tuple[list[Trajectory], list[float]]:
-    """Random conversations with log-probabilities near the small model's, and advantages."""
+    """Random episodes with advantages; log-probabilities are the small model's plus noise."""
     random = Random(count)
     rows = []
     for _ in range(count):
@@ -122,11 +122,11 @@ def make_episodes(count: int) -> tuple[list[Trajectory], list[float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One update: on how many ranks, in how many micro-batches of which layout, in which type.
+    """The settings of one update in the grid.
 
-    Layout `balanced` is `shared` after groups have moved between the ranks. With `spread` idle the
-    last rank has no trajectory; `means` normalises by each rank's own counts, which is the fault
-    that the grid must show.
+    `count` is the number of micro-batches. The layout `balanced` is `shared` with load balancing.
+    With the spread `idle`, the last rank has no trajectories. `means` normalises by the counts of
+    each rank, which is a fault that the grid must detect.
     """
 
     num_ranks: int = 1
@@ -142,18 +142,18 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an update left on rank 0, flat, and whether all ranks have the same parameters."""
+    """Gradient, parameters and statistics after an update, on rank 0."""
 
-    gradient: np.ndarray[Any, Any]  # clipped
+    gradient: np.ndarray[Any, Any]  # flat gradient after clipping
     parameters: np.ndarray[Any, Any]
     statistics: dict[str, float]
     same: bool
 
 
 def batch() -> tuple[list[Trajectory], list[float]]:
-    """40 episodes of uneven lengths in groups of 4.
+    """40 episodes of different lengths in groups of 4.
 
-    One group's advantages are all zero, and one episode was cut before it sampled anything.
+    One group has zero advantages, and one episode has no sampled token.
     """
     rows, advantages = make_episodes(40)
     advantages[8:12] = [0.0] * GROUP
@@ -162,14 +162,14 @@ def batch() -> tuple[list[Trajectory], list[float]]:
 
 
 def share(num_groups: int, rank: int, num_ranks: int, spread: str) -> list[int]:
-    """The episodes of a rank: every so many-th group; with `idle` the last rank has none."""
+    """The indices of a rank's episodes. With the spread `idle`, the last rank has none."""
     active = num_ranks - (spread == "idle")
     groups = range(rank, num_groups, active) if rank < active else range(0)
     return [group * GROUP + i for group in groups for i in range(GROUP)]
 
 
 def cut(items: Sequence[Item], layout: str, count: int) -> list[MicroBatch]:
-    """At most `count` micro-batches: of equal numbers of rows, or by the smallest such budget."""
+    """Make at most `count` micro-batches: of equal numbers of rows, or of a token budget."""
     if layout == "padded":
         kept = [item for item in items if item[0].num_sampled_tokens]
         size = max(1, -(-len(kept) // count))
@@ -192,8 +192,8 @@ def model_of(cell: Cell, seed: int = 0) -> Any:
 
 
 def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
-    """Two terms, a clipped gradient, one AdamW step, through the pipeline's own Updater."""
-    clip = 0.1 if cell.level == "token" else 0.01  # such that some ratios are beyond it
+    """Make one AdamW step with the Updater: loss with KL and entropy terms, clipped gradient."""
+    clip = 0.1 if cell.level == "token" else 0.01  # small enough that some ratios are clipped
     config = Config.model_validate(
         {
             "grpo": {
@@ -203,7 +203,7 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
                 "epsilon_high": clip + (1 if cell.loss_type == "cispo" else 0.002),
                 "beta": 0.1,
                 "entropy_coef": 0.01,
-                "max_grad_norm": 0.05,  # below the norm, so that the clip is at work
+                "max_grad_norm": 0.05,  # below the gradient's norm
                 "weight_decay": 0.01,
                 "balance_ranks": cell.layout == "balanced",
             },
@@ -230,7 +230,7 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
 
 
 class _CutUpdater(Updater):
-    """The Updater with a cell's cut, and with its fault if it has one."""
+    """An Updater with the micro-batches of a cell, and with the fault of `means`."""
 
     cell: Cell
 
@@ -259,7 +259,7 @@ def _updates_on_this_rank(cells: Sequence[Cell]) -> dict[Cell, Outcome] | None:
 
 
 def play_updates(cells: Sequence[Cell]) -> dict[Cell, Outcome]:
-    """The outcome of every cell; one spawn per number of ranks."""
+    """The outcome of every cell. Cells with equal numbers of ranks share processes."""
     found: dict[Cell, Outcome] = {}
     for num_ranks in sorted({cell.num_ranks for cell in cells}):
         here = [cell for cell in cells if cell.num_ranks == num_ranks]
@@ -272,12 +272,12 @@ def play_updates(cells: Sequence[Cell]) -> dict[Cell, Outcome]:
 
 
 def difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    """|a - b| / |b|, by Euclidean norms."""
+    """The relative difference |a - b| / |b|, with Euclidean norms."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def update_cells(rank_counts: Sequence[int], counts: Sequence[int], model: str) -> list[Cell]:
-    """The grid of the update, with the single process that it is compared with."""
+    """The cells of the grid of updates."""
     return [
         Cell(num_ranks=n, count=c, layout=layout, dtype=dtype, spread=spread, model=model)
         for n in rank_counts

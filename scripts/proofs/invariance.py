@@ -1,18 +1,19 @@
-"""Does the number of ranks change the answer? The full grid on CPU ranks, in one table.
+"""Check that the number of ranks does not change results: the full grid on CPU ranks, in one table.
 
     python scripts/proofs/invariance.py
 
-- update: one batch of 40 uneven episodes (a group without advantages, an episode cut to nothing) on
-  every number of ranks, also with a rank that has none, in 1, 2, 4 and 8 micro-batches, padded,
-  cut by a token budget, or joined; against one process with one padded micro-batch.
-- losses: every loss_type at both levels of importance sampling, on two ranks against one.
-- warm start: its parameters on several ranks, after 100 steps, and after 20 deterministic ones.
-  Rounding grows with the steps of a training. The whole warm start is where the following begin.
-- replay: the tokens of a run on one rank forced through runs on more; each step starts from the
-  same weights, so that steps are compared and not what they add up to.
-- deterministic: a whole run with `deterministic: true`, token for token and bit by bit.
+- update: one batch of 40 episodes of different lengths on every number of ranks, in 1, 2, 4 and 8
+  micro-batches, padded, joined or by a token budget. One group has zero advantages, one episode has
+  no sampled token, and in some cells one rank has no episode. The reference is one process with one
+  padded micro-batch.
+- losses: every loss_type at both levels of importance sampling, on two ranks and on one.
+- warm start: parameters after 100 steps, and after 20 deterministic steps, on several ranks.
+  Rounding grows with the number of steps. The next checks start from the whole warm start.
+- replay: the tokens of a run on one rank are forced in runs on more ranks. Each step starts
+  from the same weights, so rounding does not accumulate.
+- deterministic: a whole run with `deterministic: true`, with equal tokens and equal bits.
 
-Exit code 1 where a bound is broken. `tests/end_to_end/test_invariance.py` is the small version.
+The exit code is 1 if a bound is broken. `tests/end_to_end/test_invariance.py` is the small version.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ RUN += ["--save-steps", "0"]
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what was measured, on what, the worst of it, and its bound."""
+    """A line of the table: the claim, the measured cases, the worst value, and its bound."""
 
     claim: str
     measured: str
     worst: float
     bound: float
-    least: bool = False  # whether the bound is the least that must be seen
+    least: bool = False  # Whether the bound is a lower bound.
 
     @property
     def holds(self) -> bool:

@@ -1,13 +1,12 @@
-"""Does it learn? Whole runs over several seeds, and a control whose rewards are permuted; one
-table.
+"""Measure learning over several seeds, with a control whose rewards are permuted; one table.
 
     python scripts/proofs/learning.py --seeds 1 2 3 --recipes three_domain_tiny mixed --control
 
-Every run is `pipeline/run.py` with the recipe as it is, on held-out tasks of the split named. The
-control is the first recipe with `--permute-rewards`: the same work, but what an episode earned
-says nothing about it. Sampled success is compared with sampled, greedy with greedy; the interval
-is that of the mean difference over tasks (paired, normal, 95 %). Flags that follow `--` go to
-every run.
+Every run is `pipeline/run.py` with an unchanged recipe, evaluated on held-out tasks of the split.
+The control is the first recipe with `--permute-rewards`, so rewards carry no information about
+episodes. The table compares sampled success with sampled success, and greedy with greedy. The
+interval is the 95 % interval of the mean difference over tasks (paired, normal). Flags after `--`
+are passed to every run.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(flags: list[str]) -> None:
-    """One run; a run that fails ends the script with its exit code, after its own message."""
+    """Make one run. The script exits with the exit code of a failed run."""
     command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
     code = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if code:
@@ -90,7 +89,7 @@ def results_of(folder: Path) -> Results:
 
 
 def figures(results: Results) -> dict[str, Any]:
-    """Sampled and greedy success before GRPO and at the end, per domain and averaged."""
+    """Sampled and greedy success before GRPO and at the end: means, and values per domain."""
     before = [e for e in results["evaluations"] if e["after"] in ("start", "warm_start")][-1][
         "success"
     ]
@@ -112,7 +111,7 @@ def figures(results: Results) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], heading: bool) -> str:
-    """One line per run."""
+    """Format one line per run."""
     lines = []
     if heading:
         lines.append(

@@ -1,4 +1,4 @@
-"""What the server from which ranks fork holds ready: the imports and tables of a run's start."""
+"""Imports of a run that the fork server loads in advance, before ranks fork from the server."""
 
 import sys
 
@@ -8,7 +8,7 @@ try:
     with importing():
         import pipeline.train
 
-        OF_EVERY_RANK = frozenset(sys.modules)  # what no rank does without
+        OF_EVERY_RANK = frozenset(sys.modules)  # modules that every rank needs
 
         import matplotlib.backends.backend_agg  # noqa: F401
         import peft  # noqa: F401
@@ -20,4 +20,4 @@ try:
 
         get_checkpoint_conversion_mapping("qwen3")
 except ImportError as error:
-    raise RuntimeError(f"nothing is held ready: {error}") from error  # the server passes it over
+    raise RuntimeError(f"nothing is held ready: {error}") from error  # ignored by the server

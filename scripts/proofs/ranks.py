@@ -1,4 +1,4 @@
-"""Real ranks on this machine, for proofs and tests."""
+"""Real rank processes on this machine, for proofs and tests."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# A clean server process imports once, and ranks fork from it.
+# A server process imports the modules once, and ranks fork from the server.
 FORKSERVER = get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["scripts.proofs.preload"])
 
@@ -19,17 +19,17 @@ FORKSERVER.set_forkserver_preload(["scripts.proofs.preload"])
 def play_ranks(
     function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 120
 ) -> list[Any]:
-    """Run `function(*arguments)` on so many real processes; what each returns, by rank.
+    """Run `function(*arguments)` in `num_ranks` processes; return the results by rank.
 
-    They are ended when none says anything for `timeout_s`. Each finds the variables that
-    `accelerate launch` would set. What a rank raises comes back as the text of its traceback, in
-    place of a result.
+    Each process has the environment variables of `accelerate launch`. The result of a rank that
+    raises is the text of its traceback. All processes are ended after `timeout_s` seconds without
+    any result.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pipes, processes = [], []
-    scratch = tempfile.TemporaryDirectory(prefix="ranks-")  # what a rank leaves goes with it
+    scratch = tempfile.TemporaryDirectory(prefix="ranks-")  # temporary files of the ranks
     for rank in range(num_ranks):
         receiver, sender = FORKSERVER.Pipe(duplex=False)
         place = (rank, num_ranks, port, scratch.name)
@@ -78,4 +78,4 @@ def _rank(
     except Exception:
         result = traceback.format_exc()
     sender.send(result)
-    os._exit(0)  # a live gloo group may abort the process on its way out
+    os._exit(0)  # An open gloo group may abort a normal exit.

@@ -1,4 +1,4 @@
-"""Whole runs on real ranks with their tokens kept, to be compared or forced on other ranks."""
+"""Whole runs on real ranks, whose tokens can be compared with or forced in other runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Place = tuple[str, int, str, str, int]  # stage or evaluation, step, domain, tas
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What was sampled in one episode."""
+    """The sampled tokens of one episode."""
 
     ids: list[int]
     logprobs: list[float]
@@ -37,12 +37,12 @@ class Said:
 
 @dataclass(kw_only=True)
 class Played:
-    """A run: every episode of all ranks, the parameters at its end, and what was forced."""
+    """The results of a run: episodes of all ranks, final parameters, and forced tokens."""
 
     episodes: dict[Place, Said] = field(default_factory=dict)
     parameters: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0))
     num_forced: int = 0
-    ties: list[float] = field(default_factory=list)  # of forced tokens; see ForcedSampler.misses
+    ties: list[float] = field(default_factory=list)  # distances in `ForcedSampler.misses`
     update_gap: float = 0.0  # largest relative difference of parameters after any one step
 
     @property
@@ -50,7 +50,7 @@ class Played:
         return sum(len(said.ids) for said in self.episodes.values())
 
     def largest_gap(self, other: Played) -> float:
-        """The largest difference of log-probabilities of the same tokens of training episodes."""
+        """The largest difference of log-probabilities of equal tokens in training episodes."""
         return max(
             abs(mine - theirs)
             for place, said in self.episodes.items()
@@ -59,7 +59,7 @@ class Played:
         )
 
     def forced_streams(self, seed: int) -> dict[int, list[int]]:
-        """The training episodes' tokens by the keys of their draws."""
+        """The tokens of training episodes, by random-number key."""
         return {
             stream_key(seed, "rollout", stage, step - 1, domain, task, trial): said.ids
             for (stage, step, domain, task, trial), said in self.episodes.items()
@@ -68,11 +68,11 @@ class Played:
 
 
 class ForcedSampler(RowSampler):
-    """The real sampler, made to say given tokens instead of those that it draws.
+    """A sampler that returns given tokens instead of sampled tokens.
 
-    `forced` holds, for each key, the tokens of its stream in order; other keys are drawn as ever.
-    `misses` says, for each forced token by key and position, how far its draw lies from that
-    token's share of the cumulative distribution; None where the token would have been drawn.
+    `forced` holds the tokens of each random-number key, in order. Other keys are sampled. `misses`
+    holds, for each forced token by key and position, the distance of the random number from the
+    token's interval of the cumulative distribution; None if sampling gives the token, too.
     """
 
     forced: Mapping[int, Sequence[int]] = {}
@@ -85,9 +85,9 @@ class ForcedSampler(RowSampler):
         picked = super().sample_tokens(logprobs_BV, keys, positions, greedy)
         for row, (key, position) in enumerate(zip(keys.tolist(), positions.tolist(), strict=True)):
             tokens = self.forced.get(key, ())
-            if position >= len(tokens):  # a free stream, or one that is at its end
+            if position >= len(tokens):  # no forced token
                 continue
-            # A row that has finished its message is asked again with the next one.
+            # A finished message is sampled again together with the next message.
             self.misses[key, position] = None
             if picked[row] != tokens[position]:
                 picked[row] = tokens[position]
@@ -99,7 +99,7 @@ class ForcedSampler(RowSampler):
 
 
 class Unreported(Training):
-    """A run without the pages and pictures at its end, which take longer than a small run."""
+    """A run without the final report, which takes longer than a small run."""
 
     def finish(self) -> None:
         if self.ranks.is_main:
@@ -114,11 +114,11 @@ def play_run(
     forced: Mapping[int, Sequence[int]] | None = None,
     weights: Path | None = None,
 ) -> Played:
-    """The pipeline's `main` on so many ranks, with these flags over the default recipe.
+    """Run the pipeline's `main` on `num_ranks` ranks with flags over the default recipe.
 
-    It samples the `forced` streams where given. It keeps its parameters after each step in its
-    folder; given another run's folder as `weights`, it compares them with that run's and goes on
-    with those, so that what is compared is each step by itself.
+    `forced` replaces sampled tokens. Without `weights`, the run saves its parameters after each
+    step. `weights` is the folder of another run: after each step, the parameters are compared with
+    the other run's parameters and replaced by them.
     """
     argv = [*flags, "--output-dir", str(output_dir), "--report-to", "none"]
     argv += ["--num-gpus", str(num_ranks)]

@@ -1,14 +1,14 @@
-"""What learning one domain does to the others, and which remedy against forgetting pays how much.
+"""Measure transfer between domains, and remedies against forgetting.
 
     python scripts/proofs/transfer.py --seeds 1 2 3
 
-Sequential training in two orders, mixed, and the remedies, all with the same number of episodes,
-from one warm start for each seed, on held-out tasks of the test split. Prints two tables in
-Markdown: every number in points (hundredths of the success rate), the mean of these seeds with its
-95 % interval from a bootstrap over tasks, paired wherever two runs are compared, and in brackets
-the number of each seed. Bold is what excludes 0 when seeds are taken anew as well. Runs that are
-there already are not run again. `--quick` does the same with few steps and tasks, which shows that
-it works and nothing else. Flags that follow `--` go to every run.
+The runs are sequential training in two orders, mixed training, and the remedies. All runs have the
+same number of episodes, and runs of a seed share one warm start. Evaluations use held-out tasks of
+the test split. The script prints two tables in Markdown. Each number is a mean over seeds in points
+(hundredths of the success rate), with a 95 % interval from a bootstrap over tasks, which is paired
+if two runs are compared. The brackets hold the number of each seed. Bold numbers exclude 0 in a
+bootstrap over tasks and seeds. Finished runs are not repeated. `--quick` uses few steps and tasks,
+only to test the script. Flags after `--` are passed to every run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COLUMNS = {
 }
 
 
-TESTED = ("backward_transfer", "forward_transfer")  # what may be zero
+TESTED = ("backward_transfer", "forward_transfer")  # metrics that are tested against zero
 
 
 def main(argv: list[str]) -> int:
@@ -111,14 +111,14 @@ def _results(folder: Path, settings: Mapping[str, str], seed: int) -> dict[str, 
 
 
 def table(runs: Mapping[str, Runs]) -> str:
-    """A row for each curriculum: what it came to, over all seeds."""
+    """Format a row of metrics for each curriculum, over all seeds."""
     rows = []
     for name, of in runs.items():
         found, wider = summary(of, over_seeds=False), summary(of)["metrics"]
         each = [summary([run])["metrics"] for run in of]
         ends = " / ".join(f"{100 * (n[0] or 0):.0f}" for n in found["domains"]["matrix"][-1])
         cells = [
-            # The interval of forgetting is no test of zero; see continual.forgetting.
+            # The interval of forgetting is no test of zero: see `transfer_metrics`.
             points(m, found["metrics"], each, wider if m in TESTED else None)
             for m in COLUMNS
         ]
@@ -128,7 +128,7 @@ def table(runs: Mapping[str, Runs]) -> str:
 
 
 def remedies(runs: Mapping[str, Runs]) -> str:
-    """What each row has more than the sequence without a remedy, in pairs."""
+    """Format the paired differences between each row and the sequence without a remedy."""
     shown = ("backward_transfer", "forgetting", "stage_gain", "average_accuracy")
     rows, plain = [], runs[PLAIN]
     for name, of in runs.items():
@@ -143,7 +143,7 @@ Numbers = Mapping[str, Number]
 
 
 def points(metric: str, found: Numbers, seeds: Sequence[Numbers], tested: Numbers | None) -> str:
-    """`-5.1 (-8.0 to -2.2) [-6, -4]` in hundredths; bold where `tested` excludes 0."""
+    """Format a metric in points: `-5.1 (-8.0 to -2.2) [-6, -4]`; bold if `tested` excludes 0."""
     if metric not in found:
         return "-"
     sign = "" if metric == "average_accuracy" and tested is None else "+"

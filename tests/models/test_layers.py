@@ -24,7 +24,7 @@ from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference
 from pipeline.models import lora
-from pipeline.models.layers import outer_layers, recompute_layers
+from pipeline.models.capabilities import outer_layers, recompute_layers
 from pipeline.models.loading import load_folder
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
