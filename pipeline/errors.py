@@ -9,25 +9,29 @@ from difflib import get_close_matches
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
 # torchrun's environment variable: seconds from SIGTERM to SIGKILL (default 30).
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-# Parts of what gloo raises on a rank when another rank is gone or late.
+# Parts of gloo's error messages on a rank when another rank has ended or is late.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
-INTERRUPTED = 75  # exit code: stopped, with a checkpoint to resume from (EX_TEMPFAIL of sysexits.h)
+INTERRUPTED = 75  # exit code of an interrupted run with a checkpoint (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(ValueError):
-    """A mistake of the user: one line (what, the value, what to do). Exit code 2."""
+    """A mistake of the user, with a message of one line: the mistake, the value, the remedy."""
 
-    is_first = False  # True: this rank prints it at once, the others wait
+    exit_code = 2
+    is_first = False  # True: this rank prints the message at once; other ranks wait
 
 
 class MachineError(RuntimeError):
-    """A fault of the machine, such as a full disk: one line. Exit code 1."""
+    """A fault of the machine, such as a full disk, with a message of one line."""
+
+    exit_code = 1
+    is_first = False
 
 
 class CtrlC(KeyboardInterrupt):
-    """Ctrl-C at the keyboard; a KeyboardInterrupt may also come from user code."""
+    """Ctrl-C at the keyboard. A plain KeyboardInterrupt may come from user code."""
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """The name in `names` that is most similar to `word`; empty if none is similar."""
+    """Return the name that is most similar to `word`, or an empty string if none is similar."""
     return next(iter(get_close_matches(word, list(names), n=1)), "")

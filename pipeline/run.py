@@ -1,13 +1,13 @@
-"""The command line: settings, then the ranks, then the run.
+"""The command line: read the settings, start the ranks, run on each rank.
 
-Exit codes: 0 done, 1 fault (with its traceback), 2 the user's mistake (one line), 75 interrupted
+Exit codes: 0 done, 1 fault (with a traceback), 2 mistake of the user (one line), 75 interrupted
 with a checkpoint to resume from.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # sys.path[0] is `pipeline/` here; imports need the repository root
+if __name__ == "__main__":  # replace `pipeline/` on the import path by the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import signal
@@ -19,40 +19,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.config.settings import Config
 from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, MachineError, UserError
 from pipeline.files.imports import importing
 from pipeline.files.untrusted import printable
 
-# Seconds that a rank waits before it prints an error that another rank may have printed already.
-# In that case the launcher ends this rank during the wait.
+# Seconds before a rank prints an error that another rank may have printed already. The launcher
+# ends the waiting rank if the other rank has ended.
 SILENT_S = 5.0
 LAUNCHER = os.getppid()
 
 
 def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
-    """Run the command line `argv` (without the program's name); returns the exit code.
+    """Run the command line `argv`, without the name of the program; return the exit code.
 
-    `entry` is the script that starts a rank; the default is this file. `hooks` are passed to
+    `entry` is the script that starts a rank (default: this file). `hooks` are arguments of
     `pipeline.train.main`.
     """
+    is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         with _keyboard():
             return _run(argv, entry, hooks)
-    except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0" and not error.is_first:
-            time.sleep(SILENT_S)  # most mistakes occur on every rank
+    except (UserError, MachineError) as error:
+        if not is_main and not error.is_first:
+            time.sleep(SILENT_S)  # most of these errors occur on every rank
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
-        _end_restarts()
-        return 2
-    except MachineError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(SILENT_S)  # it occurs on every rank of a machine
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
-        return 1
+        if isinstance(error, UserError):
+            _end_restarts()
+        return error.exit_code
     except CtrlC:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_main:
             print("interrupted", file=sys.stderr, flush=True)
         return 1
     except BaseException as error:
@@ -60,12 +56,12 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
         if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
-            raise  # --help exits so; a SystemExit of user code has a note of the watchdog
+            raise  # from --help; the watchdog adds a note to a SystemExit of user code
         if any(text in str(error) for text in LOST_CONNECTION):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
         heading = "" if rank is None else f"rank {rank} failed:\n"
-        # One write: tracebacks of several ranks must not mix.
+        # A single write keeps the tracebacks of several ranks apart.
         sys.stderr.write(printable(heading + traceback.format_exc()))
         return 1
 
@@ -77,23 +73,19 @@ def _keyboard() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise CtrlC
 
-    before = signal.getsignal(signal.SIGINT)
-    if (
-        before is not signal.default_int_handler
-        or threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-    signal.signal(signal.SIGINT, interrupt)
+    before, thread = signal.getsignal(signal.SIGINT), threading.current_thread()
+    is_default = before is signal.default_int_handler and thread is threading.main_thread()
+    if is_default:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
+        if is_default and signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, before)
 
 
 def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
-    # Imported late: a mistake in the settings is reported before anything heavy is loaded.
+    # Torch is imported only after the settings have been checked.
     from pipeline.checkpoints.run_folder import check_folder, restarted
     from pipeline.config import variables
     from pipeline.config.cli import parse
@@ -102,15 +94,21 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
 
     config = restarted(parse(argv))
     variables.refuse()
-    if config.run.check:
-        return _check(config)
-    if os.environ.get("RANK", "0") == "0" and not config.run.doctor:
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    if config.run.check:  # one process does the check for all ranks
+        if not is_first_rank:
+            return 0
+        with importing():
+            from pipeline.preflight.check import main as check
+
+        return check(config)
+    if is_first_rank and not config.run.doctor:
         check_folder(config)
         check_name("tiny" if config.run.resume_from_checkpoint else config.model.model)
     with importing():
         world = launch.resolve(config.run.num_gpus)
     if world.num_launched < world.num_ranks:
-        return launch.start_ranks(world, argv, entry)  # the ranks check tasks and model
+        return launch.start_ranks(world, argv, entry)
     launch.use_device(world)
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})
@@ -126,33 +124,23 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     return train(config, **hooks)
 
 
-def _check(config: Config) -> int:
-    """Run `--check` on one process, for any number of launched ranks and any `num_gpus`."""
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    with importing():
-        from pipeline.preflight.check import main as check
-
-    return check(config)
-
-
 def _end_restarts() -> None:
-    """Stop a launcher that would start the ranks again (`--max_restarts`): it would not help."""
-    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    left -= int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    """Stop a launcher that would start the ranks again after a mistake of the user."""
+    most, done = "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
+    left = int(os.environ.get(most, 0)) - int(os.environ.get(done, 0))
     if left > 0 and os.getppid() == LAUNCHER:
         os.kill(LAUNCHER, signal.SIGTERM)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with exit code `code`, also where a process group is still open."""
+    """End this process with exit code `code`, also if a process group is still open."""
     if (folder := os.environ.get(STARTED_BY_US)) and "RANK" in os.environ:
         with open(os.path.join(folder, f"rank-{os.environ['RANK']}"), "w") as note:
             note.write(str(code))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # Exiting with an open gloo group aborts in about one of three cases (torch 2.13) and hides
-        # the exit code. After a failure, closing the group may wait for ranks that have ended.
+        # An open gloo group may abort the exit and hide the exit code (torch 2.13). Closing the
+        # group after a failure may wait for ranks that have ended.
         if code == 0:
             distributed.destroy_process_group()
         else:

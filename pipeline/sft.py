@@ -1,9 +1,8 @@
-"""The warm start: a short supervised stage on demonstrations, through TRL's SFTTrainer.
+"""The warm start: a short supervised stage on demonstrations, with TRL's SFTTrainer.
 
-It runs on the same ranks. The code of rollouts (`chat/template.py`) makes its rows (`input_ids` and
-`labels`), so the policy learns to continue the same tokens that rollouts will give it. The domains'
-experts follow the rules of their domain only in part (`warm_start.rule_share`): the policy solves
-some tasks, every branch of every decision stays likely, and GRPO can improve the policy.
+The warm start runs on the ranks of the run. `chat/template.py` makes the tokens of its examples, as
+for rollouts. The experts of the domains follow the rules of their domain only in part
+(`warm_start.rule_share`), so that GRPO can improve the policy.
 """
 
 from __future__ import annotations
@@ -24,40 +23,39 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 from pipeline.models.loading import on_gpu, uses_bf16
 
-Row = dict[str, list[int]]
-NUM_TRIED = 100  # demonstrations of a file that are tried before a run
-NUM_TRIED_BY_EXPERT = 8  # tasks of each domain that its expert must solve before a run
-IGNORED = -100  # the label of tokens that are not trained, as in transformers
+SFTExample = dict[str, list[int]]  # `input_ids` and `labels`
+NUM_TRIED = 100  # number of demonstrations of a file that are checked before a run
+NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that its expert must solve before a run
+IGNORED = -100  # label of tokens that are not trained, as in transformers
 
 
 def warm_start(
     config: Config,
     model: Any,
-    tokenizer: Any,
     chat: Chat,
     domains: Mapping[str, Domain],
     num_ranks: int,
     on_step: Callable[[], None],
     alive: Callable[[], None] = lambda: None,
 ) -> float:
-    """Train `model` in place; every rank calls it after the Accelerator was made.
+    """Train `model` in place and return the mean loss of the last eighth of the steps.
 
-    `on_step` is called after each optimizer step, `alive` after each demonstration. Returns the
-    mean loss of the steps' last eighth.
+    Every rank must call this function after creating the Accelerator. `on_step` is called after
+    each optimizer step, `alive` after each demonstration.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer
 
     size, deterministic = config.warm_start.batch_size, config.run.deterministic
-    rows = demonstration_rows(config, chat, domains, alive)
+    examples = sft_examples(config, chat, domains, alive)
     trainer = SFTTrainer(
         model=model,
         args=_arguments(config, size if deterministic else -(-size // num_ranks)),
-        train_dataset=Dataset.from_list(share_steps(rows, size, num_ranks, deterministic)),
-        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(share_steps(examples, size, num_ranks, deterministic)),
+        processing_class=chat.tokenizer,
     )
-    trainer.remove_callback(PrinterCallback)  # the run has its own log
+    trainer.remove_callback(PrinterCallback)
 
     class Hooks(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -68,24 +66,24 @@ def warm_start(
             on_step()
 
     trainer.add_callback(Hooks())
-    # Without dropout: masks that each rank draws for its own rows depend on the number of ranks.
+    # Dropout is off, because its masks would depend on the number of ranks.
     hook = model.register_forward_pre_hook(lambda module, _: module.eval() and None)
     trainer.train()
     hook.remove()
     return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
 
 
-def _arguments(config: Config, share: int) -> Any:
-    """The trainer's settings; `share` rows of a step are on each rank."""
+def _arguments(config: Config, num_examples: int) -> Any:
+    """Return the arguments of the trainer, with `num_examples` per step and rank."""
     from trl import SFTConfig
 
     settings = config.warm_start
     arguments = SFTConfig(
         output_dir=str(config.run.output_dir),
         max_steps=settings.steps,
-        per_device_train_batch_size=share,
+        per_device_train_batch_size=num_examples,
         average_tokens_across_devices=not config.run.deterministic,
-        train_sampling_strategy="sequential",  # the rows come in the order of their own draws
+        train_sampling_strategy="sequential",
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         lr_scheduler_type="cosine_with_min_lr",
@@ -105,28 +103,28 @@ def _arguments(config: Config, share: int) -> Any:
         ddp_find_unused_parameters=False,
         accelerator_config={"use_configured_state": True},
     )
-    arguments._n_gpu = 1  # one rank is one GPU; on several, transformers would turn to DataParallel
+    arguments._n_gpu = 1  # prevents DataParallel if a rank sees several GPUs
     return arguments
 
 
 def share_steps(
-    rows: Sequence[Row], batch_size: int, num_ranks: int, deterministic: bool
-) -> list[Row]:
-    """Reorder rows so that each step is cut into equal blocks: rank 0 first, then rank 1, ...
+    examples: Sequence[SFTExample], batch_size: int, num_ranks: int, deterministic: bool
+) -> list[SFTExample]:
+    """Return the examples in the order in which SFTTrainer gives them to the ranks.
 
-    Rows without labels fill up a step that the ranks cannot share equally. If `deterministic`, each
-    rank gets all rows of a step, because sums of shares depend on the number of ranks.
+    The examples of a step are followed by padding, so that all ranks get equally many. If
+    `deterministic`, each rank gets all examples of a step, so that sums do not depend on the ranks.
     """
-    steps = [list(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
+    steps = [list(examples[i : i + batch_size]) for i in range(0, len(examples), batch_size)]
     padding = [{"input_ids": [0], "labels": [IGNORED]}] * (-batch_size % num_ranks)
-    return [row for s in steps for row in (s * num_ranks if deterministic else s + padding)]
+    return [e for s in steps for e in (s * num_ranks if deterministic else s + padding)]
 
 
 def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> None:
-    """UserError if the warm start will have too few demonstrations, or faulty ones.
+    """Raise UserError if the warm start has too few or faulty demonstrations.
 
-    NUM_TRIED demonstrations of a file, evenly spread, are turned into tokens; of the tasks of each
-    domain, its expert must solve NUM_TRIED_BY_EXPERT.
+    The check encodes up to NUM_TRIED demonstrations of a file. Without a file, the expert of each
+    domain must solve NUM_TRIED_BY_EXPERT tasks.
     """
     settings, path = config.warm_start, config.warm_start.data
     if not config.grpo.use_grpo or settings.steps == 0:
@@ -153,7 +151,7 @@ def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Ch
                 f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
                 f"but the experts give at most {limit} a domain; give fewer"
             )
-        # All tasks are made if the domain does not state how many it can make.
+        # A domain without `max_tasks` is checked by making all tasks.
         num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
         tasks = generated(config.data, domain, num_made, "train")
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
@@ -161,37 +159,37 @@ def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Ch
 
 
 def _experts(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
-    """The domains that have an expert, and the number of demonstrations that each gives."""
+    """Return the domains with an expert, and the number of demonstrations of each."""
     experts = [domain for domain in domains.values() if domain.expert is not None]
     count = config.warm_start.steps * config.warm_start.batch_size
     return experts, -(-count // max(1, len(experts)))
 
 
-def demonstration_rows(
+def sft_examples(
     config: Config,
     chat: Chat,
     domains: Mapping[str, Domain],
     alive: Callable[[], None] = lambda: None,
-) -> list[Row]:
-    """All rows that the warm start trains on, in order; `alive` is called after each is made.
+) -> list[SFTExample]:
+    """Return the examples of all steps of the warm start, in order.
 
-    Rows repeat only if there are too few.
+    Examples repeat if there are fewer demonstrations. `alive` is called after each demonstration.
     """
-    path, rows = config.warm_start.data, list[Row]()
+    path, examples = config.warm_start.data, list[SFTExample]()
     count = config.warm_start.steps * config.warm_start.batch_size
     made = _expert_demonstrations(config, domains) if path is None else read_demonstrations(path)
     for messages, tools in made:
-        rows.append(encode(chat, messages, tools))
+        examples.append(encode(chat, messages, tools))
         alive()
-    epochs = range(count // len(rows) + 1)
-    order = [i for e in epochs for i in permutation(len(rows), config.run.seed, "warm start", e)]
-    return [rows[i] for i in order[:count]]
+    size, epochs = len(examples), range(count // len(examples) + 1)
+    order = [i for e in epochs for i in permutation(size, config.run.seed, "warm start", e)]
+    return [examples[i] for i in order[:count]]
 
 
 def _expert_demonstrations(
     config: Config, domains: Mapping[str, Domain]
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
-    """Conversations of the experts, and the tools of each."""
+    """Yield each conversation of the experts and its tool schemas."""
     timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
     experts, count = _experts(config, domains)
     for domain in experts:
@@ -207,8 +205,8 @@ def _expert_demonstrations(
             yield messages, tools
 
 
-def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Row:
-    """Tokens of a conversation; tokens of the assistant's messages are their own labels."""
+def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> SFTExample:
+    """Return the tokens of a conversation; only tokens of assistant messages have labels."""
     is_assistant = [message["role"] == "assistant" for message in messages]
     first, end = is_assistant.index(True), len(messages) - is_assistant[::-1].index(True)
     parts = [(False, chat.prompt_ids(messages[:first], tools))]

@@ -1,7 +1,7 @@
-"""The run: evaluate, warm-start, then train stage by stage.
+"""The run: evaluation, warm start, then GRPO stage by stage.
 
-A stage is the loop of rollouts and updates (`Training.train`), with an evaluation after it. What
-the lines of the loop do stands in `trainer.py`.
+A stage is the loop of rollouts and updates in `Training.train`, followed by an evaluation.
+`trainer.py` has the functions that the loop calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Training(Trainer):
     """A whole run on this rank."""
 
     def run(self) -> int:
-        """Run to the end, or until a signal interrupts the run; returns the exit code."""
+        """Run to the end or until a signal interrupts the run, and return the exit code."""
         try:
             self.before_training()
             if self.config.grpo.use_grpo:
@@ -46,7 +46,7 @@ class Training(Trainer):
         return 0
 
     def before_training(self) -> None:
-        """Evaluate the given model, do the warm start, evaluate again."""
+        """Evaluate the given model, do the warm start, and evaluate again."""
         if not self.state.evaluated("start"):
             self.evaluate("start")
         if not self.config.grpo.use_grpo or self.config.warm_start.steps == 0:
@@ -57,10 +57,10 @@ class Training(Trainer):
             self.evaluate("warm_start")
 
     def train(self) -> None:
-        """The loop: for each stage, for each optimizer step."""
+        """Do GRPO: for each stage and each step, collect rollouts and update the policy."""
         meter = self.begin_grpo()
         for index in range(len(self.parts.stages)):
-            stage = self.stages[index]  # its first step depends on where the stage before ended
+            stage = self.stages[index]  # its first step depends on earlier stages that ended early
             if self.state.evaluated(stage.name):
                 continue
             first = self.begin_stage(stage)
@@ -80,27 +80,19 @@ class Training(Trainer):
 
     def give_warm_start(self) -> None:
         """Train on demonstrations, save the first checkpoint, and load the model from it."""
-        begun, parts, is_main = time.perf_counter(), self.parts, self.ranks.is_main
+        begun, parts, ranks = time.perf_counter(), self.parts, self.ranks
         num_steps = self.config.warm_start.steps
-        progress = StageProgress("warm start", num_steps, is_main=is_main)
+        progress = StageProgress("warm start", num_steps, is_main=ranks.is_main)
 
         def on_step() -> None:
             progress.step({})
-            self.ranks.alive()
-            if self.ranks.stop_wanted:  # a warm start has no checkpoint before its end
+            ranks.alive()
+            if ranks.stop_wanted:  # an interrupted warm start saves no checkpoint
                 raise Interrupted
 
-        with progress, self.ranks.phase("warm start"):
-            loss = warm_start(
-                self.config,
-                self.policy.model,
-                parts.tokenizer,
-                parts.chat,
-                parts.domains,
-                self.ranks.num_ranks,
-                on_step,
-                self.ranks.alive,
-            )
+        with progress, ranks.phase("warm start"):
+            arguments = self.config, self.policy.model, parts.chat, parts.domains
+            loss = warm_start(*arguments, ranks.num_ranks, on_step, ranks.alive)
         keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
         self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
         self.log.metrics({**keys, "warm_start/loss": loss})
@@ -108,12 +100,12 @@ class Training(Trainer):
         self.save("warm-start")
         folder = self.checkpointer.folder / "warm-start"
         self.policy.replace(load_folder(folder, self.config.model))
-        gc.collect()  # SFTTrainer's optimizer is part of reference cycles
+        gc.collect()  # free SFTTrainer's optimizer, which is part of reference cycles
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def finish(self) -> None:
-        """Rank 0 writes the results and the report and prints the table."""
+        """Write the results and the report on rank 0, and print the table of results."""
         if self.ranks.is_main:
             self._write_results()
             with may_fail("report", f"python -m pipeline.report {self.folder} makes it again"):
@@ -126,26 +118,21 @@ class Training(Trainer):
         self.ranks.barrier("end")
 
     def stop(self) -> int:
-        """Save a checkpoint unless the latest one is current; returns the exit code."""
+        """Save a checkpoint unless the latest one is current, and return the exit code."""
         if self.state.stage != "start" and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")
         if not self.watchdog.can_resume:
-            if self.ranks.is_main:
-                print("interrupted before the first checkpoint; start again", flush=True)
+            self.say("interrupted before the first checkpoint; start again")
             return 1
-        if self.ranks.is_main:
-            print(
-                f"interrupted after {self.state.step} steps; go on with --output-dir "
-                f"{self.folder} --resume-from-checkpoint latest",
-                flush=True,
-            )
+        command = f"--output-dir {self.folder} --resume-from-checkpoint latest"
+        self.say(f"interrupted after {self.state.step} steps; go on with {command}")
         return INTERRUPTED
 
 
 def main(config: Config, make_training: Callable[..., Training] = Training) -> int:
-    """Train on this rank; all ranks call it. Returns the exit code.
+    """Run the training on this rank and return the exit code; all ranks must call this function.
 
-    `make_training` is called with the arguments of `Training`; `Trainer` describes its hooks.
+    `make_training` has the signature of `Training`.
     """
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
@@ -163,19 +150,19 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
 
 
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
-    """Join the process group. Raises UserError for a launch configuration that does not fit."""
+    """Join the process group; raise UserError for an unsuitable launch configuration."""
     transformers_logging.disable_progress_bar()
-    # Accelerate passes the old name of this setting; torch 2.13 warns about it.
+    # Accelerate passes an old name of the setting `broadcast_buffers`; torch 2.13 warns about this.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     meet_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
     mixed_precision = "bf16" if uses_bf16(config.model) else "no"
     variables.pin(mixed_precision)
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
-        # Otherwise ACCELERATE_GRADIENT_ACCUMULATION_STEPS would divide every gradient.
+        # This plugin overrides the variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
-            # The watchdog must report before NCCL or gloo times out: its message has more.
+            # GRACE_S gives the watchdog time to report before NCCL or gloo times out.
             InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],

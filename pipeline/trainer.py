@@ -1,4 +1,4 @@
-"""The Trainer: the state of a run on one rank, and the methods called by the loop of `train.py`."""
+"""The Trainer: the state of a run on one rank, and the steps of the training loop in `train.py`."""
 
 from __future__ import annotations
 
@@ -50,11 +50,8 @@ from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
 Hook = Callable[["Trainer", str, Sequence[Trajectory]], None]
 
 
-def _no_hook(*_: object) -> None: ...
-
-
 class Trainer:
-    """A run on one rank. Every rank makes one after it has joined the process group.
+    """A run on one rank. Every rank of the process group makes a Trainer.
 
     `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
     called after each step and each evaluation with the trainer, the name of the stage or
@@ -69,7 +66,7 @@ class Trainer:
         watchdog: Watchdog,
         *,
         make_sampler: Callable[..., Any] = make_sampler,
-        on_batch: Hook = _no_hook,
+        on_batch: Hook = lambda *_: None,
     ) -> None:
         self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
         self.parts = validate(config)
@@ -90,37 +87,36 @@ class Trainer:
         self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
         keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, **machine(ranks.num_ranks)})
-        self.checkpointer = Checkpointer(
-            self.folder,
-            config.run,
-            ranks,
-            self.state,
-            self.parts.tokenizer,
-            lock=None if opened is None else opened.lock,
-            resumed=resumed,
-        )
+        lock = None if opened is None else opened.lock
+        arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
+        self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
         self.checkpointer.owners += [self.log, self.errors]
         if opened is not None:
             described = json.dumps(describe(self.stages, config), indent=1)
             write_text(self.folder / "curriculum.json", described)
             say_start(opened, self.state.step, config, self.parts.stages)
         self.kl_probe = KLProbe(self.folder, config, ranks)
-        self.records: list[RunRecord] = []  # of this rank's training episodes in the stage
+        self.records: list[RunRecord] = []  # records of this rank's training episodes in the stage
         self._on_batch, self._warned_of_gap = on_batch, False
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
-        """The saved state and the model that the run starts from."""
+        """Return the saved state and the model at the start of the run."""
         return load_start(self.config, self.parts.tokenizer, resumed)
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages; a stage that ended early moves the later ones forward."""
+        """The stages; each stage that ended early moves the next stages to earlier steps."""
         return one_after_another(self.parts.stages, self.state.ended_early)
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self.ranks.is_main:
+            print(text, flush=True)
 
     # Stages
 
     def begin_grpo(self) -> Meter:
-        """Make the Updater, from the current model or from the checkpoint to resume from."""
+        """Make the Updater and return a Meter of its steps."""
         policy = self.policy
         updater = policy.make_updater(self.checkpointer, self.state, self._saved_state, self.stages)
         self.checkpointer.owners.append(updater)
@@ -130,7 +126,7 @@ class Trainer:
         return meter
 
     def begin_stage(self, stage: Stage) -> int:
-        """Prepare a stage; returns its next step. A resumed run may be inside the stage."""
+        """Prepare a stage and return the number of its next step."""
         is_inside = self.state.step > stage.first_step
         assert self.policy.updater is not None
         reference = self.policy.updater.reference
@@ -145,14 +141,13 @@ class Trainer:
             self.records = read_records(folder, self.ranks.rank, self.ranks.num_ranks)
         else:
             self.errors.load_state_dict({})
-        self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
-        self.validate_when_due(stage)  # the interrupted run may not have finished this validation
+        self._sources = self.parts.sources(stage)
+        self.validate_when_due(stage)  # a run that was interrupted here has not validated yet
         return max(stage.first_step, self.state.step)
 
     def end_stage(self, stage: Stage) -> None:
-        """Summarise the stage's episodes, add to the KL probe set, evaluate, save a checkpoint."""
-        name = f"records of stage {stage.name}"
-        gathered = self.ranks.all_gather_objects(self.records, name)
+        """Summarise the episodes, add to the KL probe set, evaluate, and save a checkpoint."""
+        gathered = self.ranks.all_gather_objects(self.records, f"records of stage {stage.name}")
         self.records = []
         if any(gathered):
             self.state.training[stage.name] = training_summary(gathered)
@@ -168,18 +163,17 @@ class Trainer:
     # One step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Inside this context, a step that `profile` names writes its trace."""
+        """Return a context that writes a profiler trace if the setting `profile` names the step."""
         device, folder = self.accelerator.device, self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect the rollouts of this rank's groups of a step."""
-        return collect_rollouts(
-            self.policy.rollout, self.ranks, self.config, stage, step, self._sources
-        )
+        rollout, config = self.policy.rollout, self.config
+        return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """Of each episode of this rank: its advantage, and whether it takes part in the update."""
+        """Return, for each episode of this rank, its advantage and whether the update uses it."""
         rewards = rewards_of(batch, self.ranks, self.config, step)
         size = self.config.rollout.num_generations
         return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
@@ -187,25 +181,32 @@ class Trainer:
     def update(
         self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
     ) -> dict[str, float]:
-        """Train on the batch, then sample with the new weights; returns statistics of all ranks."""
-        step, updater = self.state.step, self.policy.updater
+        """Train on the batch, give the sampler the new weights, return statistics of all ranks."""
+        step, updater, settings = self.state.step, self.policy.updater, self.config.grpo
         assert updater is not None
-        done, peak = step - stage.first_step, self._peak
-        learning_rate = learning_rate_at(done, stage.num_steps, peak, self.config.grpo)
+        done, peak = step - stage.first_step, self.config.peak_learning_rate
+        learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
             found = [
                 updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
-                for _ in range(self.config.grpo.num_iterations)
+                for _ in range(settings.num_iterations)
             ]
             self.policy.rollout.load_weights(self.policy.model)
         statistics = over_iterations(found)
-        self._warn_of_gap(statistics.get("train/sampling_logp_difference_max", 0.0))
+        gap = statistics.get("train/sampling_logp_difference_max", 0.0)
+        default = 0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3
+        if gap > (limit := settings.max_sampling_logp_difference or default):
+            if not self._warned_of_gap:
+                name = "max_sampling_logp_difference"
+                where = f"warning: step {step + 1}: train/sampling_logp_difference_max"
+                self.say(f"{where} is {gap:.2g} and above {name} {limit:g}")
+            self._warned_of_gap = True
         return statistics
 
     def record(
         self, stage: Stage, batch: RolloutBatch, statistics: dict[str, float], meter: Meter
     ) -> dict[str, float]:
-        """Count the step and write its metrics and timings; returns its metrics."""
+        """Count the step, write its metrics and timings, and return its metrics."""
         self.state.step, self.state.stage = self.state.step + 1, stage.name
         self.records += [trajectory.record() for trajectory in batch.trajectories]
         metrics, counts = rollout_metrics(batch, self.ranks, self.config)
@@ -224,34 +225,19 @@ class Trainer:
         if self.checkpointer.is_due:
             self.save(f"step-{self.state.step:06d}")
 
-    def _warn_of_gap(self, gap: float) -> None:
-        """Warn once per run if training and sampler compute different log-probabilities."""
-        limit = self.config.grpo.max_sampling_logp_difference
-        limit = limit or (0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3)
-        if not gap > limit or self._warned_of_gap:
-            return
-        self._warned_of_gap = True
-        if self.ranks.is_main:
-            print(
-                f"warning: step {self.state.step + 1}: a log-probability differs by {gap:.2g} "
-                f"between sampler and training (max_sampling_logp_difference {limit:g}); see "
-                "train/sampling_logp_difference_max",
-                flush=True,
-            )
-
     # Evaluations and checkpoints
 
     def evaluate(self, after: str) -> None:
-        """Evaluate all domains on held-out tasks, sampled and greedy; write `results.json` anew."""
+        """Evaluate all domains on held-out tasks, sampled and greedy, and write `results.json`."""
         begun, settings = time.perf_counter(), self.config.evaluation
-        trials, seed = settings.eval_trials, self.config.run.seed
+        trials, seed, rollout = settings.eval_trials, self.config.run.seed, self.policy.rollout
         tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
         with self.ranks.phase("evaluate", self.state.stage, self.state.step):
-            sampled, trajectories = evaluate(self.policy.rollout, tasks, trials, seed, self.ranks)
-            greedy, _ = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks, greedy=True)
+            sampled, trajectories = evaluate(rollout, tasks, trials, seed, self.ranks)
+            greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
-            self.save(f"step-{self.state.step:06d}")  # the run stops below
+            self.save(f"step-{self.state.step:06d}")  # before one of the checks below ends the run
         rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
@@ -262,8 +248,8 @@ class Trainer:
         self.log.metrics({**keys, **evaluation_metrics(found)})
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
         self._save_transcripts(f"evaluation-{after}", trajectories)
+        self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
         if self.ranks.is_main:
-            print(f"evaluation after {after}: success sampled  {in_words(found)}", flush=True)
             self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
@@ -288,19 +274,17 @@ class Trainer:
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 
     def ends_early(self, stage: Stage) -> bool:
-        """Whether the stage is on a plateau; if so, the state records where it ended."""
+        """Return True if the stage is on a plateau, and save its number of steps in the state."""
         best = plateau(self.state.validations, stage, self.config)
         if best is None:
             return False
         settings, done = self.config.curriculum, self.state.step - stage.first_step
         self.state.ended_early[stage.name] = done
-        if self.ranks.is_main:
-            print(
-                f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
-                f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
-                f"success (best {best:.2f})",
-                flush=True,
-            )
+        self.say(
+            f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
+            f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
+            f"success (best {best:.2f})"
+        )
         return True
 
     def save(self, name: str) -> None:
@@ -314,30 +298,25 @@ class Trainer:
         self.log.timings({**keys, "perf/checkpoint_s": seconds})
 
     def _save_transcripts(
-        self,
-        name: str,
-        trajectories: Sequence[Trajectory],
-        advantages: Sequence[float] | None = None,
+        self, name: str, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None
     ) -> None:
-        self._on_batch(self, name, trajectories)
+        self._on_batch(self, name, episodes)
         self.checkpointer.check_folder()
         folder, step = self.folder / "trajectories" / name, self.state.step
-        path = save_transcripts(folder, step, self.ranks.rank, trajectories, advantages)
+        path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
         self.checkpointer.remember(path)
 
     @cached_property
     def _baselines(self) -> dict[str, dict[str, float]]:
-        """The blind baselines, which depend on no weights: rank 0 plays them once."""
+        """Results of the blind baselines, which are independent of the weights."""
         parts, timeout = self.parts, self.config.rollout.call_timeout
         return baselines(parts.domains, parts.held_out, timeout)
 
     def _write_results(self, is_final: bool = True) -> None:
-        """Write `results.json` on rank 0, with the transfer numbers only at the end of the run."""
-        updater, faults = self.policy.updater, {}
-        if updater is not None:
-            faults = {"skipped_steps": updater.num_skipped}
-            if updater.max_tokens_per_microbatch != self.config.grpo.max_tokens_per_microbatch:
-                faults["max_tokens_per_microbatch"] = updater.max_tokens_per_microbatch
+        """Write `results.json` on rank 0; the final one has the transfer numbers."""
+        updater = {} if self.policy.updater is None else self.policy.updater.state_dict()
+        faults = {"skipped_steps": updater.get("num_skipped_steps")}
+        faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
             facts = {

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Exchange(nn.Module):
+class GradientAllReduce(nn.Module):
     """A backward pass that adds zero and uses no memory; DDP then sums the gradients over ranks.
 
     A backward pass of real tokens can run out of memory on one rank while the other ranks wait for

@@ -1,31 +1,29 @@
-"""GRPO: advantages of groups, and the losses of its family, as pure functions.
+"""GRPO: the advantages of groups and the losses of the GRPO family, as pure functions.
 
-With `ratio = exp(logprobs - old_logprobs)` per token, and old log-probabilities from sampling,
+The loss of a sampled token is GRPO's objective (Shao et al. 2024, arXiv 2402.03300, equation 3):
 
+    ratio   = exp(logprobs - old_logprobs)
     clipped = clip(ratio, 1 - epsilon, 1 + epsilon_high)
     loss    = -min(min(ratio, delta) * advantages, clipped * advantages)
               + beta * k3(logprobs, ref_logprobs)
 
-is GRPO's objective (Shao et al. 2024, arXiv 2402.03300, equation 3). DAPO (Yu et al. 2025, arXiv
-2503.14476, equation 10) separates `epsilon_high` from `epsilon`; INTELLECT-2 (2025, arXiv
-2505.07291) adds the bound `delta`, which is off unless set. `token_weights` gives the weights of
-the sum over tokens for each `loss_type`.
+The sampler computed `old_logprobs`. DAPO (Yu et al. 2025, arXiv 2503.14476, equation 10) added
+`epsilon_high`. INTELLECT-2 (2025, arXiv 2505.07291) added the bound `delta`, off by default.
+`token_weights` returns the weight of each token in the sum, by `loss_type`. Options:
 
 - `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
-  every token and bounds its weight: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages
-  * logprobs`. The bound is `epsilon_high` itself, as in ScaleRL (2025, arXiv 2510.13786) and TRL,
-  not 1 + epsilon_high as in MiniMax-M1.
-- `importance_sampling_level` sequence (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7) gives
-  all tokens of an episode the ratio `exp(mean(logprobs - old_logprobs))`. With `loss_type` grpo it
-  is GSPO's objective, equation 5.
-- `use_bias_correction_kl` multiplies the divergence by the ratio (DeepSeek-V3.2, 2025, arXiv
-  2512.02556); off here, as in GRPO's equation 3, on by default in TRL 1.16.
-- The entropy bonus is `-entropy_coef * mean(entropy)` over the step's sampled tokens, for every
-  `loss_type` (as in TRL).
+  every token: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages * logprobs`. The upper
+  bound is `epsilon_high`, as in ScaleRL (2025, arXiv 2510.13786) and TRL. MiniMax-M1 uses
+  `1 + epsilon_high`.
+- `importance_sampling_level` sequence gives all tokens of an episode the ratio
+  `exp(mean(logprobs - old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7).
+- `use_bias_correction_kl` multiplies the KL estimate by the ratio (DeepSeek-V3.2, 2025, arXiv
+  2512.02556). The option is off by default; TRL 1.16 has it on.
+- `entropy_coef` adds `-entropy_coef * mean(entropy)` over the sampled tokens of the step, as TRL.
 
-Weights are normalised by counts over *all* ranks, and gradients are summed over the ranks, so the
-sum is that of one process with the whole batch. For bnpo and grpo, TRL normalises each micro-batch
-by itself and averages; on one rank without accumulation the two agree.
+Token weights are normalised by counts over *all* ranks, and gradients are summed over the ranks.
+The result is equal to that of one process with the whole batch. TRL normalises bnpo and grpo within
+each micro-batch instead.
 """
 
 from __future__ import annotations
@@ -43,29 +41,28 @@ EPSILON = 1e-4  # as in TRL
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Sums over a micro-batch, as float tensors without gradient."""
+    """Sums over the tokens of a micro-batch, as float tensors without gradient."""
 
-    loss: torch.Tensor  # weighted, all terms
-    policy_loss: torch.Tensor  # weighted, without divergence and entropy
+    loss: torch.Tensor  # weighted sum of all terms
+    policy_loss: torch.Tensor  # weighted sum, without KL estimate and entropy bonus
     kl: torch.Tensor
     entropy: torch.Tensor
-    clipped: torch.Tensor  # tokens whose ratio was clipped
-    sampling_logp_difference: torch.Tensor  # |logprobs - old_logprobs|
-    sampling_logp_difference_max: torch.Tensor  # a maximum, not a sum
+    clipped: torch.Tensor  # number of tokens whose ratio was clipped
+    sampling_logp_difference: torch.Tensor  # sum of |logprobs - old_logprobs|
+    sampling_logp_difference_max: torch.Tensor  # maximum, not sum, of |logprobs - old_logprobs|
 
 
 def token_weights(
     lengths: Sequence[int], loss_type: str, num_sequences: float, num_tokens: float, max_tokens: int
 ) -> list[float]:
-    """The weight of a sampled token of each sequence; `lengths` count the sampled tokens.
+    """Return, for each sequence, the weight of each of its sampled tokens in the loss.
 
-    - `grpo`: 1 / (length * num_sequences), the mean over a sequence's tokens, then over sequences
-      (arXiv 2402.03300, equation 3);
-    - `bnpo`, `dapo`, `cispo`: 1 / num_tokens, the mean over all tokens of the step (arXiv
-      2503.14476, equation 8; 2506.13585, equation 4);
-    - `dr_grpo`: 1 / (max_tokens * num_sequences), a constant (arXiv 2503.20783).
+    - `grpo`: 1 / (length * num_sequences) (arXiv 2402.03300, equation 3);
+    - `bnpo`, `dapo`, `cispo`: 1 / num_tokens (arXiv 2503.14476, equation 8; 2506.13585, eq. 4);
+    - `dr_grpo`: 1 / (max_tokens * num_sequences) (arXiv 2503.20783).
 
-    `num_sequences` and `num_tokens` count the step's kept episodes and their tokens on all ranks.
+    `lengths` has the number of sampled tokens of each sequence. `num_sequences` and `num_tokens`
+    count the kept episodes of the step on all ranks, and their sampled tokens.
     """
     if loss_type == "grpo":
         return [1 / (max(length, 1) * num_sequences) for length in lengths]
@@ -76,16 +73,19 @@ def token_weights(
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """The k3 estimator of KL(policy || reference) per token, exp(d) - d - 1, never negative.
+    """Return the k3 estimate of KL(policy || reference) per token (Schulman 2020, kl-approx).
 
-    d = ref_logprobs - logprobs, after Schulman 2020 (kl-approx); GRPO's equation 4.
+    The estimate is exp(d) - d - 1 >= 0 with d = ref_logprobs - logprobs (GRPO's equation 4).
     """
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1
 
 
 def importance_ratios(logprobs: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
-    """The ratio to the sampling policy, [N]: each token's own, or its sequence's geometric mean."""
+    """Return the ratio exp(logprobs - old_logprobs) of each token, [N].
+
+    With `level` sequence, the ratio is the geometric mean over the sequence of the token.
+    """
     differences = logprobs - batch.old_logprobs
     if level == "sequence":
         zeros = differences.new_zeros(len(batch.lengths))
@@ -103,10 +103,10 @@ def grpo_loss(
     num_tokens: float,
     ref_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
-    """The GRPO loss: the weighted sum over N tokens, and its statistics.
+    """Return the loss of a micro-batch, a weighted sum over N tokens, and its statistics.
 
-    `num_tokens` counts the sampled tokens of the step over all ranks, for the mean entropy. Without
-    `ref_logprobs` there is no divergence. Tokens of weight 0 count nowhere.
+    `num_tokens` counts the sampled tokens of the step on all ranks, for the mean entropy. The loss
+    has no KL estimate if `ref_logprobs` is None. The statistics ignore tokens of weight 0.
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
     advantages, counted = batch.advantages, batch.weights > 0
@@ -149,23 +149,23 @@ def group_advantages(
     batch_std: float | None = None,
     counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rewards minus their group's mean, divided by a standard deviation (unbiased) plus 1e-4.
+    """Return each reward minus the mean of its group, divided by a standard deviation plus 1e-4.
 
-    `rewards` is [groups x num_generations], siblings next to each other. `scale_rewards` `group`
-    divides by the group's own deviation, `batch` by `batch_std`, the deviation of the step's
-    rewards on all ranks; `none` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783) does not divide.
-    Only `counted` episodes (bool, as long as `rewards`; all, if missing) enter means and
-    deviations. Other episodes, and groups with fewer than two counted ones, get zero.
+    `rewards` is [groups x num_generations]. `scale_rewards` selects the unbiased standard
+    deviation: `group` that of the group, `batch` the `batch_std` of all ranks. `none` does not
+    divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). Means and deviations use only episodes
+    whose flag in `counted` is True (default: all). Other episodes get the advantage zero, as do all
+    episodes of a group with fewer than two counted episodes.
     """
-    if len(rewards) == 0:  # a rank without a group in this step
+    if len(rewards) == 0:  # this rank has no group in this step
         return rewards
     if counted is not None and not counted.all():
         advantages = torch.zeros_like(rewards)
         for group in torch.arange(len(rewards)).split(num_generations):
             part = group[counted[group]]
             if (count := len(part)) > 1:
-                own = group_advantages(rewards[part], count, scale_rewards, batch_std)
-                advantages[part] = own
+                arguments = count, scale_rewards, batch_std
+                advantages[part] = group_advantages(rewards[part], *arguments)
         return advantages
     grouped = rewards.view(-1, num_generations)
     advantages = grouped - grouped.mean(dim=1, keepdim=True)
@@ -180,9 +180,10 @@ def group_advantages(
 def zero_std_groups(
     rewards: torch.Tensor, num_generations: int, counted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """True, per episode, if all counted siblings (all, if missing) have the same reward.
+    """Return True for each episode of a zero-std group, whose counted rewards are all equal.
 
-    Such groups teach nothing. A group with fewer than two counted episodes is one of them.
+    A group with fewer than two counted episodes is also a zero-std group. All episodes count if
+    `counted` is None.
     """
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     shape = len(rewards) // num_generations, num_generations
@@ -192,9 +193,10 @@ def zero_std_groups(
 
 
 def in_baseline(left_out: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """True, per episode, if it and at least one sibling are not left out.
+    """Return True for each episode that counts in the mean reward of its group.
 
-    `left_out` is bool, [groups x num_generations].
+    An episode counts if the episode itself and at least one sibling are not left out. `left_out`
+    has a flag for each episode, [groups x num_generations].
     """
     counted = ~left_out
     enough = counted.view(len(counted) // num_generations, num_generations).sum(dim=1) > 1

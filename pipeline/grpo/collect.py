@@ -1,10 +1,10 @@
-"""The rollouts of a step: groups of the stage's tasks, their replacements, advantages.
+"""Collect the rollouts of a step: its groups of episodes, rewards and advantages.
 
-A zero-std group has equal rewards only, so its advantages are zero and it teaches nothing. With
-`dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) a step replaces zero-std
-groups in at most `max_resample_times` rounds, and trains on the other groups. DAPO draws whole
-batches until one is full; here a task of the same domain replaces each zero-std group, so that the
-curriculum's shares hold, and a step never trains on more than `tasks_per_step` groups.
+A zero-std group has equal rewards only, so all its advantages are zero. With `dynamic_sampling`
+(DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), a step replaces zero-std groups in at most
+`max_resample_times` rounds and trains on the other groups. DAPO samples whole batches of new tasks.
+This pipeline replaces a group by a group of the same domain, so that the curriculum's shares of
+domains hold. A step never trains on more than `tasks_per_step` groups.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pipeline.rollout.trajectory import StopReason, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """This rank's episodes of a step.
+    """This rank's episodes of a step, group by group.
 
-    The groups of a step are in order: the stage's own, then the rounds of replacements. A rank
-    collects every num_ranks-th group.
+    The groups of a step are ordered: the groups of the stage's tasks, then each round of
+    replacements. A rank collects every num_ranks-th group.
     """
 
-    trajectories: list[Trajectory]  # siblings next to each other
-    places: list[int]  # index of each episode in the step, the same for any number of ranks
-    kept: list[bool]  # by episode: `in_baseline`, and with dynamic sampling not of a zero-std group
-    num_first: int  # number of episodes of the stage's own groups
-    rounds: list[int]  # groups over all ranks: the stage's own, then each round of replacements
+    trajectories: list[Trajectory]
+    indices: list[int]  # index of each episode among the episodes of all ranks
+    kept: list[bool]  # False: left out of the baseline, or replaced by dynamic sampling
+    num_first: int  # number of this rank's episodes before the first round of replacements
+    rounds: list[int]  # number of groups on all ranks: of the stage's tasks, then of each round
 
     @property
     def first(self) -> list[Trajectory]:
-        """The episodes of the stage's own groups, without replacements."""
+        """This rank's episodes before the first round of replacements."""
         return self.trajectories[: self.num_first]
 
 
@@ -52,26 +52,26 @@ def collect_rollouts(
     step: int,
     sources: Mapping[str, Source],
 ) -> RolloutBatch:
-    """Collect this rank's groups of a step; `step` is the number of optimizer steps before it.
+    """Collect this rank's groups of a step; `step` is the number of earlier optimizer steps.
 
-    Zero-std groups depend on exact rewards of whole groups, and replacements are drawn by counts.
-    Both are the same on every rank, for any number of ranks, and after a resume.
+    All ranks find the same zero-std groups and the same replacement tasks, for any number of ranks
+    and after a resume.
     """
     settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
-    zero_std: list[bool] = []  # by group, with dynamic sampling only
+    zero_std: list[bool] = []  # flag of each group; empty without dynamic sampling
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
     new = tasks_of_step(stage, step, sources, seed)
     while new:
-        places = range(len(tasks), len(tasks) + len(new))
+        groups = range(len(tasks), len(tasks) + len(new))
         tasks += new
         rounds.append(len(new))
-        mine = [place for place in ranks.shard(len(tasks)) if place in places]
+        mine = [group for group in ranks.shard(len(tasks)) if group in groups]
         stream = (seed, "rollout", stage.name, step)
         requests = [
             RolloutRequest(task=task, trial=k, key=stream_key(*stream, *task.key, k))
-            for task in (tasks[place] for place in mine)
+            for task in (tasks[group] for group in mine)
             for k in range(size)
         ]
         with ranks.phase("sample", stage.name, step + 1):
@@ -83,34 +83,34 @@ def collect_rollouts(
         rewards = torch.tensor([t.reward for t in rollouts], dtype=torch.float64)
         found = zero_std_groups(rewards, size, ~left_out(rollouts))[::size].tolist()
         flags = dict(zip(mine, found, strict=True))
-        sums = ranks.sum([float(flags.get(place, False)) for place in places])
+        sums = ranks.sum([float(flags.get(group, False)) for group in groups])
         zero_std += [flag > 0 for flag in sums]
         if len(rounds) > settings.max_resample_times:
             break
-        domains = [tasks[place].domain for place in places if zero_std[place]]
+        domains = [tasks[group].domain for group in groups if zero_std[group]]
         key = (seed, "replacements", stage.name, step, len(rounds))
         new = replacement_tasks(domains, {task.key for task in tasks}, sources, *key)
-    groups = [group for group in ranks.shard(len(tasks)) for _ in range(size)]  # by episode
+    group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
     counted = in_baseline(left_out(trajectories), size).tolist()
     return RolloutBatch(
         trajectories=trajectories,
-        places=[group * size + i % size for i, group in enumerate(groups)],
-        kept=[c and not (zero_std and zero_std[g]) for g, c in zip(groups, counted, strict=True)],
-        num_first=sum(group < rounds[0] for group in groups),
+        indices=[group * size + i % size for i, group in enumerate(group_of)],
+        kept=[c and not (zero_std and zero_std[g]) for g, c in zip(group_of, counted, strict=True)],
+        num_first=sum(group < rounds[0] for group in group_of),
         rounds=rounds,
     )
 
 
 def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """True, per episode, if its environment failed without a call of the policy."""
+    """Return True for each episode whose environment failed outside the policy's calls."""
     return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
 
 
 def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Trajectory]:
-    """Groups of `size`; an environment's failure after the policy's call earns the least.
+    """Lower the reward of each episode whose environment failed in a call of the policy.
 
-    Its reward is 0, or the lowest of its group if that is negative: among negative rewards, 0
-    would reward a call that makes the environment fail.
+    The reward becomes 0, or the lowest reward of the group of `size` episodes if that is negative.
+    The policy then gains nothing by making the environment fail.
     """
     changed = list(trajectories)
     for i, t in enumerate(trajectories):
@@ -122,24 +122,24 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
 
 
 def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> torch.Tensor:
-    """The rewards for training; `permute_rewards` shuffles the rewards of kept episodes."""
+    """Return the training rewards; `permute_rewards` shuffles those of all kept episodes."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     if config.grpo.permute_rewards:
         kept = _kept_rewards(batch, rewards, ranks, "control")
-        places = sorted(kept)
-        order = permutation(len(places), config.run.seed, "permuted rewards", step)
-        given = {places[j]: kept[places[i]] for j, i in enumerate(order)}
-        rewards = [given.get(p, own) for p, own in zip(batch.places, rewards, strict=True)]
+        indices = sorted(kept)
+        order = permutation(len(indices), config.run.seed, "permuted rewards", step)
+        given = {indices[j]: kept[indices[i]] for j, i in enumerate(order)}
+        rewards = [given.get(i, own) for i, own in zip(batch.indices, rewards, strict=True)]
     return torch.tensor(rewards, dtype=torch.float64)
 
 
 def advantages_of(
     batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
 ) -> tuple[list[float], list[bool]]:
-    """The advantage of each of this rank's episodes, and whether the update uses it."""
+    """Return, for each episode, its advantage and whether the update uses it."""
     batch_std = None
     if settings.scale_rewards == "batch":
-        # Sorted, so that rounding does not depend on the ranks.
+        # A sum in sorted order is rounded in the same way for any number of ranks.
         everyone = sorted(_kept_rewards(batch, rewards.tolist(), ranks, "rewards").values())
         batch_std = float(torch.tensor(everyone, dtype=torch.float64).std()) if everyone else 0.0
     counted = in_baseline(left_out(batch.trajectories), size)
@@ -153,9 +153,9 @@ def advantages_of(
 def _kept_rewards(
     batch: RolloutBatch, rewards: Sequence[float], ranks: Ranks, name: str
 ) -> dict[float, float]:
-    """The rewards of all ranks' kept episodes, by place."""
-    rows = zip(batch.places, rewards, batch.kept, strict=True)
-    mine = [number for place, reward, kept in rows if kept for number in (place, reward)]
+    """Return the rewards of the kept episodes of all ranks, by the index of the episode."""
+    rows = zip(batch.indices, rewards, batch.kept, strict=True)
+    mine = [number for index, reward, kept in rows if kept for number in (index, reward)]
     ranks.barrier(name)
     shards = ranks.all_gather_numbers(mine)
-    return {p: r for shard in shards for p, r in zip(shard[::2], shard[1::2], strict=True)}
+    return {i: r for shard in shards for i, r in zip(shard[::2], shard[1::2], strict=True)}

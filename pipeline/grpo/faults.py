@@ -1,4 +1,4 @@
-"""Faults of an update: too little memory, a loss or gradient that is not finite."""
+"""Faults of an update: a lack of memory, and a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
 
-NO_MEMORY = (  # in the texts of plain RuntimeErrors
+NO_MEMORY = (  # parts of the messages of a RuntimeError
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-TASKS_NAMED = 5  # of a rank, in a message
+TASKS_NAMED = 5  # number of tasks of a rank that a message names
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on GPU or CPU."""
+    """Return True if an allocation failed, on GPU or CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """The token budget, halved until the rank's largest micro-batch exceeds it.
+    """Halve the token budget until the largest micro-batch of the rank exceeds the budget.
 
-    The micro-batch at `failed` did not fit into memory. RuntimeError if it is a single episode and
-    no micro-batch of several episodes is larger.
+    `failed` is the index of the micro-batch that did not fit into memory. Raises RuntimeError if
+    that micro-batch is a single episode and no micro-batch of several episodes is larger.
     """
     num_tokens = batches[failed].input_ids.numel()
     largest = max((b.input_ids.numel() for b in batches if len(b.lengths) > 1), default=0)
@@ -63,25 +63,22 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def find_suspects(
-    ranks: Ranks, batches: Sequence[MicroBatch], losses: Sequence[float], folder: Path | None
+    ranks: Ranks, computed: Sequence[tuple[MicroBatch, float]], folder: Path | None
 ) -> str:
-    """Find and save the micro-batches whose loss is not finite; every rank must call it.
+    """Find and save the micro-batches whose loss is not finite; every rank must call this.
 
-    If all losses of all ranks are finite, all micro-batches are suspects, because the gradient is
-    not finite. Each rank writes `step-000012.rank-1.pt` for `torch.load(weights_only=True)`.
-    Returns a text: `(rank 1, tasks retail/t3, retail/t7; rank 2, ...); the batches are in FOLDER`.
+    `computed` has each micro-batch of the rank with its loss. If all losses are finite, the
+    gradient is not finite, and all micro-batches are suspects. Returns a text such as
+    `(rank 1, tasks retail/t3, retail/t7; rank 2, ...); the batches are in FOLDER`.
     """
-    computed = list(zip(batches, losses, strict=True))
-    bad = [(batch, loss) for batch, loss in computed if not math.isfinite(loss)]
-    names = [sorted({task for b, _ in some for task in b.tasks}) for some in (computed, bad)]
-    shared = ranks.all_gather_objects(names, "batches that are not finite")
-    all_finite = not any(tasks for _, tasks in shared)
-    suspects = computed if all_finite else bad
+    suspects = [(batch, loss) for batch, loss in computed if not math.isfinite(loss)]
+    if not ranks.max(len(suspects)):
+        suspects = list(computed)
     if folder is not None and suspects:
         _save(folder, ranks, suspects)
+    mine = sorted({task for batch, _ in suspects for task in batch.tasks})
     parts = []
-    for rank, (every_task, bad_tasks) in enumerate(shared):
-        tasks = every_task if all_finite else bad_tasks
+    for rank, tasks in enumerate(ranks.all_gather_objects(mine, "batches that are not finite")):
         more = f" and {len(tasks) - TASKS_NAMED} more" if len(tasks) > TASKS_NAMED else ""
         if tasks:
             parts.append(f"rank {rank}, tasks {', '.join(tasks[:TASKS_NAMED])}{more}")
@@ -90,7 +87,10 @@ def find_suspects(
 
 
 def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float]]) -> None:
-    """Write a rank's suspects as plain types; a full disk must not stop the run as well."""
+    """Write the suspects of this rank for `torch.load(weights_only=True)`.
+
+    A full disk causes a warning only.
+    """
     step = ranks.current.step or 0
     content, path = io.BytesIO(), folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
     batches = [
@@ -99,7 +99,7 @@ def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float
     ]
     torch.save({"step": step, "rank": ranks.rank, "micro_batches": batches}, content)
     try:
-        folder.mkdir(exist_ok=True)  # fails if the run's folder is gone
+        folder.mkdir(exist_ok=True)
         path.write_bytes(content.getvalue())
     except OSError as error:
         print(f"warning: {path} could not be written ({error})", flush=True)

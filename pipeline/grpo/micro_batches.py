@@ -1,27 +1,24 @@
-"""From trajectories to micro-batches: which share a forward pass, and which rank computes them."""
+"""Micro-batches: the forward passes of an update, and the rank that computes each sequence."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.prefix_tree import PrefixTree, shared_row
-from pipeline.rollout.sequences import num_common, num_distinct_tokens
+from pipeline.rollout.sequences import num_common
 from pipeline.rollout.trajectory import Trajectory
 
 Item = tuple[Trajectory, float, float]  # a trajectory, its advantage, the weight of its tokens
-KEYS_PER_TOKEN = 8  # attention gathers at most so many keys per token of the budget
-TOLERANCE = 0.03  # the largest load of a rank may exceed the mean by this share
-Kind = TypeVar("Kind")
-Owners = tuple[int, int]  # the ranks that compute the halves of a group
-Plan = Mapping[tuple[int, int], Owners]  # by (rank, number of its group)
+KEYS_PER_TOKEN = 8  # maximum number of keys that attention gathers, per token of the budget
+TOLERANCE = 0.03  # minimum relative gain for which sequences move to other ranks
 
 
 def make_micro_batches(
@@ -31,11 +28,10 @@ def make_micro_batches(
     padding_free: bool = False,
     share_prefixes: bool = False,
 ) -> list[MicroBatch]:
-    """Forward passes of at most `max_tokens` tokens, of sequences in order of length.
+    """Return micro-batches of at most `max_tokens` tokens each, unless one sequence has more.
 
-    Padding counts; `padding_free` joins sequences without it. With `share_prefixes` the order is
-    lexicographic, and common prefixes count once. Episodes without a sampled token have no term in
-    the loss and no place here.
+    Padding counts. `padding_free` joins the sequences of a micro-batch without padding.
+    `share_prefixes` computes common prefixes once. Episodes without a sampled token are left out.
     """
     sampled = [item for item in items if item[0].num_sampled_tokens]
     if share_prefixes:
@@ -44,14 +40,15 @@ def make_micro_batches(
     else:
         ordered = sorted(sampled, key=lambda item: -item[0].num_tokens)
         ends = cuts([item[0].num_tokens for item in ordered], max_tokens, padding_free)
-    return [
-        micro_batch(ordered[first:last], pad_id, padding_free, share_prefixes)
-        for first, last in zip([0, *ends], ends, strict=False)
-    ]
+    bounds = pairwise([0, *ends])
+    return [micro_batch(ordered[a:b], pad_id, padding_free, share_prefixes) for a, b in bounds]
 
 
 def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[int]:
-    """Where each micro-batch ends, for lengths in falling order; a longer one stands alone."""
+    """Return the end index of each micro-batch of sequences with falling lengths.
+
+    A sequence of more than `max_tokens` tokens has a micro-batch of its own.
+    """
     ends, first, tokens = [], 0, 0
     for i, length in enumerate(lengths):
         needed = tokens + length if padding_free else lengths[first] * (i + 1 - first)
@@ -63,9 +60,9 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 
 
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """The same for sequences in lexicographic order; common prefixes count once.
+    """Return the end index of each micro-batch of sequences in lexicographic order.
 
-    There is a bound on the keys that attention gathers, too.
+    Common prefixes count once. Attention gathers at most `KEYS_PER_TOKEN * max_tokens` keys.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):
@@ -80,13 +77,10 @@ def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
 def micro_batch(
     items: Sequence[Item], pad_id: int, padding_free: bool = False, share_prefixes: bool = False
 ) -> MicroBatch:
-    """One forward pass over these sequences: one row for each, or one row for all.
-
-    With `share_prefixes` they must be in lexicographic order.
-    """
+    """Return the micro-batch of these items; for `share_prefixes`, in lexicographic order."""
     sequences = [trajectory.ids for trajectory, _, _ in items]
     position_ids = tree = None
-    paths: Sequence[Sequence[int]]  # the columns of each sequence's tokens
+    paths: Sequence[Sequence[int]]  # for each sequence, the columns of its tokens
     if share_prefixes:
         ids, positions, paths, tree = shared_row(sequences)
         input_ids, position_ids = [ids], torch.tensor([positions])
@@ -100,14 +94,14 @@ def micro_batch(
         input_ids = [ids + [pad_id] * (longest - len(ids)) for ids in sequences]
         paths = [range(longest)] * len(items)
     tokens: list[tuple[Any, ...]] = []
-    for number, (path, (t, *advantage_weight)) in enumerate(zip(paths, items, strict=True)):
+    for index, (path, (t, *advantage_weight)) in enumerate(zip(paths, items, strict=True)):
         columns = path[len(t.prompt_ids) - 1 :]
         rows = zip(columns, t.completion_ids, t.logprobs, t.loss_mask, strict=False)
-        tokens += [(*row, number, *advantage_weight) for *row, sampled in rows if sampled]
+        tokens += [(*row, index, *advantage_weight) for *row, sampled in rows if sampled]
     if share_prefixes:
         tokens.sort(key=itemgetter(0))
-    columns, targets, old_logprobs, numbers, advantages, weights = zip(*tokens, strict=True)
-    sequence_N = torch.tensor(numbers)
+    columns, targets, old_logprobs, indices, advantages, weights = zip(*tokens, strict=True)
+    sequence_N = torch.tensor(indices)
     return MicroBatch(
         input_ids=torch.tensor(input_ids),
         position_ids=position_ids,
@@ -126,29 +120,28 @@ def micro_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The B sequences of one forward pass, and the terms of the loss of their N sampled tokens.
+    """The B sequences of one forward pass and their N sampled tokens.
 
-    Without `position_ids`, each sequence has a row of `input_ids`, padded on the right. With them,
-    one row has all sequences: one after the other, or with a `tree`, common prefixes once. Sampled
-    tokens after the same prefix are then neighbours among the N.
+    If `position_ids` is None, each sequence is a row of `input_ids`, padded on the right. Otherwise
+    one row contains all sequences, and with a `tree`, their common prefixes once.
     """
 
     input_ids: torch.Tensor  # [B, T] int64, or [1, T]
-    position_ids: torch.Tensor | None  # [1, T] int64, the position of each token in its sequence
+    position_ids: torch.Tensor | None  # [1, T] int64, position of each token within its sequence
     tree: PrefixTree | None = None
-    lengths: torch.Tensor  # [B] int64, tokens of each sequence, without padding
-    rows: torch.Tensor  # [N] int64, row of each sampled token
-    columns: torch.Tensor  # [N] int64, the output at this column predicts the token
-    sequences: torch.Tensor  # [N] int64, the token's number among the B sequences
+    lengths: torch.Tensor  # [B] int64, number of tokens of each sequence, without padding
+    rows: torch.Tensor  # [N] int64, index of the row of `input_ids` with the sampled token
+    columns: torch.Tensor  # [N] int64, index in the row of the token before the sampled token
+    sequences: torch.Tensor  # [N] int64, index of the sequence with the sampled token
     targets: torch.Tensor  # [N] int64, the sampled ids
-    old_logprobs: torch.Tensor  # [N] float32
+    old_logprobs: torch.Tensor  # [N] float32, log-probabilities of the sampler
     advantages: torch.Tensor  # [N] float32
-    weights: torch.Tensor  # [N] float32, share of the global normaliser; 0 drops a token
+    weights: torch.Tensor  # [N] float32, weight of each token in the loss
     tasks: list[str] = field(default_factory=list)  # domain/task_id of each sequence
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a forward pass computes, without padding."""
+        """Number of tokens that a forward pass computes, without padding."""
         return int(self.lengths.sum()) if self.position_ids is None else self.input_ids.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -156,71 +149,61 @@ class MicroBatch:
         return replace(self, **{k: v.to(device) for k, v in fields if hasattr(v, "to")})
 
 
-def halves(group: Sequence[Kind], ids: Callable[[Kind], list[int]]) -> list[list[Kind]]:
-    """The two halves of a group; sequences with long common prefixes stay together."""
-    ordered = sorted(group, key=ids)
-    middle = (len(ordered) + 1) // 2
-    return [ordered[:middle], ordered[middle:]]
+def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
+    """Return two costs of each sequence: all its tokens, and its tokens after the common prefix.
 
-
-def costs_of(groups: Sequence[Sequence[list[int]]], share_prefixes: bool) -> list[float]:
-    """Tokens to compute: three numbers a group, for the whole group and for each half."""
-    parts = [part for group in groups for part in (group, *halves(group, lambda ids: ids))]
-    if share_prefixes:
-        return [float(num_distinct_tokens(part)) for part in parts]
-    return [float(sum(map(len, part))) for part in parts]
-
-
-def make_plan(costs: Sequence[Sequence[float]]) -> Plan:
-    """The owners of all groups' halves, from every rank's `costs_of`.
-
-    The rank with the largest load repeatedly gives a group or a half to the rank with the smallest
-    load, so that these two become most equal. This ends within TOLERANCE or when no move helps.
+    The common prefix is that with the previous sequence. Without `share_prefixes` both costs are
+    equal.
     """
+    costs = []
+    for before, ids in pairwise([[], *sequences]):
+        shared = num_common(before, ids) if share_prefixes else 0
+        costs += [float(len(ids)), float(len(ids) - shared)]
+    return costs
 
-    def cost(rank: int, place: tuple[int, int], owners: Owners) -> float:
-        whole, *parts = costs[place[0]][3 * place[1] :][:3]
-        if owners == (rank, rank):
-            return whole
-        return sum(part for part, owner in zip(parts, owners, strict=True) if owner == rank)
 
-    plan = {(rank, i): (rank, rank) for rank, row in enumerate(costs) for i in range(len(row) // 3)}
-    loads = [sum(row[::3]) for row in costs]
-    while max(loads) > (1 + TOLERANCE) * sum(loads) / len(loads):
-        high, low = loads.index(max(loads)), loads.index(min(loads))
-        best, move = loads[high], None
-        for place, (first, second) in plan.items():
-            possible = first == second == high, first == high, second == high
-            for owners in compress([(low, low), (low, second), (first, low)], possible):
-                after = [
-                    loads[rank] + cost(rank, place, owners) - cost(rank, place, plan[place])
-                    for rank in (high, low)
-                ]
-                if max(after) < best:
-                    best, move = max(after), (place, owners, after)
-        if move is None:
-            break
-        place, plan[place], (loads[high], loads[low]) = move
+def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Return, for the sequences of each rank, the ranks that compute them.
+
+    `costs` has the result of `costs_of` for each rank. Each rank computes consecutive sequences of
+    the step. A bisection finds the smallest limit for the cost of a rank. No sequence moves if the
+    gain is below TOLERANCE.
+    """
+    pairs = [list(zip(row[::2], row[1::2], strict=True)) for row in costs]
+    loads = [sum(row[1::2]) for row in costs]
+    longest = max((num_tokens for row in pairs for num_tokens, _ in row), default=0.0)
+    low, high = max(sum(loads) / len(loads), longest), max(loads) / (1 + TOLERANCE)
+    plan = [[rank] * len(row) for rank, row in enumerate(pairs)]
+    while high > 1.005 * low:
+        limit, load, owner, owners = (low + high) / 2, 0.0, 0, list[list[int]]()
+        for row in pairs:
+            owners.append([])
+            for num_tokens, num_new in row:
+                load += num_new
+                if load > limit:
+                    owner, load = owner + 1, num_tokens
+                owners[-1].append(owner)
+        if owner < len(costs):
+            plan, high = owners, limit
+        else:
+            low = limit
     return plan
 
 
-def rearranged(groups: Sequence[Sequence[Item]], plan: Plan, ranks: Ranks) -> list[list[Item]]:
-    """This rank's groups after the moves of the plan; every rank must call it."""
-    staying: list[list[Item]] = []
-    leaving: list[list[Item]] = [[] for _ in range(ranks.num_ranks)]
-    for number, group in enumerate(groups):
-        staying.append([])
-        parts = halves(group, lambda item: item[0].ids)
-        for owner, part in zip(plan[ranks.rank, number], parts, strict=True):
-            (staying[-1] if owner == ranks.rank else leaving[owner]).extend(part)
-    if all(owner == rank for (rank, _), owners in plan.items() for owner in owners):
-        return staying
-    arrived = ranks.exchange([packed(items) for items in leaving])
-    return [*staying, *(pickle.loads(message) if message else [] for message in arrived)]
+def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Ranks) -> list[Item]:
+    """Return the items that this rank computes; every rank must call this function."""
+    if all(owner == rank for rank, owners in enumerate(plan) for owner in owners):
+        return list(items)
+    parts: list[list[Item]] = [[] for _ in range(ranks.num_ranks)]
+    for owner, item in zip(plan[ranks.rank], items, strict=True):
+        parts[owner].append(item)
+    staying, parts[ranks.rank] = parts[ranks.rank], []
+    arrived = ranks.exchange([packed(part) for part in parts])
+    return staying + [item for message in arrived if message for item in pickle.loads(message)]
 
 
 def packed(items: Sequence[Item]) -> bytes:
-    """Episodes for another rank, without the fields for reports; empty if there are none."""
+    """Return the message with these items, without report fields; empty if there are no items."""
     unused: dict[str, Any] = {"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}}
     rows = [(replace(trajectory, **unused), *numbers) for trajectory, *numbers in items]
     return pickle.dumps(rows) if rows else b""

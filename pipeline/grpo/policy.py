@@ -1,4 +1,4 @@
-"""The policy: the model, its rollouts, its updater, and the weights that they share."""
+"""The policy: a model with its rollouts, its updater and its weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pipeline.rollout.sampler import Sampler
 
 
 class Policy:
-    """One model in two places: where it samples (`rollout`) and where it is trained (`updater`).
+    """A model that `rollout` samples from and `updater` trains.
 
-    `updater` is None until GRPO begins. `make_sampler` has the signature of `make_sampler` in
-    `pipeline.rollout.sampler`.
+    `updater` is None until GRPO begins. `make_sampler` has the signature of
+    `pipeline.rollout.sampler.make_sampler`.
     """
 
     def __init__(
@@ -44,11 +44,9 @@ class Policy:
         self.accelerator, self._ranks, self._config = accelerator, ranks, config
         self.updater: Updater | None = None
         self.model, self._make_sampler = self._placed(model), make_sampler
-        sampler, progress = self._sampler(chat, ranks.is_main), ranks.progress
-        limits, deterministic = config.rollout, config.run.deterministic
-        self.rollout = Rollout(
-            sampler, chat, environments, limits, deterministic, on_progress=progress
-        )
+        sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
+        arguments = sampler, chat, environments, config.rollout, deterministic
+        self.rollout = Rollout(*arguments, on_progress=ranks.progress)
 
     def _placed(self, model: Any) -> Any:
         fix_rotary(model, self._config.rollout.max_tokens)
@@ -59,7 +57,7 @@ class Policy:
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
     def replace(self, model: Any) -> None:
-        """Continue with another model of the same shape."""
+        """Continue with another model of equal shape."""
         self.model = self._placed(model)
         self.rollout.load_weights(self.model)
 
@@ -70,28 +68,31 @@ class Policy:
         saved: Mapping[str, Any],
         stages: Sequence[Stage],
     ) -> Updater:
-        """Begin GRPO with the current model, or continue from a checkpoint."""
+        """Begin GRPO with the current model, or with the checkpoint to resume from."""
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
         if config.model.use_peft:
             base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
             model = lora.attach(self.model, config.model, base, config.run.seed)
             self.model = model.to(self.accelerator.device)
-            del self.rollout.sampler  # frees memory for the one that takes adapters
-            self.rollout.sampler = self._sampler(chat, is_main=False)  # no second warning
-        if config.grpo.gradient_checkpointing:  # not in the sampler's copy of the model
+            del self.rollout.sampler  # free memory for the sampler with adapters
+            self.rollout.sampler = self._sampler(chat, is_main=False)  # without a second warning
+        if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)
-        # Sampling, the reference and the probes have no dropout either.
-        module = TokenLogprobs(self.model, config.rollout.temperature).eval()
+        module = TokenLogprobs(self.model, config.rollout.temperature).eval()  # without dropout
         if config.grpo.padding_free:
             refuse_mixed_up_sequences(module)
+
+        def load(folder: Path | None) -> None:
+            set_weights(self.model, folder, config, chat.tokenizer)
+
         reference = None
         if config.grpo.beta > 0:
             if resumed is not None:
                 sync = config.grpo.sync_ref_model
-                self._set_weights(folder_of_reference(checkpointer.folder, state, stages, sync))
+                load(folder_of_reference(checkpointer.folder, state, stages, sync))
             reference = Reference(module)
         if resumed is not None and (reference or config.model.use_peft):
-            self._set_weights(resumed)
+            load(resumed)
         pad_id = chat.tokenizer.pad_token_id or 0
         updater = Updater(self.accelerator, module, self._ranks, config, pad_id, reference)
         updater.faults_folder = checkpointer.run_folder / "faults"
@@ -101,6 +102,3 @@ class Policy:
         self.rollout.load_weights(self.model)
         self.updater = updater
         return updater
-
-    def _set_weights(self, folder: Path | None) -> None:
-        set_weights(self.model, folder, self._config, self.rollout.chat.tokenizer)

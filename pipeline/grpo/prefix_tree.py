@@ -1,11 +1,11 @@
-"""Prefix sharing: common prefixes of sequences are computed once, and exactly.
+"""Prefix sharing: compute a common prefix of several sequences once, without approximation.
 
-The episodes of a group begin with one prompt, and often with the same calls. The output at a token
-depends only on the tokens before it, so a common prefix of two sequences is one computation, whose
-gradients add up. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts in this way,
-AReaL's tree training shares all common prefixes. So does this file: one row contains the tokens of
-all sequences, each prefix once and without padding. Only attention looks at other tokens. There
-each sequence gathers the keys and values on its path through the row, and computes its new outputs.
+The episodes of a group begin with the same prompt, and often with the same calls. The output at a
+token depends only on earlier tokens, so one computation of a common prefix serves all sequences.
+Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts. This file shares all common
+prefixes, as AReaL's tree training does. One row contains the tokens of all sequences without
+padding, and each common prefix once. Each sequence has a path: the indices of its tokens in the
+row. Attention gathers the keys and values of a path and computes the outputs of its new tokens.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from pipeline.errors import UserError
 from pipeline.models.capabilities import unserved
 from pipeline.rollout.sequences import num_common
 
-NAME = "sdpa_prefixes"  # the attention implementation for transformers
-NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # stops transformers from making a mask
-SIMILAR = 1.5  # paths whose lengths differ by less than this factor share an attention call
+NAME = "sdpa_prefixes"  # name of the attention implementation in transformers
+NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # prevents transformers from making a mask
+SIMILAR = 1.5  # maximum ratio of the lengths of two paths in one attention call
 
 
 class SharedRow(NamedTuple):
-    """One row that contains several sequences; a prefix that they share stands in it once."""
+    """One row that contains the tokens of several sequences, and each common prefix once."""
 
     ids: list[int]
-    positions: list[int]  # of each token in its sequences
-    paths: list[list[int]]  # the places of each sequence's tokens in the row
+    positions: list[int]  # position of each token of the row within its sequence
+    paths: list[list[int]]  # for each sequence, the indices of its tokens in the row
     tree: PrefixTree
 
 
 def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
-    """The row of sequences in lexicographic order.
+    """Return the row of sequences that are in lexicographic order.
 
-    In this order, no earlier sequence shares a longer prefix than the previous one.
+    In this order, the longest common prefix with an earlier sequence is that with the previous one.
     """
     row: list[int] = []
     positions: list[int] = []
     paths: list[list[int]] = []
-    leaves: list[tuple[int, list[int]]] = []  # (index of the first new output, path)
+    leaves: list[tuple[int, list[int]]] = []  # (index of the first new token in the path, path)
     for number, ids in enumerate(sequences):
         before, path = (sequences[number - 1], paths[-1]) if number else ([], [])
         assert before <= ids, "sequences are not in lexicographic order"
         first = common = num_common(before, ids)
-        if leaves and common == len(before):  # the sequence before is a prefix of this one
+        if leaves and common == len(before):  # the previous sequence is a prefix of this sequence
             first = leaves.pop()[0]
         paths.append([*path[:common], *range(len(row), len(row) + len(ids) - common)])
         leaves.append((first, paths[-1]))
@@ -64,7 +64,7 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
-    """Blocks of paths with similar lengths and similar numbers of new tokens."""
+    """Return blocks of paths with similar lengths and similar numbers of new tokens."""
     alike: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
     for first, path in leaves:
         lengths = int(math.log(len(path), SIMILAR)), int(math.log(len(path) - first, SIMILAR))
@@ -78,24 +78,19 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
         longest = max(len(path) for _, path in block)
         for first, path in block:
             begin = len(queries) + first - start
-            # The new tokens of a path are neighbours in the row.
             outputs[path[first] : path[-1] + 1] = range(begin, begin + len(path) - first)
             padded = path + [0] * (longest - len(path))
             keys += padded
             queries += padded[start:]
         blocks.append((len(block), longest - start, longest))
-    return PrefixTree(
-        keys=torch.tensor(keys),
-        queries=torch.tensor(queries),
-        blocks=tuple(blocks),
-        outputs=torch.tensor(outputs),
-    )
+    tensor = torch.tensor
+    return PrefixTree(tensor(keys), tensor(queries), tensor(outputs), tuple(blocks))
 
 
 def follow_prefixes(model: Any) -> bool:
-    """Make the model's attention follow prefix trees; False if it cannot.
+    """Make the model's attention use prefix trees; return False if the model does not allow this.
 
-    All layers must have full attention through transformers' scaled_dot_product_attention.
+    All layers must have full attention, computed by scaled_dot_product_attention.
     """
     config, can_switch = model.config, getattr(model, "_supports_attention_backend", False)
     if unserved(config.get_text_config()) is not None or not can_switch:
@@ -115,12 +110,12 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention along the paths of `settings["tree"]`, [B, heads, T, size] to [B, T, heads, size].
 
-    Without a tree it is `sdpa_attention_forward`.
+    Without a tree, this function is `sdpa_attention_forward`.
     """
     tree: PrefixTree | None = settings.pop("tree", None)
-    if tree is None and attention_mask is not None and attention_mask.numel() == 0:
-        raise UserError("share_prefixes: this model does not tell its layers of it; set it false")
     if tree is None:
+        if attention_mask is not None and attention_mask.numel() == 0:
+            raise UserError("share_prefixes: the layers of this model get no tree; set it false")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     special = ("softcap", "position_bias", "s_aux", "sliding_window")
     used = [name for name in special if settings.get(name) is not None]
@@ -129,22 +124,16 @@ def attend(
     queries = tree.queries, [count * queries for count, queries, _ in tree.blocks]
     keys = tree.keys, [count * keys for count, _, keys in tree.blocks]
     pieces = []
-    for states, (places, sizes) in ((query, queries), (key, keys), (value, keys)):
-        # Under autocast, rotary positions leave queries and keys in fp32.
-        rows = embedding(places, states[0].transpose(0, 1).flatten(1).to(value.dtype))
+    for states, (indices, sizes) in ((query, queries), (key, keys), (value, keys)):
+        # Under autocast, the rotary embedding returns queries and keys in fp32.
+        rows = embedding(indices, states[0].transpose(0, 1).flatten(1).to(value.dtype))
         pieces.append(rows.unflatten(1, (-1, states.shape[-1])).split(sizes))
     outputs = []
     for (count, num_queries, num_keys), *block in zip(tree.blocks, *pieces, strict=True):
         q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in block)
-        output = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=causal_lower_right(num_queries, num_keys),  # queries are the last tokens
-            dropout_p=settings.get("dropout", 0.0),
-            scale=settings.get("scaling"),
-            enable_gqa=True,
-        )
+        options = {"dropout_p": settings.get("dropout", 0.0), "scale": settings.get("scaling")}
+        mask = causal_lower_right(num_queries, num_keys)  # the queries are the last tokens
+        output = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
     row = embedding(tree.outputs, torch.cat(outputs))
     return row.view(1, len(row), query.shape[1], -1), None
@@ -154,18 +143,18 @@ AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PrefixTree:
-    """The paths of sequences through a `SharedRow`.
+    """The paths of sequences through a `SharedRow`, in blocks.
 
-    Attention computes blocks of paths, padded on the right to one length. A sequence that is a
-    prefix of another one needs no path.
+    The paths of a block are padded on the right to equal lengths. A sequence that is a prefix of
+    another sequence has no path of its own.
     """
 
-    keys: torch.Tensor  # [K] int64, place in the row of each token of each path in all blocks
-    queries: torch.Tensor  # [Q] int64, the same without the common prefix of the block's paths
-    blocks: tuple[tuple[int, int, int], ...]  # paths, queries of a path, keys of a path
-    outputs: torch.Tensor  # [T] int64, place among the Q outputs of each token of the row
+    keys: torch.Tensor  # [K] int64, index in the row of each token of each path in all blocks
+    queries: torch.Tensor  # [Q] int64, index in the row of each token whose output is computed
+    outputs: torch.Tensor  # [T] int64, index among the Q outputs of each token of the row
+    blocks: tuple[tuple[int, int, int], ...]  # number of paths, queries of a path, keys of a path
 
     def to(self, device: torch.device) -> PrefixTree:
         names = ("keys", "queries", "outputs")

@@ -1,4 +1,4 @@
-"""The `nn.Module` that training calls: it computes log-probabilities of sampled tokens."""
+"""The trained `nn.Module`, which computes the log-probabilities of sampled tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
 
-LOGITS_PER_CHUNK = 1 << 24  # logits in memory at once
+LOGITS_PER_CHUNK = 1 << 24  # maximum number of logits in memory
 
 
 @torch.no_grad()
 def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
-    """UserError if the model's attention mixes joined sequences up."""
+    """Raise UserError if attention reaches from one sequence of a row into another sequence."""
     device = next(module.parameters()).device
     sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
     positions = torch.arange(4, device=device).repeat(2)[None]
@@ -32,9 +32,8 @@ def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
 class TokenLogprobs(nn.Module):
     """The policy in the update: log-probabilities and entropies of the sampled tokens.
 
-    The module computes logits only for sampled tokens, once per position, in chunks that the
-    backward pass recomputes: they never take B x T x V floats. Padding on the right does not change
-    causal attention.
+    To save memory, the module computes logits in chunks, only at positions before sampled tokens.
+    The backward pass computes the logits of each chunk again.
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
@@ -44,17 +43,17 @@ class TokenLogprobs(nn.Module):
         self.shares_prefixes = follow_prefixes(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of `batch.targets` and entropies in nats: [N] each, float32 or more."""
-        along: dict[str, Any] = {}
+        """Return log-probabilities of `batch.targets` and entropies in nats, [N], float32 or 64."""
+        tree: dict[str, Any] = {}
         if batch.tree is not None:
-            assert self.shares_prefixes, "this model's attention does not follow prefix trees"
-            along = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
+            assert self.shares_prefixes, "this model's attention cannot use prefix trees"
+            tree = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
         hidden_BT = self.model.get_decoder()(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **along
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **tree
         ).last_hidden_state
-        places_N = batch.rows * batch.input_ids.shape[1] + batch.columns
-        places_U, which_N = torch.unique_consecutive(places_N, return_inverse=True)
-        hidden_U = hidden_BT.flatten(0, 1)[places_U]
+        indices_N = batch.rows * batch.input_ids.shape[1] + batch.columns
+        indices_U, which_N = torch.unique_consecutive(indices_N, return_inverse=True)
+        hidden_U = hidden_BT.flatten(0, 1)[indices_U]
         head = self.model.get_output_embeddings()
         size = max(1, LOGITS_PER_CHUNK // head.weight.shape[0])
         if len(hidden_U) <= size:
@@ -72,7 +71,10 @@ class TokenLogprobs(nn.Module):
     def _head(
         self, head: nn.Module, hidden_U: torch.Tensor, which_N: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for N tokens at U distinct positions; `which_N` is each token's position."""
+        """Return log-probabilities and entropies of N tokens at U distinct positions.
+
+        `which_N` is the index of each token's position among the U positions.
+        """
         logits_UV = head(hidden_U)
         at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)
         logprobs_UV = (logits_UV.to(at_least_fp32) / self.temperature).log_softmax(-1)

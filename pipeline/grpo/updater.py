@@ -1,7 +1,7 @@
-"""The update: even shares, micro-batches, one exchange of gradients, clip, optimizer step.
+"""The update: load balancing, micro-batches, all-reduce of gradients, clip, optimizer step.
 
-If memory does not suffice, micro-batches become smaller. If the loss or gradient is not finite, all
-ranks skip the optimizer step.
+Out of memory, an Updater halves the token budget of its micro-batches. All ranks skip an optimizer
+step whose loss or gradient is not finite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.func import functional_call
 
 from pipeline.config.settings import Config
-from pipeline.distributed.gradients import Exchange, sharded_adamw, sum_gradients
+from pipeline.distributed.gradients import GradientAllReduce, sharded_adamw, sum_gradients
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
 from pipeline.grpo.faults import find_suspects, give_memory_back, is_out_of_memory, smaller_budget
@@ -34,23 +34,20 @@ Computed = tuple[MicroBatch, TokenStats]
 
 
 class Reference:
-    """The reference policy: a copy of the trained parameters, with LoRA of the adapters.
-
-    New adapters have the product zero: the reference is then the base model.
-    """
+    """The reference policy: a copy of the trained parameters (with LoRA, of the adapters)."""
 
     def __init__(self, module: TokenLogprobs) -> None:
         self.module = module
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the current policy."""
+        """Copy the parameters of the current policy."""
         trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
         self.parameters = {name: parameter.detach().clone() for name, parameter in trained}
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities of `batch.targets` under the reference, [N]."""
+        """Return log-probabilities of `batch.targets` under the reference policy, [N]."""
         logprobs: torch.Tensor = functional_call(self.module, self.parameters, (batch,))[0]
         return logprobs
 
@@ -58,7 +55,7 @@ class Reference:
 class Updater:
     """Optimizer updates on trajectories.
 
-    `accelerator` has not prepared `module` yet. `reference`, made of the same module, is required
+    The Updater prepares `module` with `accelerator`. `reference` is made of `module` and required
     if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
     """
 
@@ -76,7 +73,7 @@ class Updater:
         self.accelerator, self.ranks = accelerator, ranks
         self.reference, self.loss = reference, loss
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
-        self.exchange = sum_gradients(accelerator.prepare(Exchange(module)))
+        self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
         self.settings = settings = config.grpo
         self.limits, self.pad_id = config.rollout, pad_id
         self.deterministic = config.run.deterministic
@@ -94,19 +91,20 @@ class Updater:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self.num_tokens = self.num_padded_tokens = 0  # computed so far; the latter with padding
-        self.num_sampled_tokens = 0  # of this rank's episodes, trained on so far
-        self.max_tokens_per_microbatch = settings.max_tokens_per_microbatch  # halved without memory
-        self.num_skipped = self.num_skipped_in_a_row = 0  # steps
-        self.faults_folder: Path | None = None  # for micro-batches of skipped steps
+        # Numbers of tokens that this rank has computed, without and with padding.
+        self.num_tokens = self.num_padded_tokens = 0
+        self.num_sampled_tokens = 0  # number of sampled tokens in this rank's trained episodes
+        self.max_tokens_per_microbatch = settings.max_tokens_per_microbatch
+        self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
+        self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
-        # After its first exchange, DDP changes its buckets, and so the order in which it adds the
-        # terms of three or more ranks. This exchange before all others makes resumed runs exact.
-        self._exchange()
+        # DDP changes its buckets, and so the order of its sums, after the first all-reduce. An
+        # all-reduce before the first step makes a resumed run equal to an uninterrupted run.
+        self._all_reduce_gradients()
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, without the optimizer's; equal on all ranks."""
+        """Return the state for a checkpoint without the optimizer state; equal on all ranks."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -115,7 +113,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; the smaller token budget counts."""
+        """Load the state of a checkpoint; the token budget becomes min(saved, current)."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
@@ -128,36 +126,40 @@ class Updater:
         learning_rate: float,
         kept: Sequence[bool] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on this rank's groups; returns statistics over all ranks.
+        """Do one optimizer step on this rank's groups; return statistics of all ranks.
 
-        Only `kept` episodes (all, if missing) take part. If the loss or gradient is not finite, all
-        ranks skip the optimizer step; after more than `max_skipped_steps` in a row, all raise
-        RuntimeError. A rank raises it, too, if a single episode does not fit into its memory.
+        The step uses only `kept` episodes (default: all). All ranks skip an optimizer step whose
+        loss or gradient is not finite. All ranks raise RuntimeError after more than
+        `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single episode
+        does not fit into its memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
         self.num_sampled_tokens += sum(lengths)
-        places, size = range(len(lengths)), self.limits.num_generations  # siblings are neighbours
-        groups = [[i for i in places[first:][:size] if lengths[i]] for first in places[::size]]
-        sequences = [[trajectories[i].ids for i in group] for group in groups]
-        costs = costs_of(sequences, self.shares_prefixes) if self.balances else []
-        self.ranks.barrier("update")  # names a rank that is stuck in its rollouts
+        trained, costs = [i for i, length in enumerate(lengths) if length], list[float]()
+        if self.balances:
+            trained.sort(key=lambda i: trajectories[i].ids)
+            costs = costs_of([trajectories[i].ids for i in trained], self.shares_prefixes)
+        self.ranks.barrier("update")  # reports a rank that is stuck in its rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
-        if num_tokens == 0:  # zero-std groups only, on every rank
+        if num_tokens == 0:  # all groups on all ranks are zero-std groups
             return statistics | {"train/skipped": 0}
         loss_type, max_tokens = self.settings.loss_type, self.limits.max_tokens
         weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)
-        items = list(zip(trajectories, advantages, weights, strict=True))
-        parts = [[items[i] for i in group] for group in groups]
-        if self.balances:
-            parts = rearranged(parts, make_plan([row[2:] for row in everyone]), self.ranks)
+        items = [(trajectories[i], advantages[i], weights[i]) for i in trained]
         if self.deterministic:
-            done = self._backward_in_order(parts, num_tokens)
+            size = self.limits.num_generations
+            groups = [list[Item]() for _ in lengths[::size]]
+            for i, item in zip(trained, items, strict=True):
+                groups[i // size].append(item)
+            done = self._backward_in_order(groups, num_tokens)
         else:
-            done = self._accumulate([item for part in parts for item in part], num_tokens)
-            self._exchange()
+            if self.balances:
+                items = rearranged(items, make_plan([row[2:] for row in everyone]), self.ranks)
+            done = self._accumulate(items, num_tokens)
+            self._all_reduce_gradients()
             if self.ranks.num_ranks > 1:
                 self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
         sums, is_finite = self._step(done, learning_rate)
@@ -166,45 +168,44 @@ class Updater:
         return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
 
     def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """Sequences and sampled tokens of all ranks."""
+        """Return the numbers of sequences and of sampled tokens on all ranks."""
         return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
         budget, padding_free = self.max_tokens_per_microbatch, self.settings.padding_free
         return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
 
-    def _exchange(self) -> None:
-        """Sum the gradients of all ranks."""
+    def _all_reduce_gradients(self) -> None:
         if self.ranks.num_ranks > 1:
             with self.ranks.waiting("gradients"):
-                self.accelerator.backward(self.exchange())
+                self.accelerator.backward(self.gradient_all_reduce())
 
     def _backward_in_order(
         self, groups: Sequence[Sequence[Item]], num_tokens: float
     ) -> list[Computed]:
-        """Add the gradients of single groups in the order of the step.
+        """Add the gradients of single groups in the order of the groups in the step.
 
-        Each sum then has the same terms in the same order, and each forward pass the same shapes,
-        for any number of ranks. Each exchange has one group's gradient per rank.
+        The order of the sum and the shapes of the forward passes are then independent of the number
+        of ranks.
         """
         sizes = [parameter.numel() for parameter in self.parameters]
         total, done = self.parameters[0].new_zeros(sum(sizes)), []
-        for turn in range(int(self.ranks.max(len(groups)))):
-            done += self._accumulate(groups[turn] if turn < len(groups) else [], num_tokens)
+        for index in range(int(self.ranks.max(len(groups)))):
+            done += self._accumulate(groups[index] if index < len(groups) else [], num_tokens)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             mine = torch.cat([gradient.flatten() for gradient in gradients])
             self.optimizer.zero_grad()
-            for share in self.ranks.all_gather_tensors(mine):
-                total += share
-        for parameter, share in zip(self.parameters, total.split(sizes), strict=True):
-            parameter.grad = share.view_as(parameter)
+            for gradient in self.ranks.all_gather_tensors(mine):
+                total += gradient
+        for parameter, gradient in zip(self.parameters, total.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
         return done
 
     def _accumulate(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
-        """Add up the gradients of these items in micro-batches; there must be no gradients before.
+        """Compute the sum of the gradients of these items in micro-batches.
 
-        If one does not fit into memory, its unfinished backward pass may have added to the
-        gradients: all are computed again with smaller micro-batches.
+        If a micro-batch does not fit into memory, all gradients are computed again with smaller
+        micro-batches. The gradients before this call must be zero.
         """
         while True:
             batches, stats = self._cut(items), list[TokenStats]()
@@ -221,7 +222,7 @@ class Updater:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
                 return list(zip(batches, stats, strict=True))
-            # Outside `except`: the exception's frames kept the activations alive.
+            # Inside `except`, the frames of the exception would keep the activations in memory.
             self.optimizer.zero_grad()
             give_memory_back(self.accelerator.device)
 
@@ -240,15 +241,14 @@ class Updater:
     def _step(
         self, done: Sequence[Computed], learning_rate: float
     ) -> tuple[dict[str, float], bool]:
-        """Clip the gradient, the same on every rank, by its global norm, and step.
+        """Clip the gradient by its norm and do the optimizer step if all numbers are finite.
 
-        If the norm or a rank's loss is not finite, there is no step. Returns the statistics of all
-        ranks by the names of TokenStats, with the norm, and whether all numbers were finite.
+        Returns the fields of TokenStats over all ranks, the norm, and whether all were finite.
         """
-        with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the sum
-            most = self.settings.max_grad_norm
-            norm = float(self.accelerator.clip_grad_norm_(self.parameters, most))
-        names = [field.name for field in fields(TokenStats)]  # the last one is no sum
+        with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
+            max_norm = self.settings.max_grad_norm
+            norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
+        names = [field.name for field in fields(TokenStats)]  # the last field is a maximum
         mine = torch.zeros(len(names) + 2, dtype=torch.float64)
         mine[-2], mine[-1] = norm, self.max_tokens_per_microbatch
         if done:
@@ -268,7 +268,7 @@ class Updater:
         return dict(zip(names, totals, strict=True)) | {"grad_norm": norm}, is_finite
 
     def _means(self, sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-        """The metrics of an update."""
+        """Return the metrics of an update."""
         means = {f"train/{name}": sums[name] for name in ("grad_norm", "loss", "policy_loss")}
         if self.reference is not None:
             means["train/kl"] = sums["kl"] / num_tokens
@@ -283,15 +283,15 @@ class Updater:
     def _count_skipped(self, done: Sequence[Computed]) -> None:
         """Save the suspects and print a warning; RuntimeError after too many skipped steps.
 
-        Several updates of one step count once.
+        Several skipped updates of one step count as one skipped step.
         """
         step = self.ranks.current.step
         if step is None or step != self._skipped_step:
             self.num_skipped += 1
             self.num_skipped_in_a_row += 1
         self._skipped_step = step
-        batches, losses = [batch for batch, _ in done], [float(stats.loss) for _, stats in done]
-        suspects = find_suspects(self.ranks, batches, losses, self.faults_folder)
+        losses = [(batch, float(stats.loss)) for batch, stats in done]
+        suspects = find_suspects(self.ranks, losses, self.faults_folder)
         if self.num_skipped_in_a_row > self.settings.max_skipped_steps:
             raise RuntimeError(
                 f"the loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a "

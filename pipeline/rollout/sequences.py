@@ -73,12 +73,6 @@ def num_common(a: Tokens, b: Tokens) -> int:
     return known
 
 
-def num_distinct_tokens(sequences: Sequence[list[int]]) -> int:
-    """The number of tokens if common prefixes count once."""
-    pairs = pairwise([[], *sorted(sequences)])
-    return sum(len(ids) - num_common(previous, ids) for previous, ids in pairs)
-
-
 def logprobs_of(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probabilities of every next token at the sampling temperature, [B, V], float32."""
     return (logits_BV.float() / temperature).log_softmax(-1)

@@ -120,7 +120,7 @@ class Measured(Training):
         assert updater is not None
         self.exchange = Exchange(self.work.device)
         if self.ranks.num_ranks > 1:
-            updater.exchange.add_up = self.exchange
+            updater.gradient_all_reduce.add_up = self.exchange
         self.sampled_s = [0.0]  # cumulative seconds before and after each step of the block
         self.seen, self.before = 0, self.counters()
         return meter

@@ -119,7 +119,7 @@ def test_advantages_of_a_domain_are_scaled() -> None:
     domains = ["airline", "airline", "retail", "retail", "retail", "retail"]
     trajectories = [make_trajectory(domain=domain) for domain in domains]
     batch = RolloutBatch(
-        trajectories=trajectories, places=[], kept=[True] * 6, num_first=6, rounds=[3]
+        trajectories=trajectories, indices=[], kept=[True] * 6, num_first=6, rounds=[3]
     )
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     advantages, kept = advantages_of(batch, rewards, Ranks(0, 1, 5), config.grpo, 2)

@@ -19,8 +19,8 @@ from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.sft import (
     IGNORED,
     check_demonstrations,
-    demonstration_rows,
     encode,
+    sft_examples,
     share_steps,
     warm_start,
 )
@@ -44,7 +44,7 @@ def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, **warm):
 
 def rows_of(settings):
     domains = {name: DOMAINS[name] for name in settings.data.domains}
-    return demonstration_rows(settings, chat(), domains)
+    return sft_examples(settings, chat(), domains)
 
 
 # Rows
@@ -251,7 +251,6 @@ def train_on_this_rank(deterministic):
     loss = warm_start(
         settings,
         model,
-        tokenizer(),
         chat(),
         embedded(*DEFAULT_DOMAINS),
         ranks.num_ranks,

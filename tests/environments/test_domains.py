@@ -19,7 +19,7 @@ from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
-from pipeline.sft import IGNORED, demonstration_rows, warm_start
+from pipeline.sft import IGNORED, sft_examples, warm_start
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
 from tests.support.helpers import embedded, tokenizer
@@ -264,7 +264,7 @@ def test_the_demonstrations_are_what_a_rollout_would_hold(own):
 def test_an_own_expert_gives_the_warm_start_its_share_of_rows(own):
     config = own(domains=("bank", "airline"))
     parts = prepare(config)
-    rows = demonstration_rows(config, parts.chat, parts.domains)
+    rows = sft_examples(config, parts.chat, parts.domains)
     starts = [parts.tokenizer.decode(row["input_ids"]).split("\n")[1] for row in rows]
     assert sorted(starts) == ["airline"] * 6 + ["bank"] * 6
     trained = [
@@ -288,11 +288,7 @@ def warm_started(config) -> tuple[float, float, list[str]]:
             tiny_model(parts.tokenizer, 0),
         )
         count = accelerator.num_processes
-        losses.append(
-            warm_start(
-                settings, model, parts.tokenizer, parts.chat, parts.domains, count, lambda: None
-            )
-        )
+        losses.append(warm_start(settings, model, parts.chat, parts.domains, count, lambda: None))
     return losses[0], losses[1], [task.id for task in parts.train["bank"]]
 
 
@@ -402,7 +398,7 @@ def test_an_expert_that_fails_in_the_warm_start_is_one_line(own):
     code = BANK.replace('return "Done."', 'return "Done." if goal["account"] != "K09" else 1 / 0')
     config = own(code, "late_bank")
     parts = prepare(config)
-    said = refusal(demonstration_rows, config, parts.chat, parts.domains)
+    said = refusal(sft_examples, config, parts.chat, parts.domains)
     says(said, "tasks of bank", "'train-9'", "ZeroDivisionError", "mend")
 
 

@@ -113,7 +113,7 @@ def played_step(rank):
     ]
     return RolloutBatch(
         trajectories=trajectories,
-        places=[],
+        indices=[],
         kept=[True] * 4,
         num_first=2,
         rounds=[2, 2],

@@ -267,7 +267,7 @@ def on_this_rank() -> dict[str, Any]:
     groups = [group for group in groups_of(played) for _ in range(2)]
     episodes = zip(groups, played.kept, rewards.tolist(), advantages, strict=True)
     return {
-        "episodes": dict(zip(played.places, episodes, strict=True)),
+        "episodes": dict(zip(played.indices, episodes, strict=True)),
         "rounds": played.rounds,
         "metrics": metrics_of(run, played),
     }

@@ -1,4 +1,4 @@
-"""Even shares: which groups move, and that nothing but where they are computed changes."""
+"""Load balancing: which sequences move to other ranks, and that an update stays the same."""
 
 import pickle
 from random import Random
@@ -16,68 +16,71 @@ from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, smal
 from scripts.proofs.ranks import play_ranks
 
 
-def moves(plan):
-    """The groups whose halves have other owners than now."""
-    return {place: tuple(owners) for place, owners in plan.items() if set(owners) != {place[0]}}
-
-
 def loads(costs, plan):
-    found = [0.0] * len(costs)
-    for (rank, group), owners in plan.items():
-        whole, *halves = costs[rank][3 * group : 3 * group + 3]
-        parts = zip(owners, [whole, 0.0] if owners[0] == owners[1] else halves, strict=True)
-        for owner, cost in parts:
-            found[owner] += cost
+    """The cost of each rank: its first sequence has no common prefix with an earlier one."""
+    found, last = [0.0] * len(costs), None
+    for row, owners in zip(costs, plan, strict=True):
+        for number, owner in enumerate(owners):
+            found[owner] += row[2 * number + (owner == last)]
+            last = owner
     return found
 
 
-def test_a_group_costs_what_is_computed_for_it_and_for_its_halves():
-    group = [[1, 2, 3], [1, 2, 9], [1, 2, 3, 4], [1, 8, 8]]
-    assert costs_of([group, []], share_prefixes=True) == [7, 4, 5, 0, 0, 0]
-    assert costs_of([group], share_prefixes=False) == [13, 7, 6]
+def unmoved(costs):
+    return [[rank] * (len(row) // 2) for rank, row in enumerate(costs)]
 
 
-def test_the_rank_with_most_gives_the_group_that_evens_it_out():
-    costs = [[50, 30, 30, 20, 12, 12, 30, 18, 18], [60, 35, 35]]
-    assert moves(make_plan(costs)) == {(0, 1): (1, 1)}
-    assert loads(costs, make_plan(costs)) == [80, 80]
+def test_a_sequence_costs_all_its_tokens_and_those_after_the_common_prefix():
+    sequences = [[1, 2, 3], [1, 2, 3, 4], [1, 2, 9], [1, 8, 8]]
+    assert costs_of(sequences, share_prefixes=True) == [3, 3, 4, 1, 3, 1, 3, 2]
+    assert costs_of(sequences, share_prefixes=False) == [3, 3, 4, 4, 3, 3, 3, 3]
+    assert costs_of([], share_prefixes=True) == []
 
 
-def test_half_a_group_moves_where_a_whole_one_is_too_much():
-    costs = [[40, 22, 22, 40, 22, 22, 40, 22, 22], [40, 22, 22, 40, 22, 22]]
-    assert sorted(loads(costs, make_plan(costs))) == [102, 102]
+def test_the_rank_with_most_gives_the_sequences_that_even_it_out():
+    costs = [[40, 40, 40, 40, 20, 20], [30, 30]]
+    assert make_plan(costs) == [[0, 0, 1], [1]]
+    costs = [[20, 20], [40, 40, 40, 40, 60, 60]]
+    assert make_plan(costs) == [[0], [0, 0, 1]]
+
+
+def test_a_common_prefix_is_computed_on_each_rank_that_needs_it():
+    costs = [[30, 30, *[30, 10] * 7], []]
+    assert make_plan(costs) == [[0, 0, 0, 0, 1, 1, 1, 1], []]
+    assert loads(costs, make_plan(costs)) == [60, 60]
 
 
 @pytest.mark.parametrize(
     "costs",
     [
-        [[40, 22, 22], [39, 21, 21]],  # even enough
-        [[40, 40, 0], []],  # one episode cannot be cut
-        [[10, 5, 5]],
+        [[40, 40], [39, 39]],  # even enough
+        [[40, 40], []],  # one sequence cannot be cut
+        [[], [40, 40]],
+        [[40, 40, 40, 1], []],  # both need the common prefix
+        [[10, 10]],
         [[], []],
     ],
 )
 def test_nothing_moves_where_that_would_not_help(costs):
-    assert moves(make_plan(costs)) == {}
+    assert make_plan(costs) == unmoved(costs)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_uneven_ranks_become_even_within_a_few_percent(num_ranks):
     for seed in range(20):
         random = Random(seed)
-        costs = [
-            [
-                n
-                for _ in range(random.randint(0, 8))
-                for n in (random.randint(80, 200),)
-                for n in (n, 0.55 * n, 0.55 * n)
-            ]
-            for _ in range(num_ranks)
-        ]
-        found = loads(costs, make_plan(costs))
-        num_groups = sum(len(row) // 3 for row in costs)
-        if num_groups >= 4 * num_ranks:
-            assert max(found) <= 1.06 * sum(found) / num_ranks, (seed, found)
+        costs = []
+        for _ in range(num_ranks):
+            costs.append([])
+            for _ in range(random.randint(0, 8)):
+                prompt, lengths = random.randint(10, 30), random.sample(range(5, 30), 8)
+                costs[-1] += [prompt + lengths[0]] * 2
+                costs[-1] += [n for length in lengths[1:] for n in (prompt + length, length)]
+        plan = make_plan(costs)
+        found, mean = loads(costs, plan), sum(sum(row[1::2]) for row in costs) / num_ranks
+        if sum(map(len, plan)) >= 4 * 8 * num_ranks:
+            assert max(found) <= 1.06 * mean, (seed, found)
+        assert max(found) <= max(sum(row[1::2]) for row in costs)
 
 
 def test_what_an_update_needs_of_an_episode_arrives_as_it_was():
