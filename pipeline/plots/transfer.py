@@ -187,7 +187,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Configuration:
     """Runs with equal settings except the seed, and their transfer numbers."""
 
     label: str
@@ -197,30 +197,30 @@ class Row:
     against_mixed: Mapping[str, Any] | None  # minus mixed training with as many episodes
 
 
-def pareto(rows: Sequence[Row]) -> Figure:
-    """New-domain gain against forgetting: a point with a cross of intervals for each row.
+def pareto(configurations: Sequence[Configuration]) -> Figure:
+    """New-domain gain against forgetting: each configuration is a point with two intervals.
 
-    A row with nothing to forget stands at zero. Labels stand below the plot, so that they never
-    overlap.
+    A configuration with nothing to forget has a forgetting of zero. The legend is below the plot,
+    where labels never overlap.
     """
-    shown = [row for row in rows if percent(row.transfer["metrics"].get("stage_gain"))]
+    shown = [c for c in configurations if percent(c.transfer["metrics"].get("stage_gain"))]
     figure = drawing.new_figure(WIDTH, 3.6 + 0.17 * len(shown))
     axes = figure.subplots()
     styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
-    for row in shown:
-        gain = percent(row.transfer["metrics"]["stage_gain"])
-        forgetting = percent(row.transfer["metrics"].get("forgetting"))
+    for configuration in shown:
+        numbers = configuration.transfer["metrics"]
+        gain, forgetting = percent(numbers["stage_gain"]), percent(numbers.get("forgetting"))
         style = MIXED
-        if row.is_mixed:
+        if configuration.is_mixed:
             axes.axhline(gain[0], color="black", linestyle=":", linewidth=1)
         else:
             colour, marker = next(styles)
             style = {"marker": marker, "color": colour, "markersize": 6}
-        place = (forgetting[0] if forgetting else 0.0, gain[0])
+        point = (forgetting[0] if forgetting else 0.0, gain[0])
         across = error_bar(*forgetting) if forgetting else None
         lines = {**INTERVAL, "ecolor": style["color"], "zorder": 3}
-        axes.errorbar(*place, yerr=error_bar(*gain), xerr=across, **lines)
-        axes.plot(*place, label=row.label, linestyle="none", zorder=4, **style)
+        axes.errorbar(*point, yerr=error_bar(*gain), xerr=across, **lines)
+        axes.plot(*point, label=configuration.label, linestyle="none", zorder=4, **style)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.update_datalim([(-2.5, 0), (2.5, 0)])  # so that noise does not look like a difference
     axes.autoscale_view()
@@ -230,6 +230,6 @@ def pareto(rows: Sequence[Row]) -> Figure:
     drawing.tidy(axes, grid="both")
     name = "gain against forgetting, 95 % intervals over tasks and seeds"
     figure.suptitle(name, fontsize="medium")
-    columns = 2 if max((len(row.label) for row in shown), default=0) < 34 else 1
+    columns = 2 if max((len(c.label) for c in shown), default=0) < 34 else 1
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
     return figure

@@ -16,9 +16,8 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import SUCCESS, differences, summary
-from pipeline.plots.transfer import Row
-from pipeline.report.sections import Block, Picture, Section, Table, bullets
-from pipeline.report.transfer_sections import METRICS, NO_INTERVAL, number_table, of_name
+from pipeline.plots.transfer import Configuration
+from pipeline.report.numbers import METRICS, Rows, metric, number_table
 from pipeline.tracking.run_files import RunData, load_run
 
 # Sections of the configuration that do not change what a run learns.
@@ -26,7 +25,7 @@ IGNORED = ("run", "tracking")
 KIND = "curriculum.curriculum"
 # Settings of a curriculum in stages, which mixed training ignores.
 OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
-IN_TABLE = ("average_accuracy", "stage_gain", "backward_transfer", "forward_transfer", "forgetting")
+MAIN = ("average_accuracy", "stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 FURTHER = ("total_gain", "learning_efficiency", "area_under_curve")
 
 
@@ -58,28 +57,30 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
     return done, others
 
 
-def rows_of(runs: Sequence[RunData]) -> list[Row]:
-    """Mixed training first, then the others in the order of their folders.
+def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
+    """Runs grouped by settings; mixed training is first, others keep the order of their seeds.
 
-    Raises UserError if the seeds of a row cannot be put together.
+    Raises UserError if the seeds of a configuration have different stages, domains or tasks.
     """
     groups: dict[str, list[RunData]] = {}
     for run in sorted(runs, key=lambda run: int(run.config["run"]["seed"])):
         groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), []).append(run)
     settings = [json.loads(key) for key in groups]
     mixed = [of for mine, of in zip(settings, groups.values(), strict=True) if _is_mixed(mine)]
-    rows = []
+    configurations = []
     for mine, group in zip(settings, groups.values(), strict=True):
         is_mixed, transfer = _is_mixed(mine), summary([run.results for run in group])
-        row = Row(
-            label=_label(mine, settings),
-            runs=group,
-            transfer=transfer,
-            is_mixed=is_mixed,
-            against_mixed=None if is_mixed else _against(group, transfer["episodes"], mixed),
+        against_mixed = None if is_mixed else _against(group, transfer["episodes"], mixed)
+        configurations.append(
+            Configuration(
+                label=_label(mine, settings),
+                runs=group,
+                transfer=transfer,
+                is_mixed=is_mixed,
+                against_mixed=against_mixed,
+            )
         )
-        rows.append(row)
-    return sorted(rows, key=lambda row: not row.is_mixed)
+    return sorted(configurations, key=lambda configuration: not configuration.is_mixed)
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,63 +145,32 @@ def _against(
     return None
 
 
-def sections_of(rows: Sequence[Row], unfinished: Sequence[RunData] = ()) -> list[Section]:
-    """The comparison in words, tables and the Pareto plot."""
-    blocks: list[Block] = [
-        "Runs with equal settings but for the seed are one row, named by the settings in which it "
-        "differs from most rows. In brackets: 95 % intervals, percentile bootstrap over seeds and "
-        "tasks, paired. With one seed they do not cover other seeds; with two or three, hardly.",
-        _table(rows, IN_TABLE),
-        bullets(f"*{name}*: {meaning}." for name, meaning in map(METRICS.__getitem__, IN_TABLE)),
-    ]
-    if unfinished:
-        blocks.append(f"**Left out**, because they are not finished: {_folders(unfinished)}.")
-    if not any(row.is_mixed for row in rows):
-        blocks.append(
-            "**There is no mixed training among these runs, so there is no reference row**: add a "
-            "run with `--curriculum mixed` and the same number of episodes."
-        )
-    elif missing := [row for row in rows if not row.is_mixed and row.against_mixed is None]:
-        blocks.append(
-            f"**Without a reference**: {'; '.join(row.label for row in missing)}. No mixed "
-            "training has the same number of episodes, seeds and tasks."
-        )
-    pareto: list[Block] = [
-        Picture("pareto", "New-domain gain against forgetting"),
-        "Up and to the left is better. Mixed training has one stage, in which all domains "
-        "are new; after it there is nothing to forget, so it stands at zero.",
-    ]
-    difference = (
-        "Each configuration minus mixed training with as many episodes, on the same tasks and "
-        f"seeds; {NO_INTERVAL}: not defined for one stage."
-    )
-    compared = {row.label: row.against_mixed for row in rows if row.against_mixed}
-    minus_mixed = number_table("minus mixed", compared, METRICS, sign="+")
-    ends = {row.label: {d: of[-1] for d, of in row.transfer["rewards"].items()} for row in rows}
+def tables_of(
+    configurations: Sequence[Configuration], unfinished: Sequence[RunData] = ()
+) -> dict[str, Any]:
+    """The data of the template `comparison.md.jinja`, except its title."""
+    compared = {c.label: c.against_mixed for c in configurations if c.against_mixed}
+    ends = {c.label: {d: of[-1] for d, of in c.transfer["rewards"].items()} for c in configurations}
     domains = dict.fromkeys(domain for of in ends.values() for domain in of)
-    rewards = number_table("mean reward at the end", ends, domains)
-    runs = bullets(f"{row.label}: {_folders(row.runs)}" for row in rows)
-    return [
-        Section("New domains against old ones", blocks),
-        Section("Pareto plot", pareto),
-        Section("Difference to mixed training", [difference, minus_mixed]),
-        Section("Further numbers", [_table(rows, FURTHER), rewards, runs]),
-    ]
+    return {
+        "configurations": configurations,
+        "unfinished": unfinished,
+        "main_metrics": MAIN,
+        "main": _table(configurations, MAIN),
+        "further": _table(configurations, FURTHER),
+        "minus_mixed": number_table("minus mixed", compared, METRICS, sign="+"),
+        "rewards": number_table("mean reward at the end", ends, domains),
+    }
 
 
-def _folders(runs: Sequence[RunData]) -> str:
-    return ", ".join(f"`{run.folder.resolve().name}`" for run in runs)
-
-
-def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:
-    """A row for each configuration; mixed training is marked as the reference."""
-    cells = [
+def _table(configurations: Sequence[Configuration], names: Sequence[str]) -> Rows:
+    rows = [
         [
-            f"{row.label} (reference)" if row.is_mixed else row.label,
-            str(len(row.runs)),
-            f"{row.transfer['episodes']:,}",
-            *(of_name(row.transfer["metrics"].get(name), name) for name in names),
+            f"{configuration.label} (reference)" if configuration.is_mixed else configuration.label,
+            str(len(configuration.runs)),
+            f"{configuration.transfer['episodes']:,}",
+            *(metric(configuration.transfer["metrics"].get(name), name) for name in names),
         ]
-        for row in rows
+        for configuration in configurations
     ]
-    return Table(["configuration", "seeds", "episodes", *(METRICS[n][0] for n in names)], cells)
+    return [["configuration", "seeds", "episodes", *(METRICS[name] for name in names)], *rows]
