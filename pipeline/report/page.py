@@ -1,27 +1,32 @@
-"""Markdown, pictures and episodes as one page that needs no network: it opens from a file.
+"""Templates and data -> Markdown; Markdown, pictures and episodes -> a page that needs no network.
 
-Texts of models and environments are data: the template escapes them, JSON holds them, and the
-content security policy of the page lets only the shipped script run.
+The Markdown consists of headings, paragraphs, lists, tables and pictures between empty lines. Names
+from a run folder cannot begin a block or a table cell. Texts of models and environments are data:
+the template of the page escapes the texts or writes them as JSON. The content security policy of
+the page allows only the shipped script.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from pipeline.files.untrusted import printable
 from pipeline.plots import pictures
-from pipeline.report.markdown import TEMPLATES, environment, render
+from pipeline.report.numbers import METRICS, duration, metric, share, shown
 from pipeline.report.reader_data import Reader
+from pipeline.tracking.run_files import after_name, number
 
-# Marks in escaped text: `code`, **importance**, *emphasis*.
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+# patterns and HTML elements of `code`, **importance** and *emphasis*
 MARKS = ((r"`([^`]+)`", "code"), (r"\*\*([^*]+)\*\*", "strong"), (r"\*([^*]+)\*", "em"))
 PICTURE = re.compile(r"!\[(?P<caption>.*)\]\((?P<name>\w+)\.png\)")
 
@@ -31,13 +36,13 @@ def write_files(
 ) -> None:
     """Write the pictures, the Markdown file and the page; `path` has no suffix.
 
-    The page has no reader of episodes if there are no episodes.
+    A page without episodes has no reader of episodes.
     """
     pictures.save(figures, path.parent)
     text = render(template, drawn=figures, **data)
     path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # for a terminal
     made = environment(autoescape=True)
-    made.filters |= {"rich": rich, "data": json_of}
+    made.filters["rich"] = rich
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
     page = made.get_template("page.html").render(
         title=data["title"],
@@ -52,11 +57,11 @@ def write_files(
 
 
 def sections_of(markdown: str) -> list[dict[str, Any]]:
-    """The sections of a rendered Markdown template: title, anchor and (kind, content) of blocks."""
+    """Parse rendered Markdown into sections: title, anchor, and kind and content of each block."""
     sections: list[dict[str, Any]] = []
     for block in markdown.strip().split("\n\n"):
         if block.startswith("#"):
-            title = block.removeprefix("## ") if sections else ""  # the first is the page's title
+            title = block[3:] if block.startswith("## ") else ""
             anchor = re.sub(r"\W+", "-", title.lower()).strip("-")
             sections.append({"title": title, "anchor": anchor, "blocks": []})
         else:
@@ -80,14 +85,53 @@ def _parsed(block: str) -> tuple[str, Any]:
 
 
 def rich(text: str) -> Markup:
-    """Escape the text and turn its marks into elements."""
+    """Escape a text and replace Markdown marks by HTML elements."""
     words = str(escape(text))
     for pattern, tag in MARKS:
         words = re.sub(pattern, rf"<{tag}>\1</{tag}>", words)
     return Markup(words)
 
 
-def json_of(value: Any) -> Markup:
-    """JSON for a script element: ASCII, without characters that could end the element."""
-    text = json.dumps(value, separators=(",", ":"))
-    return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
+def environment(**options: Any) -> Environment:
+    """A Jinja environment with the templates of reports."""
+    made = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, **options)
+    made.trim_blocks = made.lstrip_blocks = True
+    return made
+
+
+def render(template: str, **data: Any) -> str:
+    """Render a Markdown template, and join the lines of each paragraph."""
+    # The template of the page escapes HTML later.
+    made = environment(autoescape=False, finalize=plain)
+    made.filters |= {"shown": shown, "metric": metric, "number": number, "median": median}
+    made.filters |= {"table": table, "after_name": after_name, "duration": duration, "share": share}
+    text = made.get_template(template).render(METRICS=METRICS, row=row, **data)
+    text = re.sub(r"(?<=[^\n])\n *(?=[^\s|#!-])", " ", text)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+class Markdown(str):
+    """Complete Markdown; other values in a template are plain text."""
+
+
+def plain(value: Any) -> str:
+    """Return a value as one line with escaped column separators; Markdown stays unchanged."""
+    if isinstance(value, Markdown):
+        return value
+    return re.sub(r"(?<!\\)\|", r"\|", re.sub(r"\s+", " ", str(value)))
+
+
+def row(*cells: Any, left: int | None = None) -> Markdown:
+    """A table row, in which a list becomes several cells.
+
+    If `left` is given, the row is a header: `left` columns are aligned left, the others right.
+    """
+    texts = [plain(c) for cell in cells for c in ([cell] if isinstance(cell, str | int) else cell)]
+    aligned = [":--" if i < (left or 0) else "--:" for i in range(len(texts))]
+    lines = [texts] if left is None else [texts, aligned]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+def table(rows: Sequence[Sequence[str]]) -> Markdown:
+    """A whole table, whose first row is the header."""
+    return Markdown("\n".join([row(rows[0], left=1), *map(row, rows[1:])]))

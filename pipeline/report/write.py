@@ -15,9 +15,9 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.plots import pictures
 from pipeline.report import comparison
+from pipeline.report.numbers import data_of
 from pipeline.report.page import write_files
 from pipeline.report.reader_data import read_episodes
-from pipeline.report.tables import tables_of
 from pipeline.tracking.run_files import load_run
 
 
@@ -25,8 +25,8 @@ def write_report(folder: Path) -> None:
     """Write the report and its pictures into a run folder; UserError if it holds no run."""
     run = load_run(folder)
     reader, figures = read_episodes(folder, run.success_threshold), pictures.pictures_of(run)
-    data = {"title": folder.resolve().name, "run": run, **tables_of(run)}
-    write_files(folder / "report", "run.md.jinja", figures, reader, **data)
+    title = folder.resolve().name
+    write_files(folder / "report", "run.md.jinja", figures, reader, title=title, **data_of(run))
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
@@ -37,7 +37,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     configurations = comparison.configurations_of(runs)
     output.mkdir(parents=True, exist_ok=True)
     figures = pictures.draw(pictures.OF_COMPARISON, configurations)
-    data = comparison.tables_of(configurations, unfinished)
+    data = comparison.data_of(configurations, unfinished)
     title = f"Comparison of {len(runs)} runs"
     write_files(output / "comparison", "comparison.md.jinja", figures, title=title, **data)
 

@@ -9,8 +9,8 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.report import comparison
-from pipeline.report.markdown import render
 from pipeline.report.numbers import shown
+from pipeline.report.page import render
 from pipeline.report.write import main
 from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 
@@ -39,8 +39,8 @@ def configurations_of(sweep):
 
 
 def markdown_of(configurations):
-    tables = comparison.tables_of(configurations)
-    return render("comparison.md.jinja", title="two runs", **tables)
+    data = comparison.data_of(configurations)
+    return render("comparison.md.jinja", title="two runs", **data)
 
 
 @pytest.fixture(scope="module")
