@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 5.4  # inches; text of FONT_SIZE is then legible in a paper and on a phone
+WIDTH = 5.4  # inches; text is legible in a paper and on a phone
 FONT_SIZE = 8.5
-# Okabe and Ito's palette, which colour-blind readers can tell apart
+# Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 DARK = ("#0072B2", "#D55E00", "#009E73")
 COLOURS = (*DARK, "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#767676"
@@ -56,7 +56,7 @@ def mark_stages(axes: Axes, run: RunData, with_names: bool = True) -> None:
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
-        room = int((end - first) / last * 50)  # approximate number of characters
+        room = int((end - first) / last * 50)  # approximate number of characters in a stage
         if with_names and room > 3:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
             above, middle = axes.get_xaxis_transform(), (first + end) / 2

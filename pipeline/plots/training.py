@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SMOOTHED_OVER = 9  # steps, centred
-LEAST_KL = 1e-3  # nats: the smallest upper end of a KL axis
+SMOOTHED_OVER = 9  # number of steps in a centred window
+LEAST_KL = 1e-3  # nats; the KL axis ends at this value or above
 PALE = "#999999"
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
 SMOOTHED: dict[str, Any] = {"linewidth": 2}

@@ -220,7 +220,7 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
         axes.errorbar(*point, yerr=error_bar(*gain), xerr=across, **lines)
         axes.plot(*point, label=configuration.label, linestyle="none", zorder=4, **style)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # a wide axis, so that noise looks small
+    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # an axis of at least 5 percentage points
     axes.autoscale_view()
     axes.margins(0.08)
     axes.set_xlabel("forgetting, percentage points (+ lost, - gained)")

@@ -76,11 +76,11 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what a run learns, except the seed: `section.name` to value.
+    """Return the settings that decide what a run learns, except the seed, by `section.name`.
 
-    If the model is a checkpoint of another run, its name is replaced by settings of that run.
+    If the model is a checkpoint of another run, settings of that run replace the model name.
     """
-    settings: dict[str, Any] = {"evaluation.success_threshold": SUCCESS}  # older runs lack it
+    settings: dict[str, Any] = {"evaluation.success_threshold": SUCCESS}  # default of older runs
     for section, values in config.items():
         if not isinstance(values, dict):
             settings[section] = values
@@ -91,7 +91,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         settings = {key: value for key, value in settings.items() if key not in ignored}
     path = Path(settings["model.model"])
     if path.parent.name == "checkpoints":
-        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # for moved folders
+        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # equal for all seeds
         if (origin := path.parent.parent / "config.yaml").is_file():
             other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
             sections = ("model.", "warm_start.", "data.")

@@ -34,7 +34,7 @@ METRICS = {  # names of transfer metrics in `results.json` and in reports
 }
 UNSIGNED = ("average_accuracy", "area_under_curve")
 AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
-KINDS = {"mean": "sampled", "greedy": "greedy"}  # kinds of success rates
+KINDS = {"mean": "sampled", "greedy": "greedy"}  # keys in `results.json`, names in reports
 NO_INTERVAL = "-"
 HUGE = 1e6  # numbers above this size are written with an exponent
 
@@ -156,7 +156,6 @@ def rates_of_group(
 
 
 def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
-    """Transfer metrics of each domain or family."""
     numbers = {column: {n: of.get(n, {}).get(column) for n in BY_COLUMN} for column in of["names"]}
     return number_table(kind, numbers, BY_COLUMN)
 

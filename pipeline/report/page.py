@@ -40,7 +40,7 @@ def write_files(
     """
     pictures.save(figures, path.parent)
     text = render(template, drawn=figures, **data)
-    path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # for a terminal
+    path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # safe in a terminal
     made = environment(autoescape=True)
     made.filters["rich"] = rich
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
@@ -101,7 +101,7 @@ def environment(**options: Any) -> Environment:
 
 def render(template: str, **data: Any) -> str:
     """Render a Markdown template, and join the lines of each paragraph."""
-    # The template of the page escapes HTML later.
+    # `page.html` escapes HTML later.
     made = environment(autoescape=False, finalize=plain)
     made.filters |= {"shown": shown, "metric": metric, "number": number, "median": median}
     made.filters |= {"table": table, "after_name": after_name, "duration": duration, "share": share}

@@ -24,7 +24,7 @@ from pipeline.tracking.run_files import transcripts_in
 MAX_EPISODES = 10_000
 MAX_CHARACTERS = 11_000_000  # characters of all chunks, so that the page stays below 15 MB
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-MOST_TOKENS = 4  # the largest number of tokens that make one character
+MOST_TOKENS = 4  # maximum number of tokens of one character
 COPIED = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error", "advantage")
 
 Episode = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""A run folder -> `report.md`, `report.html` and pictures; several -> a comparison.
+"""A run folder -> `report.md`, `report.html` and pictures; several folders -> a comparison.
 
 Reports are made from the files alone. `python -m pipeline.report FOLDER` makes the report of a run
 again. `python -m pipeline.report RUN RUN ... --output FOLDER`, or a folder of runs, compares runs.
