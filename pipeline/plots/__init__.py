@@ -1,1 +1,1 @@
-"""The pictures of a run folder and of a comparison of runs."""
+"""Pictures of a run and of a comparison of runs."""

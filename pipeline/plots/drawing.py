@@ -11,17 +11,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 5.4  # inches, with text of FONT_SIZE: legible in a paper and on a phone
+WIDTH = 5.4  # inches; text is legible in a paper and on a phone
 FONT_SIZE = 8.5
-# Okabe and Ito's palette, which colour-blind readers can tell apart
+# Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 DARK = ("#0072B2", "#D55E00", "#009E73")
 COLOURS = (*DARK, "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#767676"
-# Not quite black and white: these text colours stay as they are on a dark page.
+# Almost black and white; `inline_svg` would replace exact black and white.
 DARK_INK, LIGHT_INK = "#010101", "#fffffe"
 
+BELOW: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
+
 Number = Sequence[float | None]  # value, low, high
-Handle = tuple[str, dict[str, Any]]  # an entry of a legend: its text, its style
+Handle = tuple[str, dict[str, Any]]  # text and line style of a legend entry
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -31,30 +33,30 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def percent(number: Number | None) -> list[float]:
-    """A number and its interval in per cent; empty if it has no interval."""
+    """Value, low and high in per cent; empty if the number has no interval."""
     return [] if number is None or None in number else [100 * (x or 0.0) for x in number]
 
 
 def error_bar(value: float, low: float, high: float) -> list[list[float]]:
-    """The interval of one value, as matplotlib's `errorbar` takes it."""
+    """Return an interval as the argument `xerr` or `yerr` of matplotlib's `errorbar`."""
     return [[max(0.0, value - low)], [max(0.0, high - value)]]
 
 
 def tidy(axes: Axes, grid: Literal["x", "y", "both"] = "y") -> None:
-    """Draw fine grid lines behind the data, and no frame."""
+    """Draw fine grid lines behind the data, and hide the top and right borders."""
     axes.set_axisbelow(True)
     axes.grid(axis=grid, linewidth=0.5, alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def mark_stages(axes: Axes, run: RunData, with_names: bool = True) -> None:
-    """Draw lines between the stages, and their names above."""
+    """Draw a line between two stages, and the name of each stage above the axes."""
     last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
     for stage in run.stages:
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
-        room = int((end - first) / last * 50)  # characters, about
+        room = int((end - first) / last * 50)  # approximate number of characters in a stage
         if with_names and room > 3:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
             above, middle = axes.get_xaxis_transform(), (first + end) / 2
@@ -71,5 +73,4 @@ def legend(figure: Figure, handles: Sequence[Handle]) -> None:
 
     lines = [Line2D([], [], **{"color": GREY, **style}, label=name) for name, style in handles]
     columns = max(1, int(figure.get_figwidth() // 2.2))
-    place: dict[str, Any] = {"loc": "outside lower center", "fontsize": "small"}
-    figure.legend(handles=lines, ncols=columns, frameon=False, **place)
+    figure.legend(handles=lines, ncols=columns, **BELOW)

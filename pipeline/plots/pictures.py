@@ -1,4 +1,4 @@
-"""All pictures of a run or a comparison, as files and as parts of a page."""
+"""All pictures of a run or a comparison, as PNG files and as SVG elements of a page."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PAGE_COLOURS = {"#ffffff": "var(--paper)", "#000000": "currentColor"}
 
 
 def pictures_of(run: RunData) -> dict[str, Figure]:
-    """The pictures that have something to show, by the names of their files."""
+    """The figures of a run by file name; pictures without data are left out."""
     return draw(OF_RUN, run)
 
 
 def draw(
     functions: Mapping[str, Callable[[Any], Figure | None]], content: Any
 ) -> dict[str, Figure]:
-    """The figures by name, all with text of one size, without functions that return None."""
+    """The figures by name; a function without data to draw returns None."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": FONT_SIZE}):
@@ -49,14 +49,14 @@ def draw(
 def save(figures: Mapping[str, Figure], folder: Path) -> None:
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.png", dpi=DPI)
-        figure.set_layout_engine(None)  # the page gets the same layout
+        figure.set_layout_engine(None)  # the SVG element keeps the layout of the file
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """The figure as an SVG element in the text and paper colours of its page.
+    """Return the figure as an SVG element with the text and background colours of the page.
 
-    It has no outside links. Its ids are hashes of `name` and their content, so that a page can
-    hold many pictures.
+    The element has no links. Ids are hashes of `name` and of the content, so that pictures on the
+    same page have different ids.
     """
     from matplotlib import rc_context
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SMOOTHED_OVER = 9  # steps, centred
-LEAST_KL = 1e-3  # nats: a KL axis reaches at least this value
+SMOOTHED_OVER = 9  # number of steps in a centred window
+LEAST_KL = 1e-3  # nats; the KL axis ends at this value or above
 PALE = "#999999"
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
 SMOOTHED: dict[str, Any] = {"linewidth": 2}
@@ -35,10 +35,10 @@ Layer = tuple[str, np.ndarray[Any, Any], str]  # name, value of each step, colou
 
 
 def learning_curves(run: RunData) -> Figure:
-    """One panel a domain: training reward, validation and held-out success over the steps.
+    """Training reward, validation success and held-out success over the steps.
 
-    A thin panel below shows the KL divergence from the policy that had just learned the domain,
-    if validations measured it.
+    Each domain has one panel. If validations measured the KL estimate from the policy that had just
+    learned the domain, a low panel below shows the KL estimate.
     """
     divergences = {d: _points(run.validation, f"validation/{d}/kl") for d in run.domains}
     heights = [height for d in run.domains for height in ((3, 1) if divergences[d] else (3,))]
@@ -49,11 +49,11 @@ def learning_curves(run: RunData) -> Figure:
     for axes in panels:
         drawing.tidy(axes)
         drawing.mark_stages(axes, run, with_names=axes is panels[0])
-    below = iter(panels)
+    remaining = iter(panels)
     for domain, colour in zip(run.domains, cycle(COLOURS), strict=False):
-        _draw_success(next(below), run, domain, colour)
+        _draw_success(next(remaining), run, domain, colour)
         if points := divergences[domain]:
-            axes = next(below)
+            axes = next(remaining)
             axes.plot(*zip(*points, strict=True), color=colour, clip_on=False, **KL)
             axes.set_ylim(0, 1.25 * max([LEAST_KL, *(value for _, value in points)]))
             axes.set_ylabel("KL", fontsize="small")
@@ -63,15 +63,15 @@ def learning_curves(run: RunData) -> Figure:
     panels[-1].set_xlabel("optimizer step")
     figure.supylabel("mean reward, success rate", fontsize="medium")
     kl = "KL per token (nats) from the\npolicy when it was learned"
-    handles: list[tuple[Any, str, dict[str, Any]]] = [
-        (run.train, "training reward of a step", STEP),
-        (run.train, f"mean of {SMOOTHED_OVER} steps", SMOOTHED),
-        (run.validation, "validation, sampled, 95 % interval", VALIDATION),
-        (True, f"{run.results.get('split', 'test')}, sampled, 95 % interval", HELD_OUT),
-        (any(divergences.values()), kl, KL),
-        (run.results["baselines"], *BASELINE),
+    handles: list[tuple[Any, Handle]] = [
+        (run.train, ("training reward of a step", STEP)),
+        (run.train, (f"mean of {SMOOTHED_OVER} steps", SMOOTHED)),
+        (run.validation, ("validation, sampled, 95 % interval", VALIDATION)),
+        (True, (f"{run.results.get('split', 'test')}, sampled, 95 % interval", HELD_OUT)),
+        (any(divergences.values()), (kl, KL)),
+        (run.results["baselines"], BASELINE),
     ]
-    drawing.legend(figure, [(name, style) for is_shown, name, style in handles if is_shown])
+    drawing.legend(figure, [handle for is_shown, handle in handles if is_shown])
     return figure
 
 
@@ -79,7 +79,7 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel(domain, color=colour, fontweight="bold")
     rewards = axes
-    if run.is_graded(domain):  # rewards beside success rates get an axis of their own
+    if run.is_graded(domain):  # graded rewards need another axis than success rates
         rewards = axes.twinx()
         rewards.set_ylabel("mean reward", color=colour, fontsize="small")
         rewards.spines[["top"]].set_visible(False)
@@ -116,23 +116,22 @@ def draw_baseline(axes: Axes, run: RunData, domain: str, colour: str) -> None:
 
 def draw_rate(axes: Axes, x: float, mean: float, num_tasks: int, **style: Any) -> None:
     """Draw a success rate with its Wilson interval."""
-    is_rate = num_tasks > 0 and 0 <= mean <= 1  # older runs have mean rewards there
+    is_rate = num_tasks > 0 and 0 <= mean <= 1  # older runs have mean rewards instead of rates
     low, high = wilson(mean, num_tasks) if is_rate else (mean, mean)
     axes.errorbar(x, mean, drawing.error_bar(mean, low, high), capsize=2, elinewidth=1, **style)
 
 
 def stop_reasons(run: RunData) -> Figure | None:
-    """Shares of the reasons for which episodes ended, step by step."""
+    """Shares of episodes by stop reason, for each step."""
     reasons = sorted({key for record in run.train for key in record if key.startswith(STOP)})
-    layers = [
-        (reason.removeprefix(STOP), _column(run.train, reason), colour)
-        for reason, colour in zip(reasons, chain(COLOURS, repeat(PALE)), strict=False)
-    ]
-    return _stacked_shares(run, "why episodes ended", "share of episodes", layers)
+    colours = chain(COLOURS, repeat(PALE))
+    values = [(reason.removeprefix(STOP), _column(run.train, reason)) for reason in reasons]
+    layers = [(*of, colour) for of, colour in zip(values, colours, strict=False)]
+    return _stacked(run, "why episodes ended", run.train, {"share of episodes": layers}, top=1)
 
 
 def zero_std_groups(run: RunData) -> Figure | None:
-    """Shares of groups that are all solved, all failed or too small, or have a signal."""
+    """Shares of groups: all failed, all solved, too few episodes left, or with a signal."""
     if not any("rollout/all_failed" in record for record in run.train):
         return None
     names = ("all_failed", "all_solved", "too_few_left")
@@ -143,32 +142,23 @@ def zero_std_groups(run: RunData) -> Figure | None:
         ("all solved", solved, COLOURS[5]),
         ("fewer than two left", few, PALE),
     ]
-    return _stacked_shares(run, "groups without a signal", "share of groups", layers)
-
-
-def _stacked_shares(run: RunData, words: str, label: str, layers: Sequence[Layer]) -> Figure | None:
-    shown = [layer for layer in layers if layer[1].any()]
-    return _stacked(run, words, run.train, {label: shown}, 2.7, top=1) if shown else None
+    return _stacked(run, "groups without a signal", run.train, {"share of groups": layers}, top=1)
 
 
 def time_and_memory(run: RunData) -> Figure | None:
-    """Seconds of each phase and the peak memory of a rank, step by step."""
-    if not any("perf/sample_s" in record for record in run.timings):
-        return None
-    names = ("sample", "environment", "update", "wait", "step")
-    sample, environment, update, wait, step = (
-        _column(run.timings, f"perf/{name}_s") for name in names
-    )
-    phases: list[Layer] = [
+    """Seconds of each phase and the peak memory of a rank, for each step."""
+    names = ("sample_s", "environment_s", "update_s", "wait_s", "step_s", "peak_memory_mb")
+    columns = (_column(run.timings, f"perf/{name}") for name in names)
+    sample, environment, update, wait, step, memory = columns
+    phases = [
         ("sampling", sample - environment, COLOURS[0]),
         ("environment", environment, COLOURS[4]),
         ("update", update, COLOURS[2]),
         ("waiting for ranks", wait, COLOURS[3]),
         ("other", np.maximum(0, step - sample - update - wait), PALE),
     ]
-    memory = ("memory", _column(run.timings, "perf/peak_memory_mb") / 1000, COLOURS[5])
-    panels = {"seconds of a step": phases, "peak memory\nof a rank, GB": [memory]}
-    return _stacked(run, "time and memory", run.timings, panels, 3.9)
+    panels = {"peak memory\nof a rank, GB": [("memory", memory / 1000, COLOURS[5])]}
+    return _stacked(run, "time and memory", run.timings, {"seconds of a step": phases, **panels})
 
 
 def _column(records: Records, key: str) -> np.ndarray[Any, Any]:
@@ -180,18 +170,22 @@ def _stacked(
     words: str,
     records: Records,
     panels: Mapping[str, Sequence[Layer]],
-    height: float,
     top: float | None = None,
-) -> Figure:
-    """Panels of layers on top of each other, step by step, by their labels.
+) -> Figure | None:
+    """Draw panels of stacked layers over the steps; `panels` maps labels to layers.
 
-    The first panel is twice as high as the others; its layers are in the legend.
+    The first panel is twice as high as the others, and its layers are in the legend. Layers of
+    zeros are left out; a first panel without layers gives no picture.
     """
-    figure = drawing.new_figure(WIDTH, height)
-    ratios = [2, *[1] * (len(panels) - 1)]
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    shown = {label: [of for of in panels[label] if of[1].any()] for label in panels}
+    first = next(iter(shown.values()))
+    if not first:
+        return None
+    figure = drawing.new_figure(WIDTH, 1.5 + 1.2 * len(shown))
+    ratios = [2, *[1] * (len(shown) - 1)]
+    grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=ratios)
     edges = [records[0]["step"] - 0.5, *(record["step"] + 0.5 for record in records)]
-    for axes, (label, layers) in zip(grid.flat, panels.items(), strict=True):
+    for axes, (label, layers) in zip(grid.flat, shown.items(), strict=True):
         below = np.zeros(len(records))
         for _, values, colour in layers:
             style: dict[str, Any] = {"baseline": below, "fill": True, "color": colour}
@@ -204,6 +198,5 @@ def _stacked(
         drawing.tidy(axes)
     grid[-1, 0].set_xlabel("optimizer step")
     drawing.title(figure, run, words)
-    first = next(iter(panels.values()))
     drawing.legend(figure, [(name, {**SQUARE, "color": colour}) for name, _, colour in first])
     return figure

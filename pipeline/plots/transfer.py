@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.evaluation.transfer import BEFORE_GRPO
 from pipeline.plots import drawing
@@ -23,7 +22,7 @@ INTERVAL: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "e
 DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "linestyle": "none"}
 RATES: list[Handle] = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
 FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
-DIRECTIONS = {  # panels of the transfer picture: their titles, the meaning of the signs
+DIRECTIONS = {  # panel titles of the transfer picture, and the meaning of signs
     "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
     "forward_transfer": ("forward transfer: effect of earlier stages", "- lost, + helped"),
     "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
@@ -31,11 +30,11 @@ DIRECTIONS = {  # panels of the transfer picture: their titles, the meaning of t
 MARKERS = "osD^vPX<>ph"
 MIXED: dict[str, Any] = {"marker": "*", "color": "black", "markersize": 13}
 
-Bar = tuple[str, Number | None, str]  # name, value with its interval, colour
+Bar = tuple[str, Number | None, str]  # name, value with interval, colour
 
 
 def stage_performance(run: RunData) -> Figure:
-    """One panel a domain: sampled success after each stage as bars, greedy success as diamonds."""
+    """Sampled success (bars) and greedy success (diamonds) of each domain after each stage."""
     names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
     columns = min(3, len(run.domains))
     rows = math.ceil(len(run.domains) / columns)
@@ -49,7 +48,7 @@ def stage_performance(run: RunData) -> Figure:
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
                 _draw_rates(axes, x, evaluation, domain, colour)
-        if not run.is_graded(domain):  # a mean of graded rewards is no success rate
+        if not run.is_graded(domain):  # a baseline of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
@@ -107,7 +106,7 @@ def _heat_map(
     height: float,
     framed: Sequence[tuple[int, int]] = (),
 ) -> Figure:
-    """Cells with their numbers in per cent; a dash stands for no number or no interval."""
+    """Draw numbers in per cent as coloured cells; a dash is a number without an interval."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
@@ -160,7 +159,7 @@ def transfer(run: RunData) -> Figure | None:
     many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
     for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
         _draw_bars(axes, bars)
-        # On the right there is room above names of any length.
+        # A title that ends on the right can extend over the names on the left.
         axes.set_title(words_above, loc="right", fontsize="medium", fontweight="bold")
         axes.set_xlabel(f"percentage points; {directions}", fontsize="small")
     drawing.title(figure, run, "changes, with 95 % intervals")
@@ -186,43 +185,42 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     drawing.tidy(axes, grid="x")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Runs with equal settings except the seed, and their transfer numbers."""
+class Configuration(NamedTuple):
+    """Runs with equal settings except the seed, and their transfer metrics."""
 
     label: str
     runs: Sequence[RunData]
-    transfer: Mapping[str, Any]  # `transfer.summary` of all seeds
+    transfer: Mapping[str, Any]  # `evaluation.transfer.summary` of all seeds
     is_mixed: bool
-    against_mixed: Mapping[str, Any] | None  # minus mixed training with as many episodes
+    against_mixed: Mapping[str, Any] | None  # transfer metrics minus those of mixed training
 
 
-def pareto(rows: Sequence[Row]) -> Figure:
-    """New-domain gain against forgetting: a point with a cross of intervals for each row.
+def pareto(configurations: Sequence[Configuration]) -> Figure:
+    """New-domain gain against forgetting: each configuration is a point with two intervals.
 
-    A row with nothing to forget stands at zero. Labels stand below the plot, so that they never
-    overlap.
+    A configuration with nothing to forget has a forgetting of zero. The legend is below the plot,
+    where labels never overlap.
     """
-    shown = [row for row in rows if percent(row.transfer["metrics"].get("stage_gain"))]
+    shown = [c for c in configurations if percent(c.transfer["metrics"].get("stage_gain"))]
     figure = drawing.new_figure(WIDTH, 3.6 + 0.17 * len(shown))
     axes = figure.subplots()
     styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
-    for row in shown:
-        gain = percent(row.transfer["metrics"]["stage_gain"])
-        forgetting = percent(row.transfer["metrics"].get("forgetting"))
+    for configuration in shown:
+        numbers = configuration.transfer["metrics"]
+        gain, forgetting = percent(numbers["stage_gain"]), percent(numbers.get("forgetting"))
         style = MIXED
-        if row.is_mixed:
+        if configuration.is_mixed:
             axes.axhline(gain[0], color="black", linestyle=":", linewidth=1)
         else:
             colour, marker = next(styles)
             style = {"marker": marker, "color": colour, "markersize": 6}
-        place = (forgetting[0] if forgetting else 0.0, gain[0])
+        point = (forgetting[0] if forgetting else 0.0, gain[0])
         across = error_bar(*forgetting) if forgetting else None
         lines = {**INTERVAL, "ecolor": style["color"], "zorder": 3}
-        axes.errorbar(*place, yerr=error_bar(*gain), xerr=across, **lines)
-        axes.plot(*place, label=row.label, linestyle="none", zorder=4, **style)
+        axes.errorbar(*point, yerr=error_bar(*gain), xerr=across, **lines)
+        axes.plot(*point, label=configuration.label, linestyle="none", zorder=4, **style)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # so that noise does not look like a difference
+    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # an axis of at least 5 percentage points
     axes.autoscale_view()
     axes.margins(0.08)
     axes.set_xlabel("forgetting, percentage points (+ lost, - gained)")
@@ -230,6 +228,6 @@ def pareto(rows: Sequence[Row]) -> Figure:
     drawing.tidy(axes, grid="both")
     name = "gain against forgetting, 95 % intervals over tasks and seeds"
     figure.suptitle(name, fontsize="medium")
-    columns = 2 if max((len(row.label) for row in shown), default=0) < 34 else 1
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
+    columns = 2 if max((len(c.label) for c in shown), default=0) < 34 else 1
+    figure.legend(ncols=columns, **drawing.BELOW)
     return figure

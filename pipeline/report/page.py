@@ -1,68 +1,137 @@
-"""Sections, pictures and episodes as one page that needs no network: it opens from a file.
+"""Templates and data -> Markdown; Markdown, pictures and episodes -> a page that needs no network.
 
-Texts of models and environments are data: the template escapes them, JSON holds them, and the
-page's own policy lets only the shipped script run.
+The Markdown consists of headings, paragraphs, lists, tables and pictures between empty lines. Names
+from a run folder cannot begin a block or a table cell. Texts of models and environments are data:
+the template of the page escapes the texts or writes them as JSON. The content security policy of
+the page allows only the shipped script.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from pipeline.plots.pictures import inline_svg
+from pipeline.files.untrusted import printable
+from pipeline.plots import pictures
+from pipeline.report.numbers import METRICS, duration, metric, share, shown
 from pipeline.report.reader_data import Reader
-from pipeline.report.sections import Section
+from pipeline.tracking.run_files import after_name, number
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-# In escaped text: `code`, **importance**, *emphasis*.
+# patterns and HTML elements of `code`, **importance** and *emphasis*
 MARKS = ((r"`([^`]+)`", "code"), (r"\*\*([^*]+)\*\*", "strong"), (r"\*([^*]+)\*", "em"))
+PICTURE = re.compile(r"!\[(?P<caption>.*)\]\((?P<name>\w+)\.png\)")
 
 
-def write_page(
-    path: Path,
-    title: str,
-    sections: Sequence[Section],
-    figures: Mapping[str, Any],
-    reader: Reader | None = None,
+def write_files(
+    path: Path, template: str, figures: Mapping[str, Any], reader: Reader | None = None, **data: Any
 ) -> None:
-    """Write the page, without a reader if it has no episodes."""
-    loader = FileSystemLoader(TEMPLATES)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.filters |= {"rich": rich, "data": data, "kind": lambda block: type(block).__name__}
+    """Write the pictures, the Markdown file and the page; `path` has no suffix.
+
+    A page without episodes has no reader of episodes.
+    """
+    pictures.save(figures, path.parent)
+    text = render(template, drawn=figures, **data)
+    path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # safe in a terminal
+    made = environment(autoescape=True)
+    made.filters["rich"] = rich
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    text = environment.get_template("page.html").render(
-        title=title,
-        sections=[(re.sub(r"\W+", "-", of.title.lower()).strip("-"), of) for of in sections],
-        svgs={name: Markup(inline_svg(figure, name)) for name, figure in figures.items()},
+    page = made.get_template("page.html").render(
+        title=data["title"],
+        sections=sections_of(text),
+        svgs={name: Markup(pictures.inline_svg(figure, name)) for name, figure in figures.items()},
         reader=reader if reader and reader.chunks else None,
         style=Markup(style),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    path.write_text(text, encoding="utf-8")
+    path.with_suffix(".html").write_text(page, encoding="utf-8")
+
+
+def sections_of(markdown: str) -> list[dict[str, Any]]:
+    """Parse rendered Markdown into sections: title, anchor, and kind and content of each block."""
+    sections: list[dict[str, Any]] = []
+    for block in markdown.strip().split("\n\n"):
+        if block.startswith("#"):
+            title = block[3:] if block.startswith("## ") else ""
+            anchor = re.sub(r"\W+", "-", title.lower()).strip("-")
+            sections.append({"title": title, "anchor": anchor, "blocks": []})
+        else:
+            sections[-1]["blocks"].append(_parsed(block))
+    return sections
+
+
+def _parsed(block: str) -> tuple[str, Any]:
+    if picture := PICTURE.fullmatch(block):
+        return "picture", picture.groupdict()
+    lines = block.split("\n")
+    if block.startswith("| "):
+        cells = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in lines]
+        header, aligned, *rows = [[cell.replace("\\|", "|") for cell in row] for row in cells]
+        is_left = [cell == ":--" for cell in aligned]
+        return "table", {"header": header, "is_left": is_left, "rows": rows}
+    lines = [line.replace("\\|", "|") for line in lines]
+    if block.startswith("- "):
+        return "list", [line.removeprefix("- ") for line in lines]
+    return "text", "\n".join(lines)
 
 
 def rich(text: str) -> Markup:
-    """Escape the text and turn its marks into elements, and lines with "- " into a list."""
+    """Escape a text and replace Markdown marks by HTML elements."""
     words = str(escape(text))
     for pattern, tag in MARKS:
         words = re.sub(pattern, rf"<{tag}>\1</{tag}>", words)
-    lines = words.split("\n")
-    if all(line.startswith("- ") for line in lines):
-        return Markup("<ul>" + "".join(f"<li>{line[2:]}</li>" for line in lines) + "</ul>")
-    return Markup(f"<p>{words}</p>")
+    return Markup(words)
 
 
-def data(value: Any) -> Markup:
-    """JSON for a script element: ASCII, without characters that could end the element."""
-    text = json.dumps(value, separators=(",", ":"))
-    return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
+def environment(**options: Any) -> Environment:
+    """A Jinja environment with the templates of reports."""
+    made = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, **options)
+    made.trim_blocks = made.lstrip_blocks = True
+    return made
+
+
+def render(template: str, **data: Any) -> str:
+    """Render a Markdown template, and join the lines of each paragraph."""
+    # `page.html` escapes HTML later.
+    made = environment(autoescape=False, finalize=plain)
+    made.filters |= {"shown": shown, "metric": metric, "number": number, "median": median}
+    made.filters |= {"table": table, "after_name": after_name, "duration": duration, "share": share}
+    text = made.get_template(template).render(METRICS=METRICS, row=row, **data)
+    text = re.sub(r"(?<=[^\n])\n *(?=[^\s|#!-])", " ", text)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+class Markdown(str):
+    """Complete Markdown; other values in a template are plain text."""
+
+
+def plain(value: Any) -> str:
+    """Return a value as one line with escaped column separators; Markdown stays unchanged."""
+    if isinstance(value, Markdown):
+        return value
+    return re.sub(r"(?<!\\)\|", r"\|", re.sub(r"\s+", " ", str(value)))
+
+
+def row(*cells: Any, left: int | None = None) -> Markdown:
+    """A table row, in which a list becomes several cells.
+
+    If `left` is given, the row is a header: `left` columns are aligned left, the others right.
+    """
+    texts = [plain(c) for cell in cells for c in ([cell] if isinstance(cell, str | int) else cell)]
+    aligned = [":--" if i < (left or 0) else "--:" for i in range(len(texts))]
+    lines = [texts] if left is None else [texts, aligned]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+def table(rows: Sequence[Sequence[str]]) -> Markdown:
+    """A whole table, whose first row is the header."""
+    return Markdown("\n".join([row(rows[0], left=1), *map(row, rows[1:])]))

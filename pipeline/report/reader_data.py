@@ -1,7 +1,7 @@
-"""Transcripts of a run folder -> the data of the page's reader: an index, and packed episodes.
+"""Transcripts of a run folder -> an index and packed episodes for the reader of the page.
 
-The page shows a long run in part: whole groups, evenly over stages and steps. There is a chunk of
-packed episodes for each stage and step; a chunk holds each of its texts once.
+The page of a long run has only some of the groups, spread evenly over stages and steps. Each step
+has one chunk of packed episodes, in which each text occurs once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pipeline.files.durable import whole_lines
 from pipeline.tracking.run_files import transcripts_in
 
 MAX_EPISODES = 10_000
-MAX_CHARACTERS = 11_000_000  # of all chunks: the page stays below 15 MB
+MAX_CHARACTERS = 11_000_000  # characters of all chunks, so that the page stays below 15 MB
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-MOST_TOKENS = 4  # of one character
-NAMES = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error")
+MOST_TOKENS = 4  # maximum number of tokens of one character
+COPIED = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error", "advantage")
 
 Episode = Mapping[str, Any]
 Step = tuple[str, int]  # stage or `evaluation-<after>`, step
-Task = tuple[str, str]  # domain, id
+Task = tuple[str, str]  # domain, task id
 Group = tuple[Step, Task]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """The data that the page holds."""
+    """The episodes on the page."""
 
     index: dict[str, Any]
     chunks: list[str]  # base64 of gzip of JSON
@@ -48,7 +48,7 @@ def read_episodes(
     max_episodes: int = MAX_EPISODES,
     max_characters: int = MAX_CHARACTERS,
 ) -> Reader:
-    """The episodes of a run folder: at most so many, in chunks of at most so many characters."""
+    """Return at most `max_episodes` episodes, in chunks of at most `max_characters` in total."""
     files = transcripts_in(folder)
     tasks = {p: list(map(_task_of, whole_lines(p))) for paths in files.values() for p in paths}
     sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
@@ -60,8 +60,8 @@ def read_episodes(
         index, chunks = _read(files, tasks, chosen, token_texts)
         shown, num_characters = sum(sizes[group] for group in chosen), sum(map(len, chunks))
         if num_characters <= max_characters or len(chosen) < 2:
-            counts = {"shown": shown, "total": sizes.total()}
-            return Reader({**index, **counts, "success_threshold": success_threshold}, chunks)
+            index |= {"shown": shown, "total": sizes.total()}
+            return Reader({**index, "success_threshold": success_threshold}, chunks)
         max_episodes = int(0.9 * shown * max_characters / num_characters)
 
 
@@ -71,17 +71,17 @@ def _task_of(line: bytes) -> Task:
 
 
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:
-    """Whole groups with at most `limit` episodes together, but at least one group.
+    """Choose groups with at most `limit` episodes in total, but at least one group.
 
-    Stages take turns with one group at a time, and so do the steps of a stage.
+    Stages are visited in turn, one group at a time; the steps of a stage are visited in turn, too.
     """
 
     def in_turns(groups: list[Group], owner: Callable[[Group], Hashable]) -> list[Group]:
         turns: dict[Hashable, count[int]] = defaultdict(count)
         return sorted(groups, key=lambda group: next(turns[owner(group)]))
 
-    by_chance = sorted(sizes, key=lambda group: crc32(repr(group).encode()))
-    by_step = in_turns(by_chance, lambda group: group[0])
+    shuffled = sorted(sizes, key=lambda group: crc32(repr(group).encode()))
+    by_step = in_turns(shuffled, lambda group: group[0])
     by_stage = in_turns(by_step, lambda group: group[0][0])
     totals = accumulate(sizes[group] for group in by_stage)
     within = [g for g, total in zip(by_stage, totals, strict=True) if total <= limit]
@@ -94,9 +94,9 @@ def _read(
     chosen: Container[Group],
     token_texts: TokenTexts | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The index with a row for each chosen group, and a chunk for each step."""
+    """Return the index, with an entry for each chosen group, and a chunk for each step."""
     stages = list(dict.fromkeys(stage for stage, _ in files))
-    rows: list[list[Any]] = []
+    entries: list[list[Any]] = []
     chunks: list[str] = []
     for (stage, step), paths in files.items():
         found: dict[Task, list[Episode]] = defaultdict(list)
@@ -108,46 +108,45 @@ def _read(
         for group in groups:
             names = [group[0][name] for name in ("domain", "family", "branch", "task_id")]
             ends = [[episode[name] for episode in group] for name in ("reward", "stop_reason")]
-            rows.append([stages.index(stage), step, len(chunks), *names, *ends])
+            entries.append([stages.index(stage), step, len(chunks), *names, *ends])
         if groups:
             chunks.append(_packed(groups, token_texts))
-    return {"stages": stages, "groups": rows}, chunks
+    return {"stages": stages, "groups": entries}, chunks
 
 
 def _packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None) -> str:
-    """Base64 of gzip of JSON: the texts, and the episodes, in which a text is its number."""
+    """Base64 of gzip of JSON: the list of texts, and episodes with indices into the list."""
     texts: dict[str, int] = {}
 
-    def number(text: Any) -> int:
+    def index(text: Any) -> int:
         if not isinstance(text, str):
             text = "" if text is None else json.dumps(text, ensure_ascii=False)
         return texts.setdefault(text, len(texts))
 
-    episodes = [[_packed_episode(e, number, token_texts) for e in group] for group in groups]
+    episodes = [[_packed_episode(e, index, token_texts) for e in group] for group in groups]
     text = json.dumps({"texts": list(texts), "groups": episodes}, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _packed_episode(
-    episode: Episode, number: Callable[[Any], int], token_texts: TokenTexts | None
+    episode: Episode, index: Callable[[Any], int], token_texts: TokenTexts | None
 ) -> dict[str, Any]:
     sampled = iter(zip(episode.get("ids", ()), episode.get("logprobs", ()), strict=False))
     messages = []
     for message in episode["messages"]:
-        packed = {"role": message.get("role", ""), "text": number(message.get("content"))}
+        packed = {"role": message.get("role", ""), "text": index(message.get("content"))}
         if name := message.get("name"):
             packed["name"] = str(name)
         if calls := [call.get("function", call) for call in message.get("tool_calls") or ()]:
-            packed["calls"] = [[number(c.get("name")), number(c.get("arguments"))] for c in calls]
+            packed["calls"] = [[index(c.get("name")), index(c.get("arguments"))] for c in calls]
         ids, logprobs = next(sampled, ((), ())) if packed["role"] == "assistant" else ((), ())
         if ids and token_texts:
-            packed["tokens"] = [number(text) for text in token_texts(ids)]
+            packed["tokens"] = [index(text) for text in token_texts(ids)]
             packed["logprobs"] = [round(logprob, 2) for logprob in logprobs]
         messages.append(packed)
     return {
-        **{name: episode.get(name) for name in NAMES},
+        **{name: episode.get(name) for name in COPIED},
         "left_out": episode.get("left_out") or "",
-        "advantage": episode.get("advantage"),
         "parts": episode.get("reward_breakdown") or {},
         "difference": episode.get("difference") or {},
         "messages": messages,
@@ -155,14 +154,14 @@ def _packed_episode(
 
 
 def token_texts_of(path: Path) -> TokenTexts:
-    """A function from token ids to as many texts, made from a tokenizer file.
+    """Return a function that decodes each token id to a text; `path` is a tokenizer file.
 
-    The text of a character of several tokens stands at the last of these tokens.
+    If a character consists of several tokens, the last of the tokens has its text.
     """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
-    # Some decoders drop the space before the first token, so all tokens are decoded after an "a".
+    # Some decoders drop the space before the first token, so an "a" precedes the decoded tokens.
     before = tokenizer.encode("a", add_special_tokens=False).ids
     length = len(tokenizer.decode(before, skip_special_tokens=False))
 
@@ -173,12 +172,10 @@ def token_texts_of(path: Path) -> TokenTexts:
     def token_texts(ids: Sequence[int]) -> list[str]:
         texts: list[str] = []
         while (at := len(texts)) < len(ids):
-            for end in range(at + 1, min(at + MOST_TOKENS, len(ids)) + 1):
-                if BROKEN not in (text := decoded(tuple(ids[at:end]))):
-                    texts += [""] * (end - at - 1) + [text]
-                    break
-            else:
-                texts.append(decoded((ids[at],)))
+            ends = range(at + 1, min(at + MOST_TOKENS, len(ids)) + 1)
+            whole = (end for end in ends if BROKEN not in decoded(tuple(ids[at:end])))
+            end = next(whole, at + 1)
+            texts += [""] * (end - at - 1) + [decoded(tuple(ids[at:end]))]
         return texts
 
     return token_texts

@@ -1,35 +1,32 @@
-"""A run folder -> `report.md`, `report.html` and pictures; several -> a comparison.
+"""A run folder -> `report.md`, `report.html` and pictures; several folders -> a comparison.
 
-Made from the files alone: `python -m pipeline.report FOLDER` makes it again, and
-`python -m pipeline.report RUN RUN ... --output FOLDER`, or a folder of runs, compares runs.
+Reports are made from the files alone. `python -m pipeline.report FOLDER` makes the report of a run
+again. `python -m pipeline.report RUN RUN ... --output FOLDER`, or a folder of runs, compares runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.plots import pictures
 from pipeline.report import comparison
-from pipeline.report.page import write_page
-from pipeline.report.reader_data import Reader, read_episodes
-from pipeline.report.report_sections import change, sections_of
-from pipeline.report.sections import Section, markdown, text_table, with_content
-from pipeline.report.transfer_sections import reward_lines, terminal_lines
+from pipeline.report.numbers import data_of
+from pipeline.report.page import write_files
+from pipeline.report.reader_data import read_episodes
 from pipeline.tracking.run_files import load_run
 
 
 def write_report(folder: Path) -> None:
     """Write the report and its pictures into a run folder; UserError if it holds no run."""
     run = load_run(folder)
-    reader = read_episodes(folder, run.success_threshold)
-    figures = pictures.pictures_of(run)
-    _write(folder / "report", folder.resolve().name, sections_of(run), figures, reader)
+    reader, figures = read_episodes(folder, run.success_threshold), pictures.pictures_of(run)
+    title = folder.resolve().name
+    write_files(folder / "report", "run.md.jinja", figures, reader, title=title, **data_of(run))
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
@@ -37,33 +34,12 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     runs, unfinished = comparison.finished(folders)
     for run in unfinished:
         print(f"warning: {run.folder} is not finished and is left out", file=sys.stderr)
-    rows = comparison.rows_of(runs)
+    configurations = comparison.configurations_of(runs)
     output.mkdir(parents=True, exist_ok=True)
-    figures = pictures.draw(pictures.OF_COMPARISON, rows)
-    sections = comparison.sections_of(rows, unfinished)
-    _write(output / "comparison", f"Comparison of {len(runs)} runs", sections, figures)
-
-
-def _write(
-    path: Path,
-    title: str,
-    sections: Sequence[Section],
-    figures: Mapping[str, Any],
-    reader: Reader | None = None,
-) -> None:
-    """Write the pictures, then the page and the Markdown file at `path` with their suffixes."""
-    pictures.save(figures, path.parent)
-    shown = with_content(sections, figures)
-    write_page(path.with_suffix(".html"), title, shown, figures, reader)
-    text = f"# {title}\n\n{markdown(shown)}\n"
-    path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # for a terminal
-
-
-def final_table(results: Mapping[str, Any]) -> str:
-    """The end of a run for the terminal: success before and after GRPO, rewards, transfer."""
-    transfer = results.get("transfer", {})
-    table = text_table(change(results["evaluations"], transfer))
-    return "\n\n".join(filter(None, [table, reward_lines(transfer), terminal_lines(transfer)]))
+    figures = pictures.draw(pictures.OF_COMPARISON, configurations)
+    data = comparison.data_of(configurations, unfinished)
+    title = f"Comparison of {len(runs)} runs"
+    write_files(output / "comparison", "comparison.md.jinja", figures, title=title, **data)
 
 
 def main(arguments: Sequence[str]) -> int:

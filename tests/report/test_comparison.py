@@ -1,4 +1,4 @@
-"""Runs beside each other: seeds of equal settings are one row, mixed training the reference."""
+"""Comparisons of runs: seeds share a configuration, and mixed training is the reference."""
 
 import json
 import shutil
@@ -9,7 +9,8 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.report import comparison
-from pipeline.report.transfer_sections import shown
+from pipeline.report.numbers import shown
+from pipeline.report.page import render
 from pipeline.report.write import main
 from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 
@@ -32,41 +33,46 @@ def sweep(tmp_path_factory):
     return folder
 
 
-def rows_of(sweep):
+def configurations_of(sweep):
     runs, _ = comparison.finished(comparison.runs_in([sweep]))
-    return comparison.rows_of(runs)
+    return comparison.configurations_of(runs)
+
+
+def markdown_of(configurations):
+    data = comparison.data_of(configurations)
+    return render("comparison.md.jinja", title="two runs", **data)
 
 
 @pytest.fixture(scope="module")
-def rows(sweep):
-    return rows_of(sweep)
+def configurations(sweep):
+    return configurations_of(sweep)
 
 
-def test_seeds_of_equal_settings_are_one_row_and_mixed_training_is_the_first(rows):
-    assert [(row.label, len(row.runs)) for row in rows] == [
+def test_seeds_of_equal_settings_are_one_configuration_and_mixed_is_the_first(configurations):
+    assert [(c.label, len(c.runs)) for c in configurations] == [
         ("mixed", 2),
         ("replay 0.05", 2),
         ("replay 0.5", 2),
     ]
-    assert [[run.config["run"]["seed"] for run in row.runs] for row in rows] == 3 * [[1, 2]]
+    assert [[run.config["run"]["seed"] for run in c.runs] for c in configurations] == 3 * [[1, 2]]
 
 
-def test_numbers_are_those_of_all_seeds_and_their_difference_to_mixed(rows):
-    mixed_row, first, _ = rows
+def test_numbers_are_those_of_all_seeds_and_their_difference_to_mixed(configurations):
+    reference, first, _ = configurations
     results = [run.results for run in first.runs]
-    mixed = [run.results for run in mixed_row.runs]
+    mixed = [run.results for run in reference.runs]
     assert first.transfer == summary(results)
     assert first.against_mixed == differences(results, mixed)
     assert first.against_mixed["average_accuracy"][0] == pytest.approx(0.0)
 
 
-def test_the_command_compares_the_runs_of_a_folder(sweep, rows, tmp_path, capsys):
+def test_the_command_compares_the_runs_of_a_folder(sweep, configurations, tmp_path, capsys):
     folder = tmp_path / "all"
     shutil.copytree(sweep, folder)
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'comparison.md'}\n"
     text = (folder / "comparison.md").read_text()
-    _, first, _ = rows
+    _, first, _ = configurations
     for name in ("stage_gain", "forgetting"):
         assert f" {shown(first.transfer['metrics'][name], '+')} |" in text
     assert "| mixed (reference) | 2 | 360 | 0.62 [" in text
@@ -77,11 +83,15 @@ def test_the_command_compares_the_runs_of_a_folder(sweep, rows, tmp_path, capsys
     assert (folder / "pareto.png").stat().st_size > 10_000
 
 
-def test_a_row_is_named_by_the_settings_in_which_it_differs_from_most(tmp_path):
+def test_a_configuration_is_named_by_the_settings_in_which_it_differs_from_most(tmp_path):
     grid = ({}, {"grpo": {"beta": 0.05}}, {"curriculum": {"replay": 0.5}})
     for number, settings in enumerate(grid):
         make_run(tmp_path / str(number), THREE, settings=settings)
-    assert [row.label for row in rows_of(tmp_path)] == ["sequential", "beta 0.05", "replay 0.5"]
+    assert [c.label for c in configurations_of(tmp_path)] == [
+        "sequential",
+        "beta 0.05",
+        "replay 0.5",
+    ]
 
 
 def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path, capsys):
@@ -101,10 +111,9 @@ def test_mixed_training_with_other_episodes_is_no_reference(sweep, tmp_path):
     results = json.loads(path.read_text())
     results["training"]["mixed"]["episodes"] = 400
     path.write_text(json.dumps(results))
-    rows = rows_of(tmp_path / "all")
-    assert [row.against_mixed for row in rows] == [None, None, None]
-    [section, *_] = comparison.sections_of(rows)
-    assert "**Without a reference**: replay 0.05; replay 0.5." in section.blocks[-1]
+    found = configurations_of(tmp_path / "all")
+    assert [c.against_mixed for c in found] == [None, None, None]
+    assert "\n\n**Without a reference**: replay 0.05; replay 0.5. No" in markdown_of(found)
 
 
 def test_mixed_training_that_was_evaluated_on_other_tasks_is_no_reference(tmp_path):
@@ -116,14 +125,13 @@ def test_mixed_training_that_was_evaluated_on_other_tasks_is_no_reference(tmp_pa
         success = entry["success"]["airline"]
         success["tasks"] = {f"other-{task}": of for task, of in success["tasks"].items()}
     (mixed / "results.json").write_text(json.dumps(results))
-    rows = rows_of(tmp_path)
-    assert [row.against_mixed for row in rows] == [None, None]
-    section, *_ = comparison.sections_of(rows)
-    assert "**Without a reference**: sequential." in section.blocks[-1]
+    found = configurations_of(tmp_path)
+    assert [c.against_mixed for c in found] == [None, None]
+    assert "\n\n**Without a reference**: sequential. No mixed" in markdown_of(found)
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "left on another machine"])
-def test_seeds_that_share_a_warm_start_each_are_still_one_row(tmp_path, is_there):
+def test_seeds_that_share_a_warm_start_each_are_still_one_configuration(tmp_path, is_there):
     for seed in (1, 2):
         warm = make_run(tmp_path / "warm" / f"seed-{seed}", (), settings={"run": {"seed": seed}})
         model = {"model": str(warm / "checkpoints" / "warm-start")}
@@ -131,8 +139,8 @@ def test_seeds_that_share_a_warm_start_each_are_still_one_row(tmp_path, is_there
         make_run(tmp_path / "runs" / f"seed-{seed}", THREE, settings=settings)
     if not is_there:
         shutil.rmtree(tmp_path / "warm")
-    [row] = rows_of(tmp_path / "runs")
-    assert (row.label, len(row.runs)) == ("sequential", 2)
+    [found] = configurations_of(tmp_path / "runs")
+    assert (found.label, len(found.runs)) == ("sequential", 2)
 
 
 def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path, capsys):
@@ -150,7 +158,7 @@ def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path, capsys):
 def test_without_any_finished_run_there_is_nothing_to_compare(tmp_path):
     make_run(tmp_path / "all" / "a", ())
     with pytest.raises(UserError, match=r"got no finished run with stages to compare \(a\)"):
-        rows_of(tmp_path / "all")
+        configurations_of(tmp_path / "all")
 
 
 def test_settings_of_stages_do_not_tell_mixed_runs_apart(tmp_path):

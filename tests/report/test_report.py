@@ -8,10 +8,9 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
 from pipeline.plots.pictures import pictures_of
-from pipeline.report.report_sections import sections_of
-from pipeline.report.sections import markdown
-from pipeline.report.transfer_sections import shown
-from pipeline.report.write import final_table, main, write_report
+from pipeline.report.numbers import data_of, final_table, shown
+from pipeline.report.page import render
+from pipeline.report.write import main, write_report
 from pipeline.tracking.run_files import load_run
 from tests.support.messages import says
 from tests.support.report_runs import (  # noqa: F401
@@ -119,7 +118,7 @@ def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
         line |= {"rollout/left_out": 3.0, "rollout/left_out/reset/retail": 1.0}
         line |= {"rollout/left_out/outage/airline": 2.0, "rollout/too_few_left": 0.25}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = markdown(sections_of(load_run(folder)))
+    text = render("run.md.jinja", title="run", drawn=(), **data_of(load_run(folder)))
     assert "| airline | outage | 4 |\n| retail | reset | 2 |" in text
     assert "| fewer than two left | 5.0% |\n| in all | 50.0% |" in text
 
