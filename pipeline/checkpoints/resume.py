@@ -20,12 +20,11 @@ from pipeline.models.loading import load_folder, load_model
 
 
 def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
-    """The run folder, which rank 0 opens for all, and the checkpoint to continue from.
+    """Open the run folder on rank 0; returns Opened (on rank 0), folder and checkpoint.
 
-    If rank 0 refuses, every rank raises the UserError, so that no rank waits for it.
+    The checkpoint is the one to continue from, or None. Every rank raises a UserError of rank 0.
     """
-    opened: Opened | None = None
-    result: Any = None
+    opened, result = None, None
     if ranks.is_main:
         try:
             opened = open_folder(config)
@@ -39,7 +38,7 @@ def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Pa
 
 
 def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
-    """The state and the model of the checkpoint to resume from, or no state and a fresh model."""
+    """Return the state and the model of the checkpoint `path`; {} and a new model for None."""
     if path is None:
         return {}, load_model(config.model, tokenizer, config.run.seed)
     state, is_adapter = read_state(path), lora.is_adapter(path)
@@ -55,7 +54,7 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
 def base_of_adapters(
     model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
 ) -> str:
-    """The folder or hub id of the base model of the adapters; it is written if it has none."""
+    """Return the folder or hub id of the adapters' base model; a base without both is saved."""
     folder, name = checkpointer.folder, settings.model
     if (folder / "warm-start").is_dir():
         return str(_whole(folder / "warm-start").resolve())
@@ -70,7 +69,7 @@ def base_of_adapters(
 def folder_of_reference(
     folder: Path, state: TrainState, stages: Sequence[Stage], sync_ref_model: bool
 ) -> Path | None:
-    """The checkpoint with the weights of the reference; None for the original model."""
+    """Return the checkpoint with the reference's weights; None means the original model."""
     finished = [stage for stage in stages if state.evaluated(stage.name)]
     if sync_ref_model and finished:
         return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
@@ -78,7 +77,7 @@ def folder_of_reference(
 
 
 def _whole(path: Path) -> Path:
-    """A checkpoint that the resumed one depends on; UserError if it is damaged."""
+    """Return the path of a checkpoint that the run needs; raises UserError if it is damaged."""
     if why := problem(path):
         needed = f"{path.name}, which the run needs, is damaged ({why})"
         raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")
@@ -87,11 +86,14 @@ def _whole(path: Path) -> Path:
 
 @torch.no_grad()
 def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
-    """Give the model, or its adapters, the weights of a checkpoint; None: the original weights."""
+    """Load the weights of a checkpoint into the model; None means the original weights.
+
+    If the model has adapters, only the adapters are loaded.
+    """
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
-        return  # fresh adapters change nothing
+        return  # without a checkpoint the adapters are new, and the model computes as the original
     if folder is None:
         loaded = load_model(config.model, tokenizer, config.run.seed)
     else:
