@@ -1,12 +1,9 @@
 """Atomic checkpoints, the state of a run, and the steps at which a run saves a checkpoint.
 
 A checkpoint is a folder with the model (or its LoRA adapters) and the tokenizer, for
-`from_pretrained`, and with `optimizer.pt`, `state.json` and `manifest.json`. A checkpoint holds no
-state of a scheduler, a data loader or a random generator: the learning rate and the order of tasks
-follow from the step and the settings, and each random number has its own key.
+`from_pretrained`, and with `optimizer.pt`, `state.json` and `manifest.json`. No state of a
+scheduler or a random generator is needed: each random number has its own key.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib
@@ -33,8 +30,7 @@ from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
 from pipeline.models.weights import has_adapters
 
-# The content of state.json: the `state_dict()` of all owners, `format` and `config_hash`. A value
-# that a file of an earlier version lacks keeps its default.
+# The content of state.json: the `state_dict()` of all owners, `format` and `config_hash`.
 SavedState = dict[str, Any]
 
 
@@ -47,7 +43,7 @@ class TrainState:
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
     validations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
     ended_early: dict[str, int] = field(default_factory=dict)  # number of steps by stage
-    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # summaries by stage
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # summary by stage
     wall_s: float = 0.0  # from the first start to the last save, without pauses
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
 
@@ -60,7 +56,7 @@ class TrainState:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The number of steps and the number of evaluations that are done."""
+        """The number of finished steps and the number of finished evaluations."""
         return self.step, len(self.evaluations)
 
     def evaluated(self, after: str) -> bool:
@@ -71,18 +67,12 @@ class TrainState:
 
 
 def save(
-    folder: Path,
-    name: str,
-    model: Any,
-    tokenizer: Any,
-    state: Mapping[str, Any],
-    optimizer_state: dict[str, Any] | None = None,
+    folder: Path, name: str, model: Any, tokenizer: Any, state: SavedState, moments: Any = None
 ) -> Path:
     """Write the checkpoint `folder/name`; of a model with LoRA, write only the adapters.
 
-    The files are written and synced in a hidden folder, which is then renamed. A failing or killed
-    call therefore changes no earlier checkpoint. Raises OSError if the disk is full. The file
-    `latest` holds the name of the last checkpoint.
+    The files are written and synced in a hidden folder, which is then renamed, so a failing or
+    killed call changes no earlier checkpoint. `moments` is the state of the optimizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, writing = folder / name, folder / f"{manifest.WRITING}{name}"
@@ -97,9 +87,9 @@ def save(
         else:
             model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
-        if optimizer_state is not None:
-            with (writing / "optimizer.pt").open("wb") as file:  # a path would raise no OSError
-                torch.save(optimizer_state, file)
+        if moments is not None:
+            with (writing / "optimizer.pt").open("wb") as file:  # with a path: no OSError
+                torch.save(moments, file)
         (writing / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         write_manifest(writing, number)
         for path in (*writing.rglob("*"), writing):
@@ -126,9 +116,8 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
 class Checkpointer:
     """Saves the model, the optimizer and the `state_dict()` of each object in `owners`.
 
-    Every rank makes a Checkpointer and calls its methods at the same points; only rank 0 writes.
-    `lock` is the open lock file of the run folder on rank 0. `resumed` is the checkpoint from which
-    the run continues.
+    All ranks call its methods at the same points; only rank 0 writes. `lock` is the open lock file
+    of the run folder on rank 0. `resumed` is the checkpoint from which the run continues.
     """
 
     def __init__(
@@ -181,7 +170,7 @@ class Checkpointer:
         raise MachineError(f"output_dir: {self.run_folder} {why}")
 
     def machine_fault(self, error: BaseException) -> MachineError | None:
-        """Return a MachineError if no run folder or a full disk caused the exception, else None."""
+        """Return a MachineError if a lost folder or a full disk caused the exception, else None."""
         try:
             self.check_folder()
         except MachineError as gone:
@@ -202,10 +191,7 @@ class Checkpointer:
         self._unsynced.append(path)
 
     def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
-        """Save a checkpoint; returns the seconds.
-
-        Raises RuntimeError if the parameters of the ranks differ.
-        """
+        """Save a checkpoint; returns the seconds. Raises RuntimeError if ranks differ."""
         begun = time.perf_counter()
         self.check_folder()
         while self._unsynced:
@@ -218,25 +204,21 @@ class Checkpointer:
             manifest.prune(self.folder, self._settings.save_total_limit, path)
         self._ranks.barrier(f"checkpoint {name}")
         self._saved, self._saved_at = self._state.position, time.perf_counter()
-        self._warn_of_slow_save(self._saved_at - begun)
-        return self._saved_at - begun
+        seconds, limit_s = self._saved_at - begun, float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
+        is_launched = self._ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
+        if is_launched and seconds > limit_s and not self._warned:
+            self._warned = True
+            why = f"took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
+            remedy = f"set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}"
+            print(f"warning: a checkpoint {why}; {remedy}", flush=True)
+        return seconds
 
-    def write(self, name: str, model: Any, optimizer_state: dict[str, Any] | None = None) -> Path:
+    def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:
         """Write a checkpoint with the `state_dict()` of all `owners`; only rank 0 calls it."""
         self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
-        state: dict[str, Any] = {}
+        state: SavedState = {}
         for owner in self.owners:
             part = owner.state_dict()
             assert not state.keys() & part.keys(), "two owners save the same name"
             state |= part
-        return save(self.folder, name, model, self._tokenizer, state, optimizer_state)
-
-    def _warn_of_slow_save(self, save_s: float) -> None:
-        """Warn once if a save takes longer than the launcher waits for the ranks after SIGTERM."""
-        limit_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
-        is_launched = self._ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
-        if is_launched and save_s > limit_s and not self._warned:
-            self._warned = True
-            why = f"took {save_s:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
-            remedy = f"set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f}"
-            print(f"warning: a checkpoint {why}; {remedy}", flush=True)
+        return save(self.folder, name, model, self._tokenizer, state, moments)

@@ -1,11 +1,8 @@
 """The manifests of checkpoints; finding, ordering and removing the checkpoints of a folder.
 
-The `manifest.json` of a checkpoint holds its number in the run, and the size and the SHA-256 of
-each file. A save writes the manifest last, so a folder without a manifest is no checkpoint. The
-module imports no torch.
+A manifest holds the number of the checkpoint in the run, and the size and SHA-256 of each file. A
+save writes the manifest last, so a folder without a manifest is no checkpoint.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -46,8 +43,7 @@ def _sha256(path: Path) -> str:
 def problem(folder: Path) -> str | None:
     """Return the first problem of a checkpoint; None if every byte is as it was written.
 
-    Libraries may load any file of a folder, so a file that is not in the manifest is a problem,
-    unless it is hidden or named *.md. A link is a problem, because its target may be elsewhere.
+    A link, or a file that the manifest lacks, is a problem, because libraries might load it.
     """
     if (manifest := read_manifest(folder)) is None:
         exists = (folder / MANIFEST).is_file()
@@ -92,10 +88,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def put_aside(folder: Path, kept: Path | None) -> None:
-    """Hide the checkpoints after `kept` (all for None) and the checkpoints without a number.
-
-    `prune` removes the hidden folders after the next save.
-    """
+    """Hide the checkpoints after `kept` (None: all) until `prune` removes them."""
     last = -1 if kept is None else number_of(kept)
     for path in newest_first(folder):
         if not 0 <= number_of(path) <= last:
@@ -109,8 +102,7 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 def prune(folder: Path, limit: int, latest: Path) -> None:
     """Remove the hidden, unfinished and replaced checkpoints, after `latest` was written.
 
-    Of the checkpoints inside stages (`step-...`), only the newest `limit` stay. All checkpoints at
-    the ends of stages stay.
+    Of the checkpoints inside stages, named `step-...`, only the newest `limit` stay.
     """
     useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):

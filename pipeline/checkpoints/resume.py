@@ -1,7 +1,5 @@
 """The start of a run: its folder, its state and its weights, fresh or from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Pa
 
     The checkpoint is the one to continue from, or None. Every rank raises a UserError of rank 0.
     """
-    opened, result = None, None
+    opened: Opened | None = None
+    result: Any = None
     if ranks.is_main:
         try:
             opened = open_folder(config)
@@ -54,7 +53,7 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
 def base_of_adapters(
     model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
 ) -> str:
-    """Return the folder or hub id of the adapters' base model; a base without both is saved."""
+    """Return the folder or hub id of the adapters' base model; save the model if it has neither."""
     folder, name = checkpointer.folder, settings.model
     if (folder / "warm-start").is_dir():
         return str(_whole(folder / "warm-start").resolve())
@@ -77,7 +76,7 @@ def folder_of_reference(
 
 
 def _whole(path: Path) -> Path:
-    """Return the path of a checkpoint that the run needs; raises UserError if it is damaged."""
+    """Return the path of a needed checkpoint; raises UserError if the checkpoint is damaged."""
     if why := problem(path):
         needed = f"{path.name}, which the run needs, is damaged ({why})"
         raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")
@@ -86,14 +85,11 @@ def _whole(path: Path) -> Path:
 
 @torch.no_grad()
 def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
-    """Load the weights of a checkpoint into the model; None means the original weights.
-
-    If the model has adapters, only the adapters are loaded.
-    """
+    """Load the weights (with LoRA, the adapters) of a checkpoint; None means the original ones."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
-        return  # without a checkpoint the adapters are new, and the model computes as the original
+        return  # new adapters do not change the output of the model
     if folder is None:
         loaded = load_model(config.model, tokenizer, config.run.seed)
     else:

@@ -1,15 +1,12 @@
 """The folder of a run: choosing, checking and locking it, and finding the checkpoint to resume."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from pipeline.checkpoints.manifest import newest_first, problem, put_aside
 from pipeline.config import former
@@ -28,8 +25,7 @@ HARMLESS -= {"seed", "deterministic"}
 FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opened:
+class Opened(NamedTuple):
     """A run folder that this process has locked, and the checkpoint to continue from."""
 
     folder: Path
@@ -57,7 +53,7 @@ def folder_of(config: Config) -> Path:
 
 
 def restarted(config: Config) -> Config:
-    """Return the settings, with resume from `auto` if torchrun has restarted the ranks."""
+    """Return the settings; set `resume_from_checkpoint` to auto after a restart by torchrun."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not is_restart or config.run.resume_from_checkpoint is not None:
         return config
@@ -83,7 +79,7 @@ def check_folder(config: Config) -> None:
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:
-    """Return the checkpoints that `name` can mean, newest first; raises UserError without any."""
+    """Return the checkpoints that `name` can mean, newest first; UserError if there is none."""
     checkpoints = newest_first(folder / "checkpoints")
     if name == "auto" or (name == "latest" and checkpoints):
         return checkpoints
@@ -145,11 +141,10 @@ def open_folder(config: Config) -> Opened:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a", encoding="utf-8")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        why = "is in use by a run that is still alive; end it first, or"
-        raise UserError(f"output_dir: {folder} {why} name another folder") from None
     except OSError as error:
         why = f"cannot be written to ({error.strerror or error});"
+        if isinstance(error, BlockingIOError):
+            why = "is in use by a run that is still alive; end it first, or"
         raise UserError(f"output_dir: {folder} {why} name another folder") from None
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
     if checkpoint is not None:
@@ -158,9 +153,9 @@ def open_folder(config: Config) -> Opened:
 
 
 def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> None:
-    """Write the settings; hide later checkpoints, and remove the transcripts of later steps.
+    """Write the settings, hide later checkpoints and remove later transcripts.
 
-    `evaluated` holds the names of the evaluations that the checkpoint contains.
+    `evaluated` holds the names of the evaluations in the checkpoint.
     """
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)

@@ -3,8 +3,6 @@
 The page reader shows transcripts. A resumed run reads the records of its stage from them.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib
@@ -48,11 +46,7 @@ def save_transcripts(
 
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
-    """Read this rank's part of the records in a folder of transcripts.
-
-    The earlier run may have had another number of ranks. A field that a file of an earlier version
-    lacks keeps its default. Raises UserError if a file is damaged.
-    """
+    """Read this rank's part of the records in a folder; raises UserError if a file is damaged."""
     names, records = {field.name for field in fields(RunRecord)}, []
     for path in sorted(folder.glob("step-*.jsonl.gz")):
         if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks != rank:

@@ -1,6 +1,4 @@
-"""The all-reduce of gradients, which adds them up, and optimizer state sharded over the ranks."""
-
-from __future__ import annotations
+"""Sums of gradients over the ranks, and optimizer state that is sharded over the ranks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 class GradientAllReduce(nn.Module):
     """A backward pass with zero gradients, during which DDP sums the gradients over the ranks.
 
-    The backward passes of tokens run before it, without communication. A rank that runs out of
-    memory can therefore repeat its backward passes before the all-reduce. Every trained parameter
-    takes part in the all-reduce, even if no token of the rank uses the parameter.
+    Backward passes of tokens run before it, without communication, so a rank that runs out of
+    memory can repeat its passes. Every trained parameter takes part in the all-reduce.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -29,7 +26,7 @@ class GradientAllReduce(nn.Module):
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """The number zero; its gradient is a tensor of zeros that takes no memory."""
+    """The number zero, whose gradient is a tensor of zeros that takes no memory."""
 
     @staticmethod
     def forward(context: Any, parameter: torch.Tensor) -> torch.Tensor:
@@ -48,13 +45,12 @@ Exchange = GradientAllReduce
 def sum_gradients(module: Any) -> Any:
     """Make DDP sum the gradients of the ranks instead of averaging them; returns the module.
 
-    A loss that is divided by the token count of all ranks needs no further factor. The rounding of
-    a factor would depend on the number of ranks. A benchmark may replace `module.add_up`.
+    The loss is already divided by the token count of all ranks. A benchmark may replace
+    `module.add_up`.
     """
     if isinstance(module, DistributedDataParallel):
         wrapped: Any = module
         wrapped.add_up = add_up
-        # DDP refuses a function whose annotations are strings; a lambda has no annotations.
         wrapped.register_comm_hook(None, lambda _, bucket: wrapped.add_up(bucket))
     return module
 

@@ -1,11 +1,8 @@
-"""The start of the ranks of a run: `--num-gpus N` runs N connected ranks, or raises UserError.
+"""The start of a run's ranks: `--num-gpus N` runs N connected ranks on all machines together.
 
-N is the number of ranks on all machines. `accelerate launch` or `torchrun` may start the ranks. If
-only one process was started and N is larger, this process starts N ranks with Accelerate's
-launcher. Without a GPU, or with ACCELERATE_USE_CPU=true, ranks run on CPU and communicate by gloo.
+`accelerate launch` or `torchrun` may start the ranks. A single process starts N ranks itself, with
+Accelerate's launcher. Without a GPU, or with ACCELERATE_USE_CPU=true, the ranks run on CPU.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -44,8 +41,7 @@ class World(NamedTuple):
 def resolve(num_gpus: int | None) -> World:
     """Return the World for `num_gpus` ranks; None means the number of launched ranks.
 
-    Raises UserError if the launcher's environment variables say another number of ranks, if there
-    are too few GPUs, or if the launched processes have no address to connect to.
+    Raises UserError if the launcher started another number of ranks, or if GPUs are missing.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -76,10 +72,7 @@ def visible_gpus() -> int:
 
 
 def use_device(world: World) -> None:
-    """Make Accelerate use the device type of `world`; on CPU, rank 0 prints a line.
-
-    Call the function before the first `Accelerator` is made; otherwise CPU ranks do not connect.
-    """
+    """Make Accelerate use the device type of `world`, before the first `Accelerator` is made."""
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         if world.rank == 0:
@@ -90,9 +83,8 @@ def use_device(world: World) -> None:
 def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
     """Run the command line on `world.num_ranks` new ranks; returns the exit code of the run.
 
-    Every rank runs the script `entry` (default: `pipeline/run.py`). The function changes the
-    environment variables and the signal handlers of this process permanently. Signals are passed
-    on to the ranks. All ranks have ended when the function returns.
+    Every rank runs the script `entry` (default: `pipeline/run.py`). The environment variables and
+    the signal handlers of this process change permanently. All ranks end before the return.
     """
     with importing():
         import psutil
@@ -112,10 +104,14 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         except SignalException:
             for stop in STOPS:  # a second Ctrl-C must not interrupt the code below
                 signal.signal(stop, signal.SIG_IGN)
-            return _code_of_rank_0(log_dir)
+            file = Path(log_dir, "rank-0")  # `run.leave` has written the exit code of rank 0
+            code = file.read_text(encoding="utf-8") if file.is_file() else ""
+            if not code:
+                print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
+            return int(code or 1)
         finally:
             logging.disable(logging.NOTSET)
-            # A launcher that gets a signal while it starts ranks does not end all of them.
+            # A launcher that gets a signal while it starts ranks does not end all ranks.
             for child in psutil.Process().children():
                 child.kill()
                 child.wait()
@@ -123,13 +119,12 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
 
 
 def _num_launched() -> int:
-    """Return the number of ranks that a launcher started; 1 without a launcher."""
-    for name in SIZES_OF_MPI if "WORLD_SIZE" not in os.environ else ():
-        if (size := _integer(name, 1)) > 1:
-            raise UserError(
-                f"MPI started {size} processes, which is not supported; "
-                f"start the ranks with: {COMMAND} {size}"
-            )
+    size = max(_integer(name, 1) for name in SIZES_OF_MPI)
+    if size > 1 and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"MPI started {size} processes, which is not supported; "
+            f"start the ranks with: {COMMAND} {size}"
+        )
     size = _integer("WORLD_SIZE", 1)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
@@ -142,10 +137,7 @@ def _num_launched() -> int:
 
 
 def _refuse_lost_processes(num_gpus: int | None) -> None:
-    """Raise UserError if `accelerate launch` started one process, but was asked for several.
-
-    Accelerate does so with --cpu and MULTI_CPU: it sets MASTER_PORT, but not WORLD_SIZE.
-    """
+    """Raise UserError if `accelerate launch --cpu` started one process instead of several."""
     by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     starts_ranks = num_gpus is not None and address in ("127.0.0.1", "localhost")
@@ -180,7 +172,7 @@ def _set_environment(world: World, log_dir: str) -> None:
         has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // world.num_ranks)))
-        # All ranks share the cores, so a waiting thread must not keep a core busy.
+        # The ranks share the cores, so a waiting thread must not keep a core busy.
         environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -190,14 +182,6 @@ def end_with_the_launcher() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _code_of_rank_0(log_dir: str) -> int:
-    file = Path(log_dir, "rank-0")  # `run.leave` writes the exit code into it
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if not text:
-        print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
-    return int(text or 1)
 
 
 def _exit_code(rank: int, failure: Any) -> int:

@@ -1,11 +1,8 @@
-"""The collectives of a run; code outside this folder reads like code for one process.
+"""The collectives of a run, except the all-reduce of gradients.
 
-Python objects, barriers and small numbers travel over a gloo process group, the control group. NCCL
-is not used for them: gloo keeps its timeouts and takes no GPU memory. With one rank, every
-collective is local.
+They use a gloo process group, never NCCL: gloo keeps its timeouts and takes no GPU memory. With one
+rank, every collective is local.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
@@ -67,11 +64,7 @@ def meet_again(timeout_s: float, device_type: str) -> None:
 
 
 class Ranks:
-    """The collectives between the ranks of a run, and the progress of this rank.
-
-    The watchdog reads plain attributes: the phase, the current task, the time of the last progress,
-    and the name of the collective in which this rank waits.
-    """
+    """The collectives between the ranks of a run, and the progress of this rank."""
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks, self.is_main = rank, num_ranks, rank == 0
@@ -79,8 +72,8 @@ class Ranks:
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._store = _default_store()
-        self.num_agreements = 0
+            self._store: Any = dist.distributed_c10d._get_default_store()  # no public name
+        self._num_agreements, self.agreement = 0, "agreement 0"  # the key of `agree` in the store
         self.stop_wanted = False  # the watchdog sets it; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
         self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
@@ -89,10 +82,7 @@ class Ranks:
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove the timeouts of collectives; the watchdog ends a rank that waits too long.
-
-        A timeout of a collective would also count the time in which the run is suspended.
-        """
+        """Remove the timeouts of collectives, because they also count the time of a suspension."""
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group
@@ -107,9 +97,9 @@ class Ranks:
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
-        """Record progress and the current task; raises Interrupted between tasks of a stopped run.
+        """Record progress and the current task; between tasks, raise Interrupted if asked to stop.
 
-        All ranks must call `agree` at the end of such work, which raises Interrupted on the others.
+        `agree` must follow on all ranks; it raises Interrupted on the ranks that went on.
         """
         self.task = task
         self.alive()
@@ -119,9 +109,10 @@ class Ranks:
     def agree(self, name: str) -> None:
         """Wait for all ranks; raises Interrupted on every rank if a signal asked one to stop.
 
-        A rank that stops writes its answer to the store at once, and then no rank waits for others.
+        A rank that stops ends the wait of all ranks at once.
         """
-        self.num_agreements += 1
+        self._num_agreements += 1
+        self.agreement = f"agreement {self._num_agreements}"
         self.alive()
         if self._group is None:
             answer = b"stop" if self.stop_wanted else b"go"
@@ -132,7 +123,7 @@ class Ranks:
             raise Interrupted
 
     def _agreed(self) -> bytes:
-        key, old = self.agreement, f"agreement {self.num_agreements - 2}"
+        key, old = self.agreement, f"agreement {self._num_agreements - 2}"
         if self.stop_wanted:
             return bytes(self._store.compare_set(key, "", "stop"))
         if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
@@ -144,10 +135,9 @@ class Ranks:
             raise RuntimeError("the watchdog found a fault")
         return answer
 
-    @property
-    def agreement(self) -> str:
-        """The store's key for the current `agree`; its value becomes `go`, `stop` or `fault`."""
-        return f"agreement {self.num_agreements}"
+    def connect_to_store(self) -> Any:
+        """Return a connection to the ranks' key-value store that works while collectives hang."""
+        return dist.HashStore() if self._group is None else self._store.clone()
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks; raises CollectiveError after the timeout."""
@@ -167,21 +157,18 @@ class Ranks:
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums over the ranks, element by element, in float64."""
-        return self._reduce(numbers, dist.ReduceOp.SUM)
-
-    def max(self, number: float) -> float:
-        """Return the largest number of all ranks."""
-        return self._reduce([number], dist.ReduceOp.MAX)[0]
-
-    def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self._group is None:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
         self.bytes["numbers"] += tensor.nbytes
         with self._clock("wait"), self.waiting("wait"):
-            dist.all_reduce(tensor, op=operation, group=self._group)
+            dist.all_reduce(tensor, group=self._group)
         values: list[float] = tensor.tolist()
         return values
+
+    def max(self, number: float) -> float:
+        """Return the largest number of all ranks."""
+        return max(numbers[0] for numbers in self.all_gather_numbers([number]))
 
     def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the CPU tensors of all ranks, which have one shape, in order of ranks."""
@@ -195,11 +182,7 @@ class Ranks:
 
     def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Return the float64 numbers of all ranks, in order of ranks; their counts may differ."""
-        counts = self.all_gather_tensors(torch.tensor([len(values)]))
-        padded = torch.zeros(max(1, *map(int, counts)), dtype=torch.float64)
-        padded[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        gathered = self.all_gather_tensors(padded)
-        return [row[:count].tolist() for row, count in zip(gathered, counts, strict=True)]
+        return self.all_gather_objects([float(value) for value in values], "wait")
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
         """All-to-all: send each rank its message; returns one message from each rank, in order."""
@@ -217,10 +200,7 @@ class Ranks:
     def check_same_parameters(
         self, parameters: Iterable[tuple[str, torch.Tensor]], when: str
     ) -> str:
-        """Return the SHA-256 of named parameters, which must be equal on all ranks.
-
-        Raises RuntimeError with the ranks whose parameters differ from those of rank 0.
-        """
+        """Return the SHA-256 of named parameters; raises RuntimeError if it differs by rank."""
         digests = self.all_gather_objects(parameter_hash(parameters), f"parameters {when}")
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             why = f"ranks {different} differ from rank 0; the run stops here"
@@ -260,22 +240,10 @@ class Ranks:
     def _clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with record_function(name):  # names this time in the traces of --profile
+            with record_function(name):  # the name in the traces of --profile
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - start
-
-
-def connect_to_store(num_ranks: int) -> Any:
-    """Return a new connection to the ranks' key-value store; with one rank, a local store.
-
-    A connection works even if collectives hang, and while another connection waits.
-    """
-    return _default_store().clone() if num_ranks > 1 else dist.HashStore()
-
-
-def _default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # no public name (torch 2.13)
 
 
 def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -2,11 +2,10 @@
 
     python sentinel.py PID TICKS
 
-The watchdog's thread writes a byte to this process at least twice a second, unless the rank is
-stuck outside Python. The sentinel counts ticks of half a second without a byte; it counts no tick
-while the rank is suspended. After TICKS ticks the sentinel sends SIGABRT, and `faulthandler` prints
-the stacks of the rank. The sentinel exits when its standard input is closed. To stay small, it
-imports no module of the package.
+Twice a second, the watchdog's thread writes a byte to this process, unless the rank is stuck
+outside Python. After TICKS ticks of half a second without a byte, the sentinel sends SIGABRT; ticks
+of a suspended rank do not count. `faulthandler` then prints the stacks of the rank. The sentinel
+exits when its standard input is closed. To stay small, it imports no module of the package.
 """
 
 import os

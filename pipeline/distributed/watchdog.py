@@ -1,13 +1,10 @@
 """The watchdog: a thread on each rank that handles signals and names the rank at fault.
 
-Twice a second, each rank posts a heartbeat (its state) to the ranks' key-value store. A rank posts
-a fault if it fails or hangs, or if it finds that another rank failed, hangs or ended. The first
-fault is printed, and every rank ends with exit code 1. A rank stuck outside Python posts no
-heartbeats, so another rank names it; if all ranks are stuck outside Python, their sentinels end
-them. The time in which a run is suspended (SIGSTOP, a scheduler) does not count.
+Twice a second, each rank posts a heartbeat (its state) to the ranks' key-value store. A rank that
+fails, or finds a rank that hangs or has ended, posts a fault. The first fault is printed, and every
+rank ends with exit code 1. A rank stuck outside Python posts no heartbeats, so another rank names
+it; if all ranks are stuck outside Python, their sentinels end them.
 """
-
-from __future__ import annotations
 
 import faulthandler
 import json
@@ -28,16 +25,15 @@ from typing import Any, Self
 import psutil
 
 from pipeline.distributed import sentinel
-from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks, connect_to_store
+from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, UserError
 from pipeline.files.untrusted import printable
 
-TICK_S = 0.5
 # A second signal within this time is ignored: both the terminal and the launcher send SIGINT.
 SAME_SIGNAL_S = 2.0
 # A rank that lost its connection waits this long for the rank at fault to post its own fault.
 PATIENCE_S = 3.0
-# A pause of this thread longer than this, and than a tenth of the timeout, is a suspension.
+# If this thread pauses for longer (and for a tenth of the timeout), the run was suspended.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -60,7 +56,7 @@ class Heartbeat:
     host: str
     pid: int
     posted_at: float  # by the clock of the posting rank; differs between its heartbeats
-    phase: str  # with the current task
+    phase: str  # the phase and the current task as text
     waits_for: str  # the name of a collective; empty while the rank works
     idle_s: float  # from the last progress of the rank to this heartbeat
     left: bool  # the watchdog of the rank has ended normally
@@ -78,14 +74,13 @@ class Watchdog:
     """Handles signals and looks for faults inside its `with` block, in the main thread.
 
     `timeout_s` is the longest time without progress of a rank. Set `can_resume` when the run has a
-    checkpoint: a second signal then ends the rank with the exit code for a resume. `advice` is
-    printed after the message about a rank that hangs or has ended.
+    checkpoint. `advice` is printed after the message about a rank that hangs or has ended.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
         self.can_resume, self.advice = False, ""
-        self._store = connect_to_store(ranks.num_ranks)
+        self._store = ranks.connect_to_store()
         self._own: Heartbeat
         self._others: dict[int, Heartbeat] = {}
         self._fault: dict[str, Any] = {}  # the first fault of the run, once this rank has read it
@@ -116,10 +111,7 @@ class Watchdog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
-        """Report an exception of this rank; raises ToldElsewhere if another rank is at fault.
-
-        If several ranks fail, only the first raises its exception, with a note on phase and task.
-        """
+        """Add phase and task to the exception; raises ToldElsewhere if another rank is at fault."""
         try:
             if error is not None and not isinstance(error, Interrupted):
                 self._blame(error)
@@ -173,7 +165,7 @@ class Watchdog:
         while True:
             with suppress(OSError):  # the sentinel may have been killed
                 self._sentinel.stdin.write(b".")
-            ready, _, _ = select.select([self._signals], [], [], TICK_S)
+            ready, _, _ = select.select([self._signals], [], [], sentinel.TICK_S)
             received = self._signals.recv(64) if ready else b""
             if 0 in received:  # sent by `__exit__`
                 return
@@ -198,7 +190,7 @@ class Watchdog:
         with suppress(RuntimeError):  # `_watch` handles the end of the store
             self._exchange_heartbeats()
             self._look_for_ended_ranks()
-            # If a rank has ended, the launcher sends SIGTERM to the others: a fault, not a stop.
+            # The launcher also sends SIGTERM after a fault, if a rank has ended.
             if not is_first or self._fault:
                 return
             self._ranks.stop_wanted = True
@@ -220,7 +212,6 @@ class Watchdog:
             self._ranks.stop_wanted = True
 
     def _read(self, *keys: str) -> list[Any]:
-        """Return the values of these keys of the store; an empty list unless all have a value."""
         found = self._store.multi_get(keys) if self._store.check(keys) else []
         return [json.loads(text) for text in found]
 
@@ -245,7 +236,7 @@ class Watchdog:
         now = time.monotonic()
         gap_s, self._looked_at = now - self._looked_at, now
         if gap_s > max(SUSPENDED_S, self._timeout_s / 10):
-            # Other ranks may have been suspended, too, so the time of all ranks starts again.
+            # Other ranks may have been suspended, too, so the timeouts of all ranks start again.
             self._ranks.alive()
             for beat in self._others.values():
                 beat.seen_at = now
@@ -254,7 +245,7 @@ class Watchdog:
         is_late = self._own.idle_s > self._timeout_s
         if is_late and self._own.waits_for:
             self._name_missing_rank(is_deadlock=True)
-        limit_s = self._timeout_s + TICK_S
+        limit_s = self._timeout_s + sentinel.TICK_S
         late = [b for b in self._others.values() if not b.left and now - b.seen_at > limit_s]
         for beat in [*([self._own] if is_late else []), *late]:
             if not self._fault:
@@ -262,7 +253,6 @@ class Watchdog:
                 self._post_fault("hangs", beat, f"{beat} hangs in {beat.phase}: {text}")
 
     def _look_for_ended_ranks(self) -> None:
-        """Post a fault if a rank on this host has ended without its last heartbeat."""
         for beat in self._others.values():
             if beat.left or beat.host != self._own.host:
                 continue
@@ -274,10 +264,7 @@ class Watchdog:
                 self._post_fault("gone", beat, text)
 
     def _name_missing_rank(self, is_deadlock: bool) -> None:
-        """Post the fault of a rank that is missing in the collective of this rank.
-
-        The missing rank is silent or working. In a deadlock, it may wait in another collective.
-        """
+        """Post the fault of the rank for which the collective of this rank waits."""
         self._look_for_ended_ranks()
         now, beats = time.monotonic(), list(self._others.values())
         silent = [beat for beat in beats if now - beat.seen_at > PATIENCE_S]
@@ -295,7 +282,7 @@ class Watchdog:
         """After a fault, wake the main thread; end this rank if it hangs or does not end itself."""
         own = self._own
         hangs = self._fault["kind"] == "hangs" and self._fault["rank"] == self._ranks.rank
-        # Without the store, this rank cannot read a fault of its own that another rank has posted.
+        # Without the store, this rank cannot know that another rank has posted its fault.
         hangs |= not own.waits_for and own.idle_s > self._timeout_s
         if hangs:
             stack = "".join(traceback.format_stack(_main_frame()))
@@ -311,10 +298,7 @@ def _main_frame() -> Any:
 
 
 def _collective_of_torch() -> str:
-    """A name if the main thread runs code of torch that may wait for other ranks, else "".
-
-    During the warm start, ranks wait only in such code. A backward pass also runs such code.
-    """
+    """A name if the main thread runs code of torch that may wait for other ranks, else ""."""
     file = getattr(getattr(_main_frame(), "f_code", None), "co_filename", "")
     return "a collective of torch" if any(part in file for part in WHERE_TORCH_WAITS) else ""
 

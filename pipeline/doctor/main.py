@@ -2,25 +2,20 @@
 
 A `measure_...` function runs on one rank and returns plain values. Its `judge_...` function gets
 the values of all ranks, in order of ranks, and returns one Finding. Rank 0 prints a row of the
-table after each check. A rank that raises an exception prints the row of its check, and the doctor
-ends. If a check hangs, the watchdog names the rank, prints its stack and ends the process.
+table after each check. A rank that raises an exception prints the row itself.
 """
-
-from __future__ import annotations
 
 import os
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import NamedTemporaryFile
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +30,7 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
 
-DEADLINE_S = 30.0  # longest time of a check; a shorter `--timeout` replaces it
+TIMEOUT_S = 30.0  # longest time of a check, unless `--timeout` is shorter
 SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
 REDUCED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of the all-reduce that measures bandwidth
 SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # points of the fitted line, over all ranks
@@ -45,10 +40,10 @@ UNSUMMED = "TORCH_DISTRIBUTED_DEBUG=DETAIL; the ranks do not add their gradients
 INSTALL = "pip install -c constraints.txt -e . on every host"
 FOLDER = "another --output-dir; df -h and mount show what is there"
 Values = dict[str, Any]
+Connect = Callable[[Config], tuple[Accelerator, Ranks]]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check on all ranks."""
 
     status: Literal["ok", "broken", "note"]
@@ -56,8 +51,7 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One check: a measurement on each rank, and a function that judges all measurements."""
 
     name: str
@@ -74,10 +68,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _ranks_by_value(values: Sequence[Any]) -> dict[Any, list[int]]:
-    ranks = defaultdict(list)
-    for rank, value in enumerate(values):
-        ranks[value].append(rank)
-    return ranks
+    return {value: [rank for rank, v in enumerate(values) if v == value] for value in values}
 
 
 def measure_devices(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
@@ -120,7 +111,7 @@ def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Val
     device = accelerator.device
     own = torch.tensor([1.0, 2.0, 3.0], device=device) + ranks.rank / 2
     values: Values = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
-    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # counts of float32 numbers
+    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # sizes in float32 numbers
         reduce = partial(sum_over_ranks, torch.zeros(size, device=device))
         first = ranks.max(_seconds(reduce, device))
         count = max(1, min(most, int(2 / first)))  # about two seconds, and equal on all ranks
@@ -190,10 +181,7 @@ def judge_fit(values: list[Values]) -> Finding:
 
 
 def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, bool]:
-    """Return the folder of the runs, and whether this rank sees a file of rank 0 in it.
-
-    If the folder does not exist, its nearest existing parent is taken.
-    """
+    """Return the folder of the runs, and whether this rank sees a file of rank 0 in it."""
     wanted = (config.run.output_dir or Path("runs")).absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.exists())
     temporary = partial(NamedTemporaryFile, dir=folder, prefix=".doctor-")
@@ -225,23 +213,16 @@ CHECKS = (
 
 
 def main(
-    config: Config,
-    connect: Callable[[Config], tuple[Accelerator, Ranks]],
-    checks: Sequence[Check] = CHECKS,
-    deadline_s: float = DEADLINE_S,
+    config: Config, connect: Connect, checks: Sequence[Check] = CHECKS, timeout_s: float = TIMEOUT_S
 ) -> int:
-    """Run the checks together with the other ranks; returns 1 if anything is broken, else 0.
-
-    `connect` is `pipeline.train.connect`. Raises ToldElsewhere if another rank has reported a
-    fault.
-    """
-    timeout = min(deadline_s, config.run.timeout)
-    run = config.run.model_copy(update={"timeout": timeout})
+    """Run the checks together with the other ranks; returns 1 if anything is broken, else 0."""
+    timeout_s = min(timeout_s, config.run.timeout)
+    run = config.run.model_copy(update={"timeout": timeout_s})
     rank, begun = int(os.environ.get("RANK", "0")), time.perf_counter()
     reports, names = rank == 0, ["connection", *(check.name for check in checks)]
     findings: list[Finding] = []
     if reports:
-        print(f"doctor: recipe {config.recipe}; each check may take {timeout:g} s")
+        print(f"doctor: recipe {config.recipe}; each check may take {timeout_s:g} s")
         print(f"{'check':<12}{'status':<8}finding", flush=True)
     try:
         for finding in _findings(config.model_copy(update={"run": run}), connect, checks):
@@ -275,9 +256,7 @@ def _print_row(name: str, finding: Finding) -> None:
     print(f"{name:<12}{finding.status:<8}{finding.text}{remedy}", flush=True)
 
 
-def _findings(
-    config: Config, connect: Callable[..., Any], checks: Sequence[Check]
-) -> Iterator[Finding]:
+def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iterator[Finding]:
     """Yield a Finding about the connection, then one of each check; they are equal on all ranks."""
     begun = time.perf_counter()
     accelerator, ranks = connect(config)

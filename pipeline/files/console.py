@@ -1,7 +1,5 @@
 """Messages on standard error, and warnings about failures that do not end the run."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files that stay complete if the process is killed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -34,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 class LinesFile:
-    """A file that grows by lines; opening it keeps only the complete lines of `size` bytes."""
+    """A file for appending lines; it starts with the complete lines of its first `size` bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path

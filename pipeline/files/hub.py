@@ -1,7 +1,5 @@
 """Whether the Hugging Face hub can be reached."""
 
-from __future__ import annotations
-
 import socket
 from functools import cache
 from urllib.parse import urlparse

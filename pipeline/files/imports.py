@@ -1,7 +1,5 @@
 """Large imports without garbage collection."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

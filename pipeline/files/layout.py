@@ -1,7 +1,5 @@
 """Names of files in a run folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 RUN_SETTINGS = "config.yaml"

@@ -1,10 +1,7 @@
-"""Limits for files and JSON from untrusted sources, and text that is safe in a message.
+"""Bounded reading of files and JSON from untrusted sources, and text that is safe in a message.
 
-The sources are task files, demonstrations and a model's tool calls. The limits bound the time, the
-memory and the stack of reading. The module imports no torch.
+The untrusted sources are task files, demonstrations and a model's tool calls.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -84,10 +81,9 @@ def read_file(path: str | Path, most: int) -> bytes:
 
 
 def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers, which start at 1.
+    """Yield the lines of a file with their numbers from 1; only \\n ends a line.
 
-    Only \\n ends a line, because JSON strings may hold the other line separators of Unicode. Raises
-    UserError for a line of more than MAX_LINE_BYTES.
+    Raises UserError for a line of more than MAX_LINE_BYTES.
     """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         if len(line) > MAX_LINE_BYTES:
@@ -116,10 +112,7 @@ def printable(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """Return the text with *** in place of passwords and tokens.
-
-    Replaced are the `user:password` of an address, `hf_...`, and the value in `?token=...`.
-    """
+    """Return the text with *** in place of `user:password@`, `hf_...` and the X of `?token=X`."""
     return _TOKEN.sub("***", _USER_INFO.sub("***", text))
 
 
