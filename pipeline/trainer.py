@@ -35,7 +35,7 @@ from pipeline.evaluation.evaluate import (
 )
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.results import training_summary, write_results
-from pipeline.files.afterwards import may_fail
+from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.grpo.policy import Policy

@@ -1,27 +1,27 @@
-"""Atomic checkpoints, the state of a run in them, and the times at which a run saves them.
+"""Atomic checkpoints, the state of a run, and the steps at which a run saves a checkpoint.
 
-A checkpoint is a folder that `from_pretrained` loads (model, or LoRA adapters, and tokenizer), with
-`optimizer.pt`, `state.json` and `manifest.json`. The learning rate and the order of tasks are
-functions of the step and the settings, and each random draw has its own key, so no state of a
-scheduler, a data loader or a random generator is saved.
+A checkpoint is a folder with the model (or its LoRA adapters) and the tokenizer, for
+`from_pretrained`, and with `optimizer.pt`, `state.json` and `manifest.json`. No state of a
+scheduler or a random generator is needed: each random number has its own key.
 """
 
-from __future__ import annotations
-
+import errno
 import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from pipeline.checkpoints import manifest, run_folder
+from pipeline.checkpoints import manifest
 from pipeline.checkpoints.manifest import write_manifest
+from pipeline.checkpoints.run_folder import FORMAT
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.gradients import consolidated_state_dict
 from pipeline.distributed.ranks import Ranks
@@ -30,23 +30,21 @@ from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
 from pipeline.models.weights import has_adapters
 
-# The content of state.json: the joined `state_dict()` of all owners, and `format`, `config_hash`.
-# Files of earlier versions lack some names; these keep the defaults of their owners.
+# The content of state.json: the `state_dict()` of all owners, `format` and `config_hash`.
 SavedState = dict[str, Any]
 
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The position of a run and its results."""
+    """The progress of a run and its results."""
 
     stage: str = "start"
     step: int = 0  # optimizer steps done
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
     validations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
-    ended_early: dict[str, int] = field(default_factory=dict)  # steps of stages on a plateau
-    # Summaries of finished stages.
-    training: dict[str, dict[str, Any]] = field(default_factory=dict)
-    wall_s: float = 0.0  # up to the last save, over all processes before it
+    ended_early: dict[str, int] = field(default_factory=dict)  # number of steps by stage
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # summary by stage
+    wall_s: float = 0.0  # from the first start to the last save, without pauses
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +56,7 @@ class TrainState:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Steps and evaluations done."""
+        """The number of finished steps and the number of finished evaluations."""
         return self.step, len(self.evaluations)
 
     def evaluated(self, after: str) -> bool:
@@ -69,18 +67,12 @@ class TrainState:
 
 
 def save(
-    folder: Path,
-    name: str,
-    model: Any,
-    tokenizer: Any,
-    state: Mapping[str, Any],
-    optimizer_state: dict[str, Any] | None = None,
+    folder: Path, name: str, model: Any, tokenizer: Any, state: SavedState, moments: Any = None
 ) -> Path:
-    """Write `folder/name`, and its name to `latest`; of a model with LoRA, only the adapters.
+    """Write the checkpoint `folder/name`; of a model with LoRA, write only the adapters.
 
-    The files are written and synced in a hidden folder, which is then renamed, so an interrupted
-    or failing call changes no earlier checkpoint. Raises OSError if the disk is full, and removes
-    the unfinished checkpoint.
+    The files are written and synced in a hidden folder, which is then renamed, so a failing or
+    killed call changes no earlier checkpoint. `moments` is the state of the optimizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, writing = folder / name, folder / f"{manifest.WRITING}{name}"
@@ -88,16 +80,16 @@ def save(
     number = 1 + max(map(manifest.number_of, manifest.newest_first(folder)), default=0)
     config = json.dumps(state.get("config", {}), sort_keys=True).encode()
     config_hash = hashlib.sha256(config).hexdigest()
-    content = {"format": run_folder.FORMAT, **state, "config_hash": config_hash}
+    content = {"format": FORMAT, **state, "config_hash": config_hash}
     try:
         if has_adapters(model):
             lora.save(model, writing)
         else:
             model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
-        if optimizer_state is not None:
-            with (writing / "optimizer.pt").open("wb") as file:  # with a path, no OSError
-                torch.save(optimizer_state, file)
+        if moments is not None:
+            with (writing / "optimizer.pt").open("wb") as file:  # with a path: no OSError
+                torch.save(moments, file)
         (writing / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         write_manifest(writing, number)
         for path in (*writing.rglob("*"), writing):
@@ -105,7 +97,7 @@ def save(
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-    if final.exists():  # kept until the new one has its name
+    if final.exists():  # the old checkpoint stays until the new one is renamed
         previous = folder / f"{name}{manifest.PREVIOUS}"
         shutil.rmtree(previous, ignore_errors=True)
         final.rename(previous)
@@ -116,16 +108,16 @@ def save(
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer from a checkpoint; the checkpoint of a warm start holds none."""
+    """Restore the optimizer from a checkpoint, unless the checkpoint is that of a warm start."""
     if (file := path / "optimizer.pt").is_file():
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 class Checkpointer:
-    """Saves the model, the optimizer and the `state_dict()` of each of its `owners`.
+    """Saves the model, the optimizer and the `state_dict()` of each object in `owners`.
 
-    Every rank makes one and calls its methods at the same points; rank 0 writes. `lock` is the open
-    lock file of the run folder on rank 0. `resumed` is the checkpoint that the run continues from.
+    All ranks call its methods at the same points; only rank 0 writes. `lock` is the open lock file
+    of the run folder on rank 0. `resumed` is the checkpoint from which the run continues.
     """
 
     def __init__(
@@ -150,17 +142,17 @@ class Checkpointer:
 
     @property
     def wall_s(self) -> float:
-        """Seconds so far, including the processes before a resume."""
+        """The seconds of the run so far, including those before a resume."""
         return self._state.wall_s + time.perf_counter() - self._begun
 
     @property
     def is_current(self) -> bool:
-        """Whether the last checkpoint holds the current position of the run."""
+        """Whether no step and no evaluation was done after the last checkpoint."""
         return self._saved == self._state.position
 
     @property
     def is_due(self) -> bool:
-        """Every `save_steps` steps, and after `save_minutes` by the clock of rank 0."""
+        """Whether to save now: every `save_steps` steps, or `save_minutes` after the last save."""
         steps, minutes = self._settings.save_steps, self._settings.save_minutes
         due = steps > 0 and self._state.step % steps == 0
         if minutes is not None:
@@ -169,17 +161,37 @@ class Checkpointer:
         return due
 
     def check_folder(self) -> None:
-        run_folder.check_still_there(self.run_folder, self._lock)
+        """Raise MachineError if the run folder was removed or replaced."""
+        with suppress(FileNotFoundError):
+            current = os.stat(self.run_folder / ".lock")
+            if self._lock is None or os.path.samestat(current, os.fstat(self._lock.fileno())):
+                return
+        why = "was removed or replaced during the run, which ends; start again"
+        raise MachineError(f"output_dir: {self.run_folder} {why}")
 
     def machine_fault(self, error: BaseException) -> MachineError | None:
-        return run_folder.machine_fault(error, self.run_folder, self._lock)
+        """Return a MachineError if a lost folder or a full disk caused the exception, else None."""
+        try:
+            self.check_folder()
+        except MachineError as gone:
+            return gone
+        # safetensors and tokenizers give the error number of the system only in their messages.
+        messages = f"{error} {error.__cause__} {error.__context__}"
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
+                return MachineError(
+                    f"output_dir: the disk of {self.run_folder} is full ({os.strerror(number)}); "
+                    "the last whole checkpoint stands; free some space, then resume with "
+                    "--resume-from-checkpoint latest"
+                )
+        return None
 
     def remember(self, path: Path) -> None:
         """Sync this file to the disk before the next checkpoint."""
         self._unsynced.append(path)
 
     def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
-        """Compare parameters over the ranks; rank 0 writes, all wait. Returns the seconds."""
+        """Save a checkpoint; returns the seconds. Raises RuntimeError if ranks differ."""
         begun = time.perf_counter()
         self.check_folder()
         while self._unsynced:
@@ -192,27 +204,21 @@ class Checkpointer:
             manifest.prune(self.folder, self._settings.save_total_limit, path)
         self._ranks.barrier(f"checkpoint {name}")
         self._saved, self._saved_at = self._state.position, time.perf_counter()
-        seconds = self._saved_at - begun
-        self._warn_of_slow_save(seconds)
+        seconds, limit_s = self._saved_at - begun, float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
+        is_launched = self._ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
+        if is_launched and seconds > limit_s and not self._warned:
+            self._warned = True
+            why = f"took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
+            remedy = f"set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}"
+            print(f"warning: a checkpoint {why}; {remedy}", flush=True)
         return seconds
 
-    def write(self, name: str, model: Any, optimizer_state: dict[str, Any] | None = None) -> Path:
-        """On rank 0 only: write the checkpoint, with the `state_dict` of all `owners`."""
+    def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:
+        """Write a checkpoint with the `state_dict()` of all `owners`; only rank 0 calls it."""
         self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
-        state: dict[str, Any] = {}
+        state: SavedState = {}
         for owner in self.owners:
             part = owner.state_dict()
             assert not state.keys() & part.keys(), "two owners save the same name"
             state |= part
-        return save(self.folder, name, model, self._tokenizer, state, optimizer_state)
-
-    def _warn_of_slow_save(self, save_s: float) -> None:
-        """Warn once if a save takes longer than the launcher waits for the ranks after SIGTERM."""
-        limit_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
-        if "TORCHELASTIC_RUN_ID" not in os.environ or save_s <= limit_s or self._warned:
-            return
-        self._warned = True
-        if self._ranks.is_main:
-            why = f"took {save_s:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
-            remedy = f"set {SHUTDOWN_TIMEOUT}={2 * save_s:.0f}"
-            print(f"warning: a checkpoint {why}; {remedy}", flush=True)
+        return save(self.folder, name, model, self._tokenizer, state, moments)

@@ -1,10 +1,8 @@
-"""The checkpoints of a folder: their wholeness, their order, and their removal.
+"""The manifests of checkpoints; finding, ordering and removing the checkpoints of a folder.
 
-A checkpoint's `manifest.json` holds the size and the SHA-256 of each of its files, and its number
-in the run. It is written last, so a folder without one is not a checkpoint. Imports no torch.
+A manifest holds the number of the checkpoint in the run, and the size and SHA-256 of each file. A
+save writes the manifest last, so a folder without a manifest is no checkpoint.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -16,13 +14,13 @@ from typing import Any
 from pipeline.files.durable import sync
 
 MANIFEST = "manifest.json"
-# Prefixes of hidden folders: checkpoints that a resume does not continue, and unfinished saves.
-ASIDE, WRITING = ".aside-", ".writing-"
-PREVIOUS = ".previous"  # ends the name of a checkpoint that is being replaced
+ASIDE = ".aside-"  # prefix of a checkpoint that a resumed run does not use
+WRITING = ".writing-"  # prefix of an unfinished checkpoint
+PREVIOUS = ".previous"  # suffix of a checkpoint that a save replaces
 
 
 def write_manifest(folder: Path, number: int) -> None:
-    """Describe all files below `folder`; `number` counts the saves of a run."""
+    """Write the manifest of all files below `folder`; `number` counts the saves of the run."""
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.rglob("*"))
@@ -43,10 +41,9 @@ def _sha256(path: Path) -> str:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if every byte is as it was written.
+    """Return the first problem of a checkpoint; None if every byte is as it was written.
 
-    Libraries load any file in a folder, so a file must be in the manifest, unless it is hidden or a
-    note (*.md). Links may lead outside, so they are refused.
+    A link, or a file that the manifest lacks, is a problem, because libraries might load it.
     """
     if (manifest := read_manifest(folder)) is None:
         exists = (folder / MANIFEST).is_file()
@@ -69,7 +66,7 @@ def problem(folder: Path) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint; None if it is missing or damaged."""
+    """Return the manifest of a checkpoint; None if the manifest is missing or damaged."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         digest = manifest.pop("sha256")
@@ -79,22 +76,19 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def number_of(folder: Path) -> int:
-    """The number of a checkpoint in its run; -1 if its manifest cannot be read."""
+    """Return the number of a checkpoint in its run; -1 if its manifest cannot be read."""
     manifest = read_manifest(folder)
     return -1 if manifest is None else int(manifest["number"])
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, damaged ones included; first those without a number."""
+    """Return the checkpoints in a folder by falling number, after those without a number."""
     numbers = {path: number_of(path) for path in folder.glob("[!.]*") if path.is_dir()}
     return sorted(numbers, key=lambda p: (numbers[p] < 0, numbers[p], p.name), reverse=True)
 
 
 def put_aside(folder: Path, kept: Path | None) -> None:
-    """Hide the checkpoints after `kept` (None: all) and the ones without a number.
-
-    They stay on disk until the run has written its next checkpoint.
-    """
+    """Hide the checkpoints after `kept` (None: all) until `prune` removes them."""
     last = -1 if kept is None else number_of(kept)
     for path in newest_first(folder):
         if not 0 <= number_of(path) <= last:
@@ -106,10 +100,9 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove useless checkpoints after `latest` was written.
+    """Remove the hidden, unfinished and replaced checkpoints, after `latest` was written.
 
-    These are hidden and replaced ones, unfinished saves, and all but the `limit` newest ones inside
-    stages. Checkpoints at the ends of stages are kept.
+    Of the checkpoints inside stages, named `step-...`, only the newest `limit` stay.
     """
     useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):

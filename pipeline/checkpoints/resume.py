@@ -1,7 +1,5 @@
 """The start of a run: its folder, its state and its weights, fresh or from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from pipeline.models.loading import load_folder, load_model
 
 
 def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
-    """The run folder, which rank 0 opens for all, and the checkpoint to continue from.
+    """Open the run folder on rank 0; returns Opened (on rank 0), folder and checkpoint.
 
-    If rank 0 refuses, every rank raises the UserError, so that no rank waits for it.
+    The checkpoint is the one to continue from, or None. Every rank raises a UserError of rank 0.
     """
     opened: Opened | None = None
     result: Any = None
@@ -39,7 +37,7 @@ def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Pa
 
 
 def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
-    """The state and the model of the checkpoint to resume from, or no state and a fresh model."""
+    """Return the state and the model of the checkpoint `path`; {} and a new model for None."""
     if path is None:
         return {}, load_model(config.model, tokenizer, config.run.seed)
     state, is_adapter = read_state(path), lora.is_adapter(path)
@@ -55,7 +53,7 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
 def base_of_adapters(
     model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
 ) -> str:
-    """The folder or hub id of the base model of the adapters; it is written if it has none."""
+    """Return the folder or hub id of the adapters' base model; save the model if it has neither."""
     folder, name = checkpointer.folder, settings.model
     if (folder / "warm-start").is_dir():
         return str(_whole(folder / "warm-start").resolve())
@@ -70,7 +68,7 @@ def base_of_adapters(
 def folder_of_reference(
     folder: Path, state: TrainState, stages: Sequence[Stage], sync_ref_model: bool
 ) -> Path | None:
-    """The checkpoint with the weights of the reference; None for the original model."""
+    """Return the checkpoint with the reference's weights; None means the original model."""
     finished = [stage for stage in stages if state.evaluated(stage.name)]
     if sync_ref_model and finished:
         return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
@@ -78,7 +76,7 @@ def folder_of_reference(
 
 
 def _whole(path: Path) -> Path:
-    """A checkpoint that the resumed one depends on; UserError if it is damaged."""
+    """Return the path of a needed checkpoint; raises UserError if the checkpoint is damaged."""
     if why := problem(path):
         needed = f"{path.name}, which the run needs, is damaged ({why})"
         raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")
@@ -87,11 +85,11 @@ def _whole(path: Path) -> Path:
 
 @torch.no_grad()
 def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
-    """Give the model, or its adapters, the weights of a checkpoint; None: the original weights."""
+    """Load the weights (with LoRA, the adapters) of a checkpoint; None means the original ones."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
-        return  # fresh adapters change nothing
+        return  # new adapters do not change the output of the model
     if folder is None:
         loaded = load_model(config.model, tokenizer, config.run.seed)
     else:

@@ -1,48 +1,41 @@
-"""The folder of a run: one process writes to it, and a resumed run continues in it."""
+"""The folder of a run: choosing, checking and locking it, and finding the checkpoint to resume."""
 
-from __future__ import annotations
-
-import errno
 import fcntl
 import json
 import os
 import shutil
 import time
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from pipeline.checkpoints.manifest import newest_first, problem, put_aside
 from pipeline.config import former
 from pipeline.config.recipe import SETTINGS, dump
 from pipeline.config.settings import Config
-from pipeline.errors import MachineError, UserError
+from pipeline.errors import UserError
 from pipeline.files.durable import write_text
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 
-# Settings that a resume may change, because no computed number depends on them.
+# Settings that a resumed run may change, because no result depends on them.
 HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"}
 HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference"}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
 HARMLESS -= {"seed", "deterministic"}
-# The format of state.json. A new number is needed only if older code would misread newer files;
-# missing fields have defaults.
+# The format of state.json. It gets a new number only if older code would misread newer files.
 FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opened:
+class Opened(NamedTuple):
     """A run folder that this process has locked, and the checkpoint to continue from."""
 
     folder: Path
-    checkpoint: Path | None  # None for a fresh start
+    checkpoint: Path | None  # None for a new run
     notes: list[str]  # lines for the user
-    lock: IO[str]  # closing this file ends the lock
+    lock: IO[str]  # the open lock file; closing it unlocks the folder
 
 
 def folder_of(config: Config) -> Path:
-    """`output_dir`, the folder of the checkpoint to resume from, or runs/<recipe>-<time>."""
+    """Return `output_dir`, or the run folder of the checkpoint to resume, or runs/RECIPE-TIME."""
     if config.run.output_dir is not None:
         return config.run.output_dir
     name = config.run.resume_from_checkpoint
@@ -51,7 +44,7 @@ def folder_of(config: Config) -> Path:
     if name == "latest":
         raise UserError("resume_from_checkpoint: needs the run's folder; give --output-dir as well")
     begun_s: float | None = None
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that torchrun restarts must find the folder
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that torchrun restarts need the same name
         import psutil
 
         begun_s = psutil.Process(os.getppid()).create_time()
@@ -60,7 +53,7 @@ def folder_of(config: Config) -> Path:
 
 
 def restarted(config: Config) -> Config:
-    """The settings with `auto` resume where torchrun has restarted the ranks (`--max_restarts`)."""
+    """Return the settings; set `resume_from_checkpoint` to auto after a restart by torchrun."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not is_restart or config.run.resume_from_checkpoint is not None:
         return config
@@ -69,9 +62,9 @@ def restarted(config: Config) -> Config:
 
 
 def check_folder(config: Config) -> None:
-    """Refuse a folder that cannot be used, holds another run, or has no checkpoint to resume.
+    """Raise UserError if the run folder cannot be used, holds another run, or has no checkpoint.
 
-    It checks only names, so a mistake is reported before anything is loaded.
+    Only the existence of paths is checked, so that a mistake is reported before large imports.
     """
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -86,7 +79,7 @@ def check_folder(config: Config) -> None:
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:
-    """The checkpoints that `name` may stand for, newest first; UserError if there is none."""
+    """Return the checkpoints that `name` can mean, newest first; UserError if there is none."""
     checkpoints = newest_first(folder / "checkpoints")
     if name == "auto" or (name == "latest" and checkpoints):
         return checkpoints
@@ -104,9 +97,9 @@ def _candidates(folder: Path, name: str) -> list[Path]:
 
 
 def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
-    """The newest undamaged checkpoint that `name` may stand for, and notes on damaged ones.
+    """Return the newest undamaged checkpoint that `name` can mean, and warnings about damaged ones.
 
-    `auto` gives None if there is none, other names raise UserError.
+    If all are damaged, `auto` returns None; for other names, UserError is raised.
     """
     notes: list[str] = []
     for path in _candidates(folder, name):
@@ -123,9 +116,9 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json, with settings of earlier versions translated.
+    """Return the content of state.json, with the settings of earlier versions renamed.
 
-    Raises UserError if its format is newer than FORMAT.
+    Raises UserError if the format is newer than FORMAT.
     """
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if (number := state.get("format", 1)) > FORMAT:
@@ -138,9 +131,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def open_folder(config: Config) -> Opened:
-    """On rank 0: make or reopen the folder and lock it; `begin` writes into it.
+    """Make and lock the run folder, and find the checkpoint to resume; only rank 0 calls it.
 
-    Raises UserError if the folder or the settings do not fit.
+    Raises UserError if the folder cannot be used or if the settings differ from the checkpoint's.
     """
     check_folder(config)
     folder, name = folder_of(config), config.run.resume_from_checkpoint
@@ -148,11 +141,10 @@ def open_folder(config: Config) -> Opened:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a", encoding="utf-8")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        why = "is in use by a run that is still alive; end it first, or"
-        raise UserError(f"output_dir: {folder} {why} name another folder") from None
     except OSError as error:
         why = f"cannot be written to ({error.strerror or error});"
+        if isinstance(error, BlockingIOError):
+            why = "is in use by a run that is still alive; end it first, or"
         raise UserError(f"output_dir: {folder} {why} name another folder") from None
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
     if checkpoint is not None:
@@ -161,9 +153,9 @@ def open_folder(config: Config) -> Opened:
 
 
 def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> None:
-    """Write the settings; hide later checkpoints, and remove transcripts of later steps.
+    """Write the settings, hide later checkpoints and remove later transcripts.
 
-    `evaluated` names the evaluations of the checkpoint. Call it after the last check.
+    `evaluated` holds the names of the evaluations in the checkpoint.
     """
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)
@@ -180,9 +172,9 @@ def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> Non
 
 
 def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
-    """Refuse settings that differ from the checkpoint's and are not harmless.
+    """Raise UserError if settings outside HARMLESS differ from `old`, the checkpoint's settings.
 
-    With `override`, returns a note on them instead.
+    With `override`, return a line about these settings instead.
     """
     new, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
     changes = []
@@ -199,31 +191,3 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
         f"resume_from_checkpoint: {name} was made with other settings ({', '.join(changes)}); "
         "resume with its settings, or add --override"
     )
-
-
-def check_still_there(folder: Path, lock: IO[str] | None) -> None:
-    """MachineError if the folder was removed or replaced; rank 0 passes its open lock file."""
-    with suppress(FileNotFoundError):
-        current = os.stat(folder / ".lock")
-        if lock is None or os.path.samestat(current, os.fstat(lock.fileno())):
-            return
-    why = "was removed or replaced during the run, which ends; start again"
-    raise MachineError(f"output_dir: {folder} {why}")
-
-
-def machine_fault(error: BaseException, folder: Path, lock: IO[str] | None) -> MachineError | None:
-    """The fault of the machine that caused `error`: a missing folder, a full disk; None if neither.
-
-    safetensors and tokenizers give the system's error number only in their messages.
-    """
-    try:
-        check_still_there(folder, lock)
-    except MachineError as gone:
-        return gone
-    messages = f"{error} {error.__cause__} {error.__context__}"
-    for number in (errno.ENOSPC, errno.EDQUOT):
-        if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
-            why = f"the disk of {folder} is full ({os.strerror(number)})"
-            remedy = "free some space, then resume with --resume-from-checkpoint latest"
-            return MachineError(f"output_dir: {why}; the last whole checkpoint stands; {remedy}")
-    return None

@@ -1,9 +1,7 @@
-"""Transcripts: the episodes of a step or an evaluation, one gzipped JSON line each.
+"""Transcripts: gzip files with one JSON line for each episode of a step or an evaluation.
 
-People read them; a resumed run reads the records of its stage from them.
+The page reader shows transcripts. A resumed run reads the records of its stage from them.
 """
-
-from __future__ import annotations
 
 import gzip
 import json
@@ -24,16 +22,16 @@ def save_transcripts(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float] | None = None,
 ) -> Path:
-    """Write one rank's episodes of a step; returns the file.
+    """Write the episodes of a step on one rank; returns the path of the file.
 
-    `ids` and `logprobs` hold a list of sampled tokens for each assistant message.
+    In a line, `ids` and `logprobs` hold one list for each assistant message.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.rank-{rank}.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
         for i, trajectory in enumerate(trajectories):
             turns = trajectory.sampled_turns()
-            row = {
+            line = {
                 **trajectory.record().as_dict(),
                 "error": trajectory.error,
                 "messages": trajectory.messages,
@@ -43,24 +41,20 @@ def save_transcripts(
                 "ids": [ids for ids, _ in turns],
                 "logprobs": [[round(number, 3) for number in numbers] for _, numbers in turns],
             }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return path
 
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
-    """One rank's share of the records of all ranks in a folder of transcripts.
-
-    Files of an earlier version may lack some fields. Raises UserError if a file is damaged.
-    """
+    """Read this rank's part of the records in a folder; raises UserError if a file is damaged."""
     names, records = {field.name for field in fields(RunRecord)}, []
     for path in sorted(folder.glob("step-*.jsonl.gz")):
         if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks != rank:
             continue
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
-                for line in file:
-                    row = json.loads(line)
-                    records.append(RunRecord(**{name: row[name] for name in names & row.keys()}))
+                for line in map(json.loads, file):
+                    records.append(RunRecord(**{name: line[name] for name in names & line.keys()}))
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
             raise UserError(
                 f"resume_from_checkpoint: {path} cannot be read as transcripts "

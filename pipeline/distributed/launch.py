@@ -1,11 +1,8 @@
-"""The start of ranks: `--num-gpus N` runs N connected ranks, or an error of one line says why not.
+"""The start of a run's ranks: `--num-gpus N` runs N connected ranks on all machines together.
 
-N is the number of ranks over all machines. `accelerate launch` or `torchrun` starts them; a single
-process with a larger N starts them itself, with Accelerate's launcher. Without a GPU, or with
-ACCELERATE_USE_CPU=true, ranks run on CPU over gloo.
+`accelerate launch` or `torchrun` may start the ranks. A single process starts N ranks itself, with
+Accelerate's launcher. Without a GPU, or with ACCELERATE_USE_CPU=true, the ranks run on CPU.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -22,29 +19,29 @@ RUN = Path(__file__).resolve().parents[1] / "run.py"
 RANKS_CONFIG = RUN.parent.parent / "accelerate_configs" / "multi_gpu.yaml"
 COMMAND = "python pipeline/run.py --num-gpus"
 
-# Variables in which a launcher gives a process its rank; a process that starts ranks drops them.
-# Accelerate sets KMP_AFFINITY for one process; it would bind every rank to the same cores.
-PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
-PLACE |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY"}
+# Environment variables that a launcher sets for one rank; `start_ranks` removes them. KMP_AFFINITY
+# is among them, because Accelerate's value would bind every rank to the same cores.
+OF_ONE_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
+OF_ONE_RANK |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+OF_ONE_RANK |= {"KMP_AFFINITY"}
 SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-SHUTDOWN_TIMEOUT_S = 20  # from SIGTERM to SIGKILL; schedulers commonly grant 30 s in all
+SHUTDOWN_TIMEOUT_S = 20  # from SIGTERM to SIGKILL; many schedulers send SIGKILL after 30 s
 
 
 class World(NamedTuple):
-    """The ranks of a run, and this process among them."""
+    """The number of ranks of a run, and the rank of this process."""
 
     num_ranks: int
     rank: int
     device_type: Literal["cpu", "cuda"]
-    num_launched: int  # processes that run already: 1 or num_ranks
+    num_launched: int  # number of processes that a launcher has started: 1 or num_ranks
 
 
 def resolve(num_gpus: int | None) -> World:
-    """The world of `num_gpus` (None: the number of launched ranks) and the launcher's variables.
+    """Return the World for `num_gpus` ranks; None means the number of launched ranks.
 
-    Raises UserError if the two disagree, if GPUs are missing, or if the launched processes have no
-    address to connect to.
+    Raises UserError if the launcher started another number of ranks, or if GPUs are missing.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -75,10 +72,7 @@ def visible_gpus() -> int:
 
 
 def use_device(world: World) -> None:
-    """Make Accelerate use the world's device in this process; on CPU, rank 0 prints a line.
-
-    Call it before the first `Accelerator`; otherwise ranks on CPU do not connect.
-    """
+    """Make Accelerate use the device type of `world`, before the first `Accelerator` is made."""
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         if world.rank == 0:
@@ -87,11 +81,10 @@ def use_device(world: World) -> None:
 
 
 def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
-    """Run this command line on `world.num_ranks` new ranks and return their exit code.
+    """Run the command line on `world.num_ranks` new ranks; returns the exit code of the run.
 
-    `entry` is the script that they run, `pipeline/run.py` by default. Changes this process's
-    environment and signal handlers for good. Signals are passed to the ranks, and no rank outlives
-    the call.
+    Every rank runs the script `entry` (default: `pipeline/run.py`). The environment variables and
+    the signal handlers of this process change permanently. All ranks end before the return.
     """
     with importing():
         import psutil
@@ -103,18 +96,22 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         _set_environment(world, log_dir)
         arguments = ["--config_file", str(RANKS_CONFIG), "--num_processes", str(world.num_ranks)]
         arguments += ["--log_dir", log_dir, str(entry or RUN), *argv]
-        logging.disable(logging.ERROR)  # the launcher repeats the errors of the ranks
+        logging.disable(logging.ERROR)  # the launcher logs the errors of the ranks again
         try:
             launch_command(launch_command_parser().parse_args(arguments))
         except ChildFailedError as error:
             return _exit_code(*error.get_first_failure())
         except SignalException:
-            for stop in STOPS:  # a second Ctrl-C must not interrupt the end of the ranks
+            for stop in STOPS:  # a second Ctrl-C must not interrupt the code below
                 signal.signal(stop, signal.SIG_IGN)
-            return _code_of_rank_0(log_dir)
+            file = Path(log_dir, "rank-0")  # `run.leave` has written the exit code of rank 0
+            code = file.read_text(encoding="utf-8") if file.is_file() else ""
+            if not code:
+                print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
+            return int(code or 1)
         finally:
             logging.disable(logging.NOTSET)
-            # The launcher loses ranks if a signal comes while it starts them.
+            # A launcher that gets a signal while it starts ranks does not end all ranks.
             for child in psutil.Process().children():
                 child.kill()
                 child.wait()
@@ -122,13 +119,12 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
 
 
 def _num_launched() -> int:
-    """How many ranks a launcher started, this process among them; 1 without a launcher."""
-    for name in SIZES_OF_MPI if "WORLD_SIZE" not in os.environ else ():
-        if (size := _integer(name, 1)) > 1:
-            raise UserError(
-                f"MPI started {size} processes, which is not supported; "
-                f"start the ranks with: {COMMAND} {size}"
-            )
+    size = max(_integer(name, 1) for name in SIZES_OF_MPI)
+    if size > 1 and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"MPI started {size} processes, which is not supported; "
+            f"start the ranks with: {COMMAND} {size}"
+        )
     size = _integer("WORLD_SIZE", 1)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
@@ -141,10 +137,7 @@ def _num_launched() -> int:
 
 
 def _refuse_lost_processes(num_gpus: int | None) -> None:
-    """UserError if `accelerate launch --cpu` or MULTI_CPU started only one of several processes.
-
-    In this case Accelerate sets the address of the ranks, but not their number.
-    """
+    """Raise UserError if `accelerate launch --cpu` started one process instead of several."""
     by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     starts_ranks = num_gpus is not None and address in ("127.0.0.1", "localhost")
@@ -164,43 +157,31 @@ def _integer(name: str, default: int) -> int:
         raise UserError(f"{name}: got {text!r} in the environment; unset it") from None
 
 
-def _set_environment(world: World, notes: str) -> None:
+def _set_environment(world: World, log_dir: str) -> None:
     environ = os.environ
     for name in list(environ):
-        if name in PLACE or name.startswith("TORCHELASTIC_"):
+        if name in OF_ONE_RANK or name.startswith("TORCHELASTIC_"):
             del environ[name]
-    environ[STARTED_BY_US] = notes
+    environ[STARTED_BY_US] = log_dir
     environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
-    # By default the launcher also handles the signals that `nohup` and `&` ignore.
-    heeded = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
-    environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(heeded))
+    # A signal that `nohup` or the shell's `&` ignores must stay ignored in the launcher.
+    handled = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
+    environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))
     if world.device_type == "cpu":
         environ["ACCELERATE_USE_CPU"] = "true"
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world.num_ranks)))
-        # Ranks share the cores: a waiting thread that spins takes a core from another rank.
+        has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // world.num_ranks)))
+        # The ranks share the cores, so a waiting thread must not keep a core busy.
         environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _num_cores() -> int:
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-
-
 def end_with_the_launcher() -> None:
-    """Let the kernel kill this rank when its launcher is killed (on Linux)."""
+    """Make the kernel kill this rank when its launcher is killed (Linux only)."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _code_of_rank_0(notes: str) -> int:
-    """The exit code that rank 0 wrote after a signal; 1 if rank 0 was ended before it wrote one."""
-    note = Path(notes) / "rank-0"
-    text = note.read_text(encoding="utf-8") if note.is_file() else ""
-    if not text:
-        print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
-    return int(text or 1)
 
 
 def _exit_code(rank: int, failure: Any) -> int:

@@ -1,13 +1,10 @@
-"""Every collective of the project; elsewhere the code reads as one process.
+"""The collectives of a run, except the all-reduce of gradients.
 
-Objects, barriers and small numbers travel over a control group on gloo, never NCCL: its deadlines
-are real and it takes no GPU memory. With one rank every call is local.
+They use a gloo process group, never NCCL: gloo keeps its timeouts and takes no GPU memory. With one
+rank, every collective is local.
 """
 
-from __future__ import annotations
-
 import hashlib
-import json
 import os
 import pickle
 import time
@@ -26,15 +23,15 @@ FOREVER = timedelta(days=30)
 
 
 class Interrupted(BaseException):
-    """The run was told to stop; raised on every rank, at the same place."""
+    """A signal asked the run to stop; every rank raises it at the same point of the run."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed or its deadline passed, so another rank is gone, late or elsewhere."""
+    """A collective failed or timed out, so another rank has ended, is late or waits elsewhere."""
 
 
 class Phase(NamedTuple):
-    """What a rank is doing: `sample`, `update`, `evaluate`, ..., and in which stage and step."""
+    """The current work of a rank (`sample`, `update`, `evaluate`, ...), with its stage and step."""
 
     name: str
     stage: str = ""
@@ -48,9 +45,9 @@ class Phase(NamedTuple):
 def meet_again(timeout_s: float, device_type: str) -> None:
     """Make the process group of ranks that a launcher has restarted (`--max_restarts`).
 
-    With static rendezvous, Accelerate's default, the launcher keeps one store over all restarts
-    (torch 2.13), and the store still holds the addresses of the ended ranks. So each attempt gets
-    its own prefix. Accelerate uses an existing process group.
+    With static rendezvous, Accelerate's default, the launcher keeps one key-value store over all
+    restarts (torch 2.13), and the store still holds the addresses of the ended ranks. So each
+    restart gets its own prefix of keys. Accelerate then uses this process group.
     """
     environ, timeout = os.environ, timedelta(seconds=timeout_s)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -67,11 +64,7 @@ def meet_again(timeout_s: float, device_type: str) -> None:
 
 
 class Ranks:
-    """The ranks of a run, and the collectives between them.
-
-    The watchdog reads plain attributes: the phase, the current task, the time of the last sign of
-    progress, and the collective for which this rank waits.
-    """
+    """The collectives between the ranks of a run, and the progress of this rank."""
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks, self.is_main = rank, num_ranks, rank == 0
@@ -79,37 +72,34 @@ class Ranks:
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._store = _store()
-        self.num_agreements = 0
-        self.stop_wanted = False  # set from outside: the next agreement is to stop
+            self._store: Any = dist.distributed_c10d._get_default_store()  # no public name
+        self._num_agreements, self.agreement = 0, "agreement 0"  # the key of `agree` in the store
+        self.stop_wanted = False  # the watchdog sets it; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
         self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
-        self.bytes: dict[str, int] = defaultdict(int)  # that this rank gave to others, by kind
+        self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
-    def leave_deadlines_to_watchdog(self) -> None:
-        """Remove the deadlines of collectives, because a watchdog ends ranks that wait in vain.
-
-        These deadlines also count the time in which a run is suspended (SIGSTOP, a scheduler).
-        """
+    def remove_timeouts(self) -> None:
+        """Remove the timeouts of collectives, because they also count the time of a suspension."""
         self._timeout = FOREVER
         if self._group is not None:
-            for group in (self._group, None):  # None is the group of Accelerate
+            for group in (self._group, None):  # None is the default process group
                 dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # no public name (torch 2.13)
 
     def shard(self, count: int) -> range:
-        """The indices of this rank's groups: every num_ranks-th one spreads the domains evenly."""
+        """Return the indices of this rank's groups, among `count` groups of all ranks."""
         return range(self.rank, count, self.num_ranks)
 
     def alive(self) -> None:
-        """Note a sign of progress for the watchdog."""
+        """Record the time of this rank's last progress, for the watchdog."""
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
-        """Note a sign of progress and the current task, in work that ends with an `agree`.
+        """Record progress and the current task; between tasks, raise Interrupted if asked to stop.
 
-        Between tasks it raises Interrupted if the run must stop; on other ranks, `agree` does.
+        `agree` must follow on all ranks; it raises Interrupted on the ranks that went on.
         """
         self.task = task
         self.alive()
@@ -117,11 +107,12 @@ class Ranks:
             self.agree("stop")
 
     def agree(self, name: str) -> None:
-        """Wait for all ranks; raises Interrupted on all of them if one must stop.
+        """Wait for all ranks; raises Interrupted on every rank if a signal asked one to stop.
 
-        The store holds the answer, so a rank can stop the others before they arrive here.
+        A rank that stops ends the wait of all ranks at once.
         """
-        self.num_agreements += 1
+        self._num_agreements += 1
+        self.agreement = f"agreement {self._num_agreements}"
         self.alive()
         if self._group is None:
             answer = b"stop" if self.stop_wanted else b"go"
@@ -132,31 +123,30 @@ class Ranks:
             raise Interrupted
 
     def _agreed(self) -> bytes:
-        key, old = self.agreement, f"agreement {self.num_agreements - 2}"
+        key, old = self.agreement, f"agreement {self._num_agreements - 2}"
         if self.stop_wanted:
             return bytes(self._store.compare_set(key, "", "stop"))
         if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
-            for used in (old, f"{old}, ranks"):  # every rank has read it
+            for used in (old, f"{old}, ranks"):  # every rank has read these keys
                 self._store.delete_key(used)
             return bytes(self._store.compare_set(key, "", "go"))
         self._store.wait([key], self._timeout)
         if (answer := bytes(self._store.get(key))) == b"fault":
-            raise RuntimeError("a fault was noted")
+            raise RuntimeError("the watchdog found a fault")
         return answer
 
-    @property
-    def agreement(self) -> str:
-        """The key of the ranks' current agreement at the store: `go`, `stop` or `fault`."""
-        return f"agreement {self.num_agreements}"
+    def connect_to_store(self) -> Any:
+        """Return a connection to the ranks' key-value store that works while collectives hang."""
+        return dist.HashStore() if self._group is None else self._store.clone()
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks; raises CollectiveError when the deadline passes."""
+        """Wait for all ranks; raises CollectiveError after the timeout."""
         if self._group is not None:
             with self._clock("wait"), self.waiting(name):
                 dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
 
     def all_gather_objects(self, item: Item, name: str) -> list[Item]:
-        """Every rank's item, in order of ranks, on every rank."""
+        """Return the items of all ranks, in order of ranks, on every rank."""
         if self._group is None:
             return [item]
         self.bytes["objects"] += len(pickle.dumps(item))
@@ -166,25 +156,22 @@ class Ranks:
         return gathered
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over the ranks, element by element, in float64."""
-        return self._reduce(numbers, dist.ReduceOp.SUM)
-
-    def max(self, number: float) -> float:
-        """The largest over the ranks."""
-        return self._reduce([number], dist.ReduceOp.MAX)[0]
-
-    def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        """Return the sums over the ranks, element by element, in float64."""
         if self._group is None:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
         self.bytes["numbers"] += tensor.nbytes
         with self._clock("wait"), self.waiting("wait"):
-            dist.all_reduce(tensor, op=operation, group=self._group)
+            dist.all_reduce(tensor, group=self._group)
         values: list[float] = tensor.tolist()
         return values
 
+    def max(self, number: float) -> float:
+        """Return the largest number of all ranks."""
+        return max(numbers[0] for numbers in self.all_gather_numbers([number]))
+
     def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor (on CPU, of the same shape), in order of ranks, on every rank."""
+        """Return the CPU tensors of all ranks, which have one shape, in order of ranks."""
         if self._group is None:
             return [tensor]
         self.bytes["tensors"] += tensor.nbytes
@@ -194,15 +181,11 @@ class Ranks:
         return gathered
 
     def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers (float64, of any count), in order of ranks, on every rank."""
-        counts = self.all_gather_tensors(torch.tensor([len(values)]))
-        padded = torch.zeros(max(1, *map(int, counts)), dtype=torch.float64)
-        padded[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        gathered = self.all_gather_tensors(padded)
-        return [row[:count].tolist() for row, count in zip(gathered, counts, strict=True)]
+        """Return the float64 numbers of all ranks, in order of ranks; their counts may differ."""
+        return self.all_gather_objects([float(value) for value in values], "wait")
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Send each rank its message, in order of ranks; returns the messages to this rank."""
+        """All-to-all: send each rank its message; returns one message from each rank, in order."""
         if self._group is None:
             return list(messages)
         sizes = [len(message) for message in messages]
@@ -217,10 +200,7 @@ class Ranks:
     def check_same_parameters(
         self, parameters: Iterable[tuple[str, torch.Tensor]], when: str
     ) -> str:
-        """The SHA-256 of named parameters, if all ranks have the same.
-
-        Raises RuntimeError naming the ranks whose parameters differ from rank 0's.
-        """
+        """Return the SHA-256 of named parameters; raises RuntimeError if it differs by rank."""
         digests = self.all_gather_objects(parameter_hash(parameters), f"parameters {when}")
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             why = f"ranks {different} differ from rank 0; the run stops here"
@@ -229,7 +209,7 @@ class Ranks:
 
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
-        """Around a part of the loop: errors name it, and `seconds` count it, without waits."""
+        """A phase of the run: messages name it, and `seconds` holds its time without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
         self.task = ""
         self.alive()
@@ -238,13 +218,13 @@ class Ranks:
         with self._clock(name):
             yield
         self.seconds[name] -= self.seconds["wait"] - waited
-        # After an error, the inner phase stays; between phases, the last phase stays as "after".
+        # An exception skips this line: `current` then names the phase that failed.
         inside = outer.name != "start" and not outer.name.startswith("after ")
         self.current = outer if inside else Phase(f"after {name}", stage, step)
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Around a wait for other ranks; its failures are raised as CollectiveError."""
+        """A wait for other ranks; a RuntimeError in it is raised as CollectiveError."""
         self.waits_for = name
         self.alive()
         try:
@@ -260,50 +240,14 @@ class Ranks:
     def _clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with record_function(name):  # a range in the traces of --profile
+            with record_function(name):  # the name in the traces of --profile
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - start
 
 
-class Board:
-    """Notes in the store that any rank can read, also if collectives fail or hang.
-
-    A board has its own connection to the store, so no other wait delays it. With one rank the
-    notes stay in this process.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        store: Any = _store() if num_ranks > 1 else dist.HashStore()
-        self._store = store.clone()
-
-    def post(self, name: str, item: Any) -> None:
-        """Post an item of JSON's types; it replaces the last one of this name."""
-        self._store.set(f"note {name}", json.dumps(item))
-
-    def post_first(self, name: str, item: Any) -> Any:
-        """Post an item unless the name has one already; returns the first."""
-        return json.loads(self._store.compare_set(f"note {name}", "", json.dumps(item)))
-
-    def read(self, *names: str) -> list[Any]:
-        """The items of these names; nothing while one of them is missing."""
-        keys = [f"note {name}" for name in names]
-        if not self._store.check(keys):
-            return []
-        return [json.loads(text) for text in self._store.multi_get(keys)]
-
-    def wake(self, agreement: str) -> None:
-        """End this rank's wait for an agreement that will not come about."""
-        self._store.compare_set(agreement, "", "fault")
-
-
-def _store() -> Any:
-    """The store at which the ranks met; PyTorch has no public name for it."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 over the names and bytes of parameters."""
+    """Return the SHA-256 over the names and bytes of parameters."""
     digest = hashlib.sha256()
     for name, parameter in parameters:
         digest.update(name.encode())

@@ -1,11 +1,11 @@
-"""A process beside a rank: it ends the rank if the watchdog's thread is silent for too long.
+"""A process beside each rank: it ends the rank if the watchdog's thread stops running.
 
     python sentinel.py PID TICKS
 
-While Python runs in the rank, the thread writes a byte to this process at least twice a second. The
-sentinel counts ticks instead of time, and no ticks while the rank is suspended. It sends SIGABRT:
-`faulthandler` then prints the rank's stacks, also if Python is stuck. It exits when the pipe is
-closed. It imports no other module of the package, to be small.
+Twice a second, the watchdog's thread writes a byte to this process, unless the rank is stuck
+outside Python. After TICKS ticks of half a second without a byte, the sentinel sends SIGABRT; ticks
+of a suspended rank do not count. `faulthandler` then prints the stacks of the rank. The sentinel
+exits when its standard input is closed. To stay small, it imports no module of the package.
 """
 
 import os
@@ -20,9 +20,9 @@ def main(pid: int, ticks: int) -> None:
     silent = 0
     while silent < ticks:
         ready, _, _ = select.select([0], [], [], TICK_S)
-        if ready and not os.read(0, 4096):
-            return
         if ready:
+            if not os.read(0, 4096):
+                return
             silent = 0
         elif not _is_suspended(pid):
             silent += 1
@@ -35,11 +35,11 @@ def _is_suspended(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:  # no Linux, or the process has ended, which also closes standard input
+    except OSError:  # the system is not Linux, or the process has ended
         return False
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ends with its rank
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the sentinel ends with its rank
         signal.signal(stop, signal.SIG_IGN)
     main(int(sys.argv[1]), int(sys.argv[2]))

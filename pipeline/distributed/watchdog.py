@@ -1,14 +1,13 @@
-"""The watchdog: a thread on each rank that handles signals and names the rank that is at fault.
+"""The watchdog: a thread on each rank that handles signals and names the rank at fault.
 
-Twice a second each rank posts its state, a beat, in the store where the ranks met. A rank that sees
-a failed, hanging, exited or killed rank posts this fault; the first fault is printed, and every
-rank ends with exit code 1. If Python is stuck in a rank, it posts no beats, so another rank names
-it; if Python is stuck in all ranks, their sentinels end them. Deadlines stop during a suspension.
+Twice a second, each rank posts a heartbeat (its state) to the ranks' key-value store. A rank that
+fails, or finds a rank that hangs or has ended, posts a fault. The first fault is printed, and every
+rank ends with exit code 1. A rank stuck outside Python posts no heartbeats, so another rank names
+it; if all ranks are stuck outside Python, their sentinels end them.
 """
 
-from __future__ import annotations
-
 import faulthandler
+import json
 import os
 import platform
 import select
@@ -26,14 +25,15 @@ from typing import Any, Self
 import psutil
 
 from pipeline.distributed import sentinel
-from pipeline.distributed.ranks import Board, CollectiveError, Interrupted, Ranks
+from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, UserError
 from pipeline.files.untrusted import printable
 
-TICK_S = 0.5
-SAME_SIGNAL_S = 2.0  # Ctrl-C arrives twice: from the terminal and from the launcher
-PATIENCE_S = 3.0  # the rank at fault reports before a rank that lost its connection
-# A pause of this thread for more than this, and more than a tenth of the deadline, is a suspension.
+# A second signal within this time is ignored: both the terminal and the launcher send SIGINT.
+SAME_SIGNAL_S = 2.0
+# A rank that lost its connection waits this long for the rank at fault to post its own fault.
+PATIENCE_S = 3.0
+# If this thread pauses for longer (and for a tenth of the timeout), the run was suspended.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -41,7 +41,7 @@ WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/paral
 
 
 class ToldElsewhere(Exception):
-    """Another rank has reported the fault that ends this rank."""
+    """This rank ends because of a fault that another rank has reported."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -49,26 +49,21 @@ class ToldElsewhere(Exception):
 
 
 @dataclass(kw_only=True)
-class Beat:
+class Heartbeat:
     """The state of a rank."""
 
     rank: int
     host: str
     pid: int
-    tick: int
-    phase: str
-    task: str
-    waits_for: str  # a collective; empty while the rank works
-    idle_s: float  # since its last sign of progress, when it posted the beat
-    left: bool  # the rank has ended in good order
-    seen_at: float  # when the reading rank first saw this beat
+    posted_at: float  # by the clock of the posting rank; differs between its heartbeats
+    phase: str  # the phase and the current task as text
+    waits_for: str  # the name of a collective; empty while the rank works
+    idle_s: float  # from the last progress of the rank to this heartbeat
+    left: bool  # the watchdog of the rank has ended normally
+    seen_at: float  # when the reading rank first read this heartbeat
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
-
-    @property
-    def place(self) -> str:
-        return f"{self.phase}, task {self.task}" if self.task else self.phase
 
     @property
     def silent_s(self) -> float:
@@ -76,54 +71,47 @@ class Beat:
 
 
 class Watchdog:
-    """Watches inside its `with` block, in the main thread, and handles signals there.
+    """Handles signals and looks for faults inside its `with` block, in the main thread.
 
-    `timeout_s` is how long a rank may show no progress. Set `can_resume` once there is a
-    checkpoint: it decides the exit code when a second signal ends the rank at once. `advice` is
-    printed after the message about a rank that hangs or is gone.
+    `timeout_s` is the longest time without progress of a rank. Set `can_resume` when the run has a
+    checkpoint. `advice` is printed after the message about a rank that hangs or has ended.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
         self.can_resume, self.advice = False, ""
-        self._board = Board(ranks.num_ranks)
-        self._num_ticks = 0
-        self._own = self._beat()
-        self._others: dict[int, Beat] = {}
-        self._fault: dict[str, Any] = {}  # the first fault of any rank, when this rank has read it
+        self._store = ranks.connect_to_store()
+        self._own: Heartbeat
+        self._others: dict[int, Heartbeat] = {}
+        self._fault: dict[str, Any] = {}  # the first fault of the run, once this rank has read it
         self._fault_at = self._first_signal_at = 0.0
-        self._looked_at = time.monotonic()
-        self._sentinel: Any = None
-        self._signals, self._wakeup = socket.socketpair()
-        self._wakeup.setblocking(False)
         self._handlers: dict[int, Any] = {}
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
+        self._signals, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
                 # The thread reads the number of the signal from the socket.
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         self._old_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        self._ranks.on_phase = self._post_beat
-        self._ranks.leave_deadlines_to_watchdog()
+        self._ranks.on_phase = self._post_heartbeat
+        self._ranks.remove_timeouts()
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # prints the stacks if the sentinel ends this process
         ticks = str(round((self._timeout_s + GRACE_S) / sentinel.TICK_S))
         command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), ticks]
-        self._sentinel = subprocess.Popen(
+        self._sentinel: Any = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
         )
         self._looked_at = time.monotonic()
-        self._post_beat()
+        self._post_heartbeat()
         self._thread.start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
-        """Report how this rank ends; raises ToldElsewhere if another rank is at fault.
-
-        If several ranks fail, one keeps its exception, with a note on its phase and task.
-        """
+        """Add phase and task to the exception; raises ToldElsewhere if another rank is at fault."""
         try:
             if error is not None and not isinstance(error, Interrupted):
                 self._blame(error)
@@ -138,18 +126,19 @@ class Watchdog:
                 signal.signal(number, handler)
             self._signals.close()
             self._wakeup.close()
-            self._post_beat(left=True)
+            self._post_heartbeat(left=True)
 
     def _blame(self, error: BaseException) -> None:
+        self._post_heartbeat()
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
-        if self._ranks.stop_wanted and lost:  # the same signal has ended other ranks
+        if self._ranks.stop_wanted and lost:  # the signal has ended other ranks, too
             raise ToldElsewhere("stop") from error
         patient_until = time.monotonic() + (PATIENCE_S if lost else 0)
         while not self._fault and time.monotonic() < patient_until:
             time.sleep(0.1)
         if not self._fault and lost:
-            with suppress(RuntimeError):  # the store may be gone as well
-                self._name_culprits(is_deadlock=False)
+            with suppress(RuntimeError):  # the store may have ended, too
+                self._name_missing_rank(is_deadlock=False)
         kind = "mistake" if isinstance(error, UserError) else "raised"
         fault = self._fault or self._post_fault(kind, self._own)
         if (fault["kind"], fault["rank"]) != (kind, self._ranks.rank):
@@ -157,13 +146,14 @@ class Watchdog:
         if isinstance(error, UserError):
             error.is_first = True
         else:
-            error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._beat().place}")
+            error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._own.phase}")
 
-    def _post_fault(self, kind: str, beat: Beat, text: str = "") -> dict[str, Any]:
-        """Post a rank's fault, and print it if it is the first; returns the first fault."""
+    def _post_fault(self, kind: str, beat: Heartbeat, text: str = "") -> dict[str, Any]:
+        """Post a fault of the rank of `beat`, print it if it is the first, and return the first."""
         own = {"kind": kind, "rank": beat.rank, "by": self._ranks.rank, "text": text}
         try:
-            fault: dict[str, Any] = self._board.post_first("fault", own)
+            first = self._store.compare_set("fault", "", json.dumps(own))
+            fault: dict[str, Any] = json.loads(first)
         except RuntimeError:  # the store ended with the launcher
             fault = self._fault or own
         if fault == own and text and not self._fault:
@@ -175,14 +165,14 @@ class Watchdog:
         while True:
             with suppress(OSError):  # the sentinel may have been killed
                 self._sentinel.stdin.write(b".")
-            ready, _, _ = select.select([self._signals], [], [], TICK_S)
+            ready, _, _ = select.select([self._signals], [], [], sentinel.TICK_S)
             received = self._signals.recv(64) if ready else b""
             if 0 in received:  # sent by `__exit__`
                 return
             if numbers := [number for number in received if number in SIGNALS]:
                 self._handle_signal(numbers[0])
             try:
-                self._exchange_beats()
+                self._exchange_heartbeats()
                 if not self._fault:
                     self._look()
             except RuntimeError as error:  # the store ended with the launcher
@@ -192,117 +182,113 @@ class Watchdog:
                 self._end()
 
     def _handle_signal(self, number: int) -> None:
-        """The first signal asks all ranks to stop; a later one ends this rank."""
+        """Ask all ranks to stop at the first signal; end this rank at a later one."""
         now, is_first = time.monotonic(), not self._first_signal_at
         self._first_signal_at = self._first_signal_at or now
         if now - self._first_signal_at > SAME_SIGNAL_S:
             leave_at_once(INTERRUPTED if self.can_resume else 1)
-        with suppress(RuntimeError):  # without the store every rank ends
-            self._exchange_beats()
-            self._look_for_gone_ranks()
-            if not is_first or self._fault:  # the launcher signals the others of a gone rank
+        with suppress(RuntimeError):  # `_watch` handles the end of the store
+            self._exchange_heartbeats()
+            self._look_for_ended_ranks()
+            # The launcher also sends SIGTERM after a fault, if a rank has ended.
+            if not is_first or self._fault:
                 return
             self._ranks.stop_wanted = True
-            if self._board.post_first("stop", self._ranks.rank) == self._ranks.rank:
+            rank = str(self._ranks.rank)
+            if self._store.compare_set("stop", "", rank) == rank.encode():
                 text = "the run stops in good order; a second signal ends it at once"
                 print(f"{signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
 
-    def _exchange_beats(self) -> None:
-        self._post_beat()
+    def _exchange_heartbeats(self) -> None:
+        self._post_heartbeat()
         others = set(range(self._ranks.num_ranks)) - {self._ranks.rank}
-        for fields in self._board.read(*(f"beat {rank}" for rank in others)):
+        for fields in self._read(*(f"heartbeat {rank}" for rank in others)):
             last = self._others.get(fields["rank"])
-            if last is None or last.tick != fields["tick"]:
-                self._others[fields["rank"]] = Beat(**{**fields, "seen_at": time.monotonic()})
-        if not self._fault and (found := self._board.read("fault")):
+            if last is None or last.posted_at != fields["posted_at"]:
+                self._others[fields["rank"]] = Heartbeat(**fields | {"seen_at": time.monotonic()})
+        if not self._fault and (found := self._read("fault")):
             self._fault, self._fault_at = found[0], time.monotonic()
-        if self._board.read("stop"):
+        if self._read("stop"):
             self._ranks.stop_wanted = True
 
-    def _post_beat(self, left: bool = False) -> None:
-        """Post this rank's beat: at every tick, and when a phase begins."""
-        self._own = self._beat(left)
-        with suppress(RuntimeError):  # `_watch` notices a store that is gone
-            self._board.post(f"beat {self._ranks.rank}", asdict(self._own))
+    def _read(self, *keys: str) -> list[Any]:
+        found = self._store.multi_get(keys) if self._store.check(keys) else []
+        return [json.loads(text) for text in found]
 
-    def _beat(self, left: bool = False) -> Beat:
+    def _post_heartbeat(self, left: bool = False) -> None:
         ranks = self._ranks
-        self._num_ticks += 1
-        return Beat(
+        self._own = Heartbeat(
             rank=ranks.rank,
             host=platform.node(),
             pid=os.getpid(),
-            tick=self._num_ticks,
-            phase=str(ranks.current),
-            task=ranks.task,
+            posted_at=time.monotonic(),
+            phase=str(ranks.current) + (f", task {ranks.task}" if ranks.task else ""),
             waits_for=ranks.waits_for or _collective_of_torch(),
             idle_s=time.monotonic() - ranks.progress_at,
             left=left,
             seen_at=time.monotonic(),
         )
+        with suppress(RuntimeError):  # `_watch` handles the end of the store
+            self._store.set(f"heartbeat {ranks.rank}", json.dumps(asdict(self._own)))
 
     def _look(self) -> None:
-        """Name a rank that is gone or hangs; it may be this one."""
+        """Post a fault if a rank, perhaps this one, has ended or hangs."""
         now = time.monotonic()
         gap_s, self._looked_at = now - self._looked_at, now
         if gap_s > max(SUSPENDED_S, self._timeout_s / 10):
-            # Other ranks may have been suspended too: all deadlines start anew.
+            # Other ranks may have been suspended, too, so the timeouts of all ranks start again.
             self._ranks.alive()
             for beat in self._others.values():
                 beat.seen_at = now
             return
-        self._look_for_gone_ranks()
+        self._look_for_ended_ranks()
         is_late = self._own.idle_s > self._timeout_s
         if is_late and self._own.waits_for:
-            self._name_culprits(is_deadlock=True)
-        limit_s = self._timeout_s + TICK_S
+            self._name_missing_rank(is_deadlock=True)
+        limit_s = self._timeout_s + sentinel.TICK_S
         late = [b for b in self._others.values() if not b.left and now - b.seen_at > limit_s]
         for beat in [*([self._own] if is_late else []), *late]:
             if not self._fault:
                 text = f"no sign of progress for {beat.silent_s:.0f} s"
-                self._post_fault("hangs", beat, f"{beat} hangs in {beat.place}: {text}")
+                self._post_fault("hangs", beat, f"{beat} hangs in {beat.phase}: {text}")
 
-    def _look_for_gone_ranks(self) -> None:
-        """Name a rank of this machine that ended without a last beat."""
+    def _look_for_ended_ranks(self) -> None:
         for beat in self._others.values():
             if beat.left or beat.host != self._own.host:
                 continue
             with suppress(psutil.NoSuchProcess):
                 if psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE:
                     continue
-            if not self._fault and not self._board.read(f"beat {beat.rank}")[0]["left"]:
-                text = f"{beat} exited or was killed; it was in {beat.place}"
+            if not self._fault and not self._read(f"heartbeat {beat.rank}")[0]["left"]:
+                text = f"{beat} exited or was killed; it was in {beat.phase}"
                 self._post_fault("gone", beat, text)
 
-    def _name_culprits(self, is_deadlock: bool) -> None:
-        """Name the rank that is missing in the collective for which this rank waits.
-
-        The missing rank posts no beats, or it works, or, in a deadlock, it waits elsewhere.
-        """
-        self._look_for_gone_ranks()
+    def _name_missing_rank(self, is_deadlock: bool) -> None:
+        """Post the fault of the rank for which the collective of this rank waits."""
+        self._look_for_ended_ranks()
         now, beats = time.monotonic(), list(self._others.values())
         silent = [beat for beat in beats if now - beat.seen_at > PATIENCE_S]
         working = [beat for beat in beats if not beat.waits_for]
-        culprits = silent or working or (beats if is_deadlock else [])
-        if self._fault or not culprits:
+        missing = silent or working or (beats if is_deadlock else [])
+        if self._fault or not missing:
             return
-        beat = max(culprits, key=lambda beat: beat.silent_s)
-        text = f"{beat} did not come to {self._own.waits_for!r}: it is in {beat.place}, "
+        beat = max(missing, key=lambda beat: beat.silent_s)
+        text = f"{beat} did not come to {self._own.waits_for!r}: it is in {beat.phase}, "
         text += f"waits for {beat.waits_for!r}, " if beat.waits_for else ""
         text += f"its last sign of progress was {beat.silent_s:.0f} s ago"
         self._post_fault("hangs", beat, text)
 
     def _end(self) -> None:
-        """After a fault: wake the main thread, and end this rank if it does not end itself."""
-        own = self._beat()
+        """After a fault, wake the main thread; end this rank if it hangs or does not end itself."""
+        own = self._own
         hangs = self._fault["kind"] == "hangs" and self._fault["rank"] == self._ranks.rank
-        # Without the store, this rank cannot read that another rank has named it.
+        # Without the store, this rank cannot know that another rank has posted its fault.
         hangs |= not own.waits_for and own.idle_s > self._timeout_s
         if hangs:
             stack = "".join(traceback.format_stack(_main_frame()))
             print(f"rank {self._ranks.rank} is at\n{stack}", file=sys.stderr, flush=True)
-        with suppress(RuntimeError):  # without the store, the main thread wakes anyway
-            self._board.wake(self._ranks.agreement)
+        with suppress(RuntimeError):  # without the store, the main thread is not waiting
+            self._store.compare_set(self._ranks.agreement, "", "fault")
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)
 
@@ -312,10 +298,7 @@ def _main_frame() -> Any:
 
 
 def _collective_of_torch() -> str:
-    """Not empty while the main thread is in code of torch that may wait for other ranks.
-
-    The warm start waits there. A backward pass that computes is in the same code.
-    """
+    """A name if the main thread runs code of torch that may wait for other ranks, else ""."""
     file = getattr(getattr(_main_frame(), "f_code", None), "co_filename", "")
     return "a collective of torch" if any(part in file for part in WHERE_TORCH_WAITS) else ""
 

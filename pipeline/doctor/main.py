@@ -1,26 +1,21 @@
-"""`--doctor`: finds in under a minute the faults that would end a run after an hour.
+"""`--doctor`: checks the ranks, the links between them and the folder of the runs within a minute.
 
-A `measure_...` runs on one rank and returns plain values. Its `judge_...` gets the values of all
-ranks, in order of ranks, and makes one finding. Rank 0 prints one table, a row as soon as its check
-is done. A rank with an exception prints the row of its check, and the doctor ends. If a check
-hangs, the watchdog names the rank, prints its stack and ends the process.
+A `measure_...` function runs on one rank and returns plain values. Its `judge_...` function gets
+the values of all ranks, in order of ranks, and returns one Finding. Rank 0 prints a row of the
+table after each check. A rank that raises an exception prints the row itself.
 """
-
-from __future__ import annotations
 
 import os
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import NamedTemporaryFile
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,108 +28,95 @@ from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
-from pipeline.models.loading import on_gpu, uses_bf16
+from pipeline.models.loading import on_gpu
 
-DEADLINE_S = 30.0  # of one check; the timeout of the run is used if it is shorter
-SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not meet
-EXCHANGED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes that the bandwidth is measured with
+TIMEOUT_S = 30.0  # longest time of a check, unless `--timeout` is shorter
+SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
+REDUCED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of the all-reduce that measures bandwidth
 SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # points of the fitted line, over all ranks
 FIT_STEPS, FIT_RATE = 30, 0.75  # a step at this rate halves the distance to the solution
 FAULTY = "NCCL_P2P_DISABLE=1, NCCL_ALGO=Ring; a GPU or link may be faulty (dmesg)"
 UNSUMMED = "TORCH_DISTRIBUTED_DEBUG=DETAIL; the ranks do not add their gradients up"
 INSTALL = "pip install -c constraints.txt -e . on every host"
-Facts = dict[str, Any]
+FOLDER = "another --output-dir; df -h and mount show what is there"
+Values = dict[str, Any]
+Connect = Callable[[Config], tuple[Accelerator, Ranks]]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check over all ranks."""
+class Finding(NamedTuple):
+    """The result of one check on all ranks."""
 
     status: Literal["ok", "broken", "note"]
     text: str
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Place:
-    """One rank, and the settings of the run."""
-
-    config: Config
-    accelerator: Accelerator
-    ranks: Ranks
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check: a measurement on each rank, and the judgement of all measurements."""
+class Check(NamedTuple):
+    """One check: a measurement on each rank, and a function that judges all measurements."""
 
     name: str
-    measure: Callable[[Place], Any]
+    measure: Callable[[Config, Accelerator, Ranks], Any]
     judge: Callable[[list[Any]], Finding]
-    remedy: str = ""  # if the check fails; empty: the remedy for links between ranks
+    remedy: str = ""  # for an exception in the check; if empty, `links_remedy` is printed
     needs_links: bool = False
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks in words: `rank 1`, `ranks 0, 1, 3`."""
+    """Return ranks as text: `rank 1`, `ranks 0, 1, 3`."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _ranks_by_value(values: Sequence[Any]) -> dict[Any, list[int]]:
-    ranks = defaultdict(list)
-    for rank, value in enumerate(values):
-        ranks[value].append(rank)
-    return ranks
+    return {value: [rank for rank, v in enumerate(values) if v == value] for value in values}
 
 
-def measure_devices(place: Place) -> Facts:
-    facts = {"host": platform.node(), "device": f"CPU with {os.cpu_count()} cores", "gpu": ""}
-    if place.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(place.device)
-        facts |= {"device": properties.name, "gpu": str(getattr(properties, "uuid", place.device))}
-    return facts
+def measure_devices(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
+    values = {"host": platform.node(), "device": f"CPU with {os.cpu_count()} cores", "gpu": ""}
+    if accelerator.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(accelerator.device)
+        values |= {"device": gpu.name, "gpu": str(getattr(gpu, "uuid", accelerator.device))}
+    return values
 
 
-def judge_devices(facts: list[Facts]) -> Finding:
-    for (host, gpu), ranks in _ranks_by_value([(f["host"], f["gpu"]) for f in facts]).items():
+def judge_devices(values: list[Values]) -> Finding:
+    for (host, gpu), ranks in _ranks_by_value([(v["host"], v["gpu"]) for v in values]).items():
         if gpu and len(ranks) > 1:
-            text = f"{named(ranks)} of {host} share one GPU ({facts[ranks[0]]['device']}, {gpu})"
+            text = f"{named(ranks)} of {host} share one GPU ({values[ranks[0]]['device']}, {gpu})"
             remedy = "a GPU for each rank: look at CUDA_VISIBLE_DEVICES and at --num-gpus"
             return Finding("broken", text, remedy)
-    places = _ranks_by_value([(f["host"], f["device"]) for f in facts])
-    text = "; ".join(f"{host}: {named(ranks)} on {kind}" for (host, kind), ranks in places.items())
-    if len({fact["gpu"] != "" for fact in facts}) > 1:
+    devices = _ranks_by_value([(v["host"], v["device"]) for v in values]).items()
+    text = "; ".join(f"{host}: {named(ranks)} on {device}" for (host, device), ranks in devices)
+    if len({value["gpu"] != "" for value in values}) > 1:
         remedy = "nvidia-smi on the host without one; its driver or its PyTorch may lack CUDA"
         return Finding("broken", f"some ranks have no GPU: {text}", remedy)
     return Finding("ok", text)
 
 
-def measure_versions(place: Place) -> str:
+def measure_versions(*_: object) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("accelerate", "transformers"))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
     python = f"python {platform.python_version()}, torch {torch.__version__}"
     return f"{python}, {packages}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
-def judge_versions(facts: list[str]) -> Finding:
-    by_version = _ranks_by_value(facts)
+def judge_versions(values: list[str]) -> Finding:
+    by_version = _ranks_by_value(values)
     text = "; ".join(f"{named(ranks)}: {versions}" for versions, ranks in by_version.items())
-    return Finding("broken", text, INSTALL) if len(by_version) > 1 else Finding("ok", facts[0])
+    return Finding("broken", text, INSTALL) if len(by_version) > 1 else Finding("ok", values[0])
 
 
-def measure_all_reduce(place: Place) -> Facts:
-    """The mean over the ranks of [1, 2, 3] + rank / 2, and median seconds of an all-reduce."""
-    ranks, device = place.ranks, place.device
+def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
+    """Return the mean over the ranks of [1, 2, 3] + rank / 2, and seconds of two all-reduces."""
+    device = accelerator.device
     own = torch.tensor([1.0, 2.0, 3.0], device=device) + ranks.rank / 2
-    facts: Facts = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
-    for size, most in ((EXCHANGED[device.type] // 4, 10), (1, 200)):  # of float32
-        exchange = partial(sum_over_ranks, torch.zeros(size, device=device))
-        first = ranks.max(_seconds(exchange, device))
-        count = max(1, min(most, int(2 / first)))  # about two seconds, the same on all ranks
-        facts["seconds"].append(median(_seconds(exchange, device) for _ in range(count)))
-    return {**facts, "bytes": EXCHANGED[device.type]}
+    values: Values = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
+    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # sizes in float32 numbers
+        reduce = partial(sum_over_ranks, torch.zeros(size, device=device))
+        first = ranks.max(_seconds(reduce, device))
+        count = max(1, min(most, int(2 / first)))  # about two seconds, and equal on all ranks
+        values["seconds"].append(median(_seconds(reduce, device) for _ in range(count)))
+    return {**values, "bytes": REDUCED[device.type]}
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -145,37 +127,37 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - begun
 
 
-def judge_all_reduce(facts: list[Facts]) -> Finding:
-    """The mean of every rank, and the bandwidth and latency of the slowest.
+def judge_all_reduce(values: list[Values]) -> Finding:
+    """Compare the means; the text gives the bandwidth and latency of the slowest rank.
 
     The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): 2 (n - 1) / n bytes over seconds.
     """
-    num_ranks, num_bytes = len(facts), facts[0]["bytes"]
-    expected = [value + (num_ranks - 1) / 4 for value in (1.0, 2.0, 3.0)]
-    for rank, fact in enumerate(facts):
-        if not np.allclose(fact["mean"], expected, rtol=0, atol=1e-5):
-            text = f"rank {rank} computed the mean {fact['mean']}; it is {expected}"
+    num_ranks, num_bytes = len(values), values[0]["bytes"]
+    expected = [number + (num_ranks - 1) / 4 for number in (1.0, 2.0, 3.0)]
+    for rank, value in enumerate(values):
+        if not np.allclose(value["mean"], expected, rtol=0, atol=1e-5):
+            text = f"rank {rank} computed the mean {value['mean']}; it is {expected}"
             return Finding("broken", text, FAULTY)
-    many_s, one_s = (max(fact["seconds"][i] for fact in facts) for i in (0, 1))
+    many_s, one_s = (max(value["seconds"][i] for value in values) for i in (0, 1))
     bandwidth = 2 * (num_ranks - 1) / num_ranks * num_bytes / many_s / 1e9
     text = f"all {num_ranks} ranks computed the mean {expected}; bus bandwidth {bandwidth:.2f} GB/s"
     return Finding("ok", f"{text} for {num_bytes >> 20} MiB, latency {one_s * 1e6:.0f} µs")
 
 
-def measure_fit(place: Place) -> Facts:
-    """The weights of a line that DDP fits on all ranks, and median seconds of a step.
+def measure_fit(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
+    """Return the weights of a line that DDP fits on all ranks, and the median seconds of a step.
 
-    Each rank alone sees another line; only the gradient over all ranks leads to y = 2x + 3.
+    Each rank has points of another line; only the mean gradient of all ranks leads to y = 2x + 3.
     """
-    num_ranks, device = place.ranks.num_ranks, place.device
+    num_ranks, device = ranks.num_ranks, accelerator.device
     size = max(2, SAMPLES[device.type] // num_ranks)
     x = torch.linspace(-1, 1, size, dtype=torch.float64, device=device)[:, None]
-    offset = (place.ranks.rank - (num_ranks - 1) / 2) / num_ranks
+    offset = (ranks.rank - (num_ranks - 1) / 2) / num_ranks
     y = (2 + offset) * x + 3 + offset
     line = nn.Linear(1, 1, dtype=torch.float64, device=device)
     for parameter in line.parameters():
         nn.init.zeros_(parameter)
-    model = sum_gradients(place.accelerator.prepare(line))  # as in a run
+    model = sum_gradients(accelerator.prepare(line))  # training also sums gradients
     optimizer = torch.optim.SGD(line.parameters(), lr=FIT_RATE)
 
     def step() -> None:
@@ -187,34 +169,20 @@ def measure_fit(place: Place) -> Facts:
     return {"weights": [line.weight.item(), line.bias.item()], "seconds": seconds}
 
 
-def judge_fit(facts: list[Facts]) -> Finding:
-    for rank, fact in enumerate(facts):
-        if not np.allclose(fact["weights"], (2, 3), rtol=0, atol=1e-6):
-            fitted = "y = {:.7g}x + {:.7g}".format(*fact["weights"])
+def judge_fit(values: list[Values]) -> Finding:
+    for rank, value in enumerate(values):
+        if not np.allclose(value["weights"], (2, 3), rtol=0, atol=1e-6):
+            fitted = "y = {:.7g}x + {:.7g}".format(*value["weights"])
             text = f"rank {rank} fitted {fitted} with DDP; it is y = 2x + 3"
             return Finding("broken", text, UNSUMMED)
-    milliseconds = 1e3 * max(fact["seconds"] for fact in facts)
-    text = f"{len(facts)} ranks fit y = 2x + 3 together (to 1e-6); a step takes "
+    milliseconds = 1e3 * max(value["seconds"] for value in values)
+    text = f"{len(values)} ranks fit y = 2x + 3 together (to 1e-6); a step takes "
     return Finding("ok", f"{text}{milliseconds:.1f} ms")
 
 
-def measure_bf16(place: Place) -> tuple[bool, bool]:
-    """Whether the recipe computes in bf16 here, and whether the device supports bf16."""
-    can = place.device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return uses_bf16(place.config.model), can
-
-
-def judge_bf16(facts: list[tuple[bool, bool]]) -> Finding:
-    without = [rank for rank, (wanted, can) in enumerate(facts) if wanted and not can]
-    if without:
-        text = f"{named(without)} cannot compute in bf16, which this recipe uses"
-        return Finding("broken", text, "--mixed-precision no")
-    return Finding("ok", f"this recipe computes in {'bf16' if facts[0][0] else 'fp32'} here")
-
-
-def measure_folder(place: Place) -> tuple[str, bool]:
-    """The folder of the runs or its nearest parent, and whether this rank sees a file of rank 0."""
-    wanted, ranks = (place.config.run.output_dir or Path("runs")).absolute(), place.ranks
+def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, bool]:
+    """Return the folder of the runs, and whether this rank sees a file of rank 0 in it."""
+    wanted = (config.run.output_dir or Path("runs")).absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.exists())
     temporary = partial(NamedTemporaryFile, dir=folder, prefix=".doctor-")
     with temporary() if ranks.is_main else nullcontext() as file:
@@ -226,49 +194,35 @@ def measure_folder(place: Place) -> tuple[str, bool]:
     return f"{folder} on {platform.node()}", sees
 
 
-def judge_folder(facts: list[tuple[str, bool]]) -> Finding:
-    written = facts[0][0]
-    for rank, (folder, sees) in enumerate(facts):
+def judge_folder(values: list[tuple[str, bool]]) -> Finding:
+    written = values[0][0]
+    for rank, (folder, sees) in enumerate(values):
         if not sees:
             text = f"rank {rank} cannot see in {folder} the file that rank 0 made in {written}"
             return Finding("broken", text, "an --output-dir in a folder that all hosts share")
     return Finding("ok", f"every rank sees the files that rank 0 writes in {written}")
 
 
-FOLDER = "another --output-dir; df -h and mount show what is there"
 CHECKS = (
     Check("devices", measure_devices, judge_devices, "nvidia-smi on every host"),
     Check("versions", measure_versions, judge_versions, INSTALL),
     Check("all-reduce", measure_all_reduce, judge_all_reduce, needs_links=True),
-    Check(
-        "barrier",
-        lambda place: _seconds(partial(place.ranks.barrier, "doctor"), place.device),
-        lambda found: Finding("ok", f"all {len(found)} ranks came, in {max(found) * 1e3:.1f} ms"),
-        needs_links=True,
-    ),
     Check("DDP", measure_fit, judge_fit, needs_links=True),
-    Check("bf16", measure_bf16, judge_bf16, "--mixed-precision no"),
     Check("folder", measure_folder, judge_folder, FOLDER),
 )
 
 
 def main(
-    config: Config,
-    connect: Callable[[Config], tuple[Accelerator, Ranks]],
-    checks: Sequence[Check] = CHECKS,
-    deadline_s: float = DEADLINE_S,
+    config: Config, connect: Connect, checks: Sequence[Check] = CHECKS, timeout_s: float = TIMEOUT_S
 ) -> int:
-    """Check this rank together with the others; 1 if anything is broken, else 0.
-
-    `connect` is that of `pipeline.train`. Raises ToldElsewhere if another rank has reported.
-    """
-    timeout = min(deadline_s, config.run.timeout)
-    run = config.run.model_copy(update={"timeout": timeout})
+    """Run the checks together with the other ranks; returns 1 if anything is broken, else 0."""
+    timeout_s = min(timeout_s, config.run.timeout)
+    run = config.run.model_copy(update={"timeout": timeout_s})
     rank, begun = int(os.environ.get("RANK", "0")), time.perf_counter()
     reports, names = rank == 0, ["connection", *(check.name for check in checks)]
     findings: list[Finding] = []
     if reports:
-        print(f"doctor: recipe {config.recipe}; each check may take {timeout:g} s")
+        print(f"doctor: recipe {config.recipe}; each check may take {timeout_s:g} s")
         print(f"{'check':<12}{'status':<8}finding", flush=True)
     try:
         for finding in _findings(config.model_copy(update={"run": run}), connect, checks):
@@ -282,7 +236,7 @@ def main(
     except Exception as error:
         reports, name, remedies = True, names[len(findings)], ["", *(c.remedy for c in checks)]
         if not findings and rank > 0:
-            time.sleep(SILENT_S)  # if rank 0 has ended, the launcher ends this rank meanwhile
+            time.sleep(SILENT_S)  # the launcher ends this rank meanwhile if rank 0 has ended
         text = f"rank {rank} on {platform.node()}: {type(error).__name__}: {reason_of(error)}"
         remedy = remedies[len(findings)] or links_remedy()
         if isinstance(error, torch.OutOfMemoryError):
@@ -298,18 +252,14 @@ def main(
 
 
 def _print_row(name: str, finding: Finding) -> None:
-    """Print a row of the table; the remedy follows in its own line."""
     remedy = f"\n{'':20}try: {finding.remedy}" if finding.remedy else ""
     print(f"{name:<12}{finding.status:<8}{finding.text}{remedy}", flush=True)
 
 
-def _findings(
-    config: Config, connect: Callable[..., Any], checks: Sequence[Check]
-) -> Iterator[Finding]:
-    """The finding of the connection, then that of each check, the same on all ranks."""
+def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iterator[Finding]:
+    """Yield a Finding about the connection, then one of each check; they are equal on all ranks."""
     begun = time.perf_counter()
     accelerator, ranks = connect(config)
-    place = Place(config, accelerator, ranks, torch.device(accelerator.device))
     seconds, backend = time.perf_counter() - begun, "NCCL" if on_gpu() else "gloo"
     met = f"{ranks.num_ranks} ranks met in {seconds:.1f} s; they exchange over {backend}"
     yield Finding("ok", met if ranks.num_ranks > 1 else "one rank, which needs none")
@@ -321,13 +271,14 @@ def _findings(
                 yield Finding("note", "one rank: there is nothing to exchange")
                 continue
             with ranks.phase(check.name):
-                facts = ranks.all_gather_objects(check.measure(place), check.name)
-            yield check.judge(facts)
+                measured = check.measure(config, accelerator, ranks)
+                values = ranks.all_gather_objects(measured, check.name)
+            yield check.judge(values)
         ranks.barrier("end")
 
 
 def links_remedy() -> str:
-    """The remedy if ranks do not reach each other."""
+    """Return the remedy if ranks cannot reach each other."""
     gloo = "GLOO_SOCKET_IFNAME=eth0 (a name that `ip addr` shows) chooses the network interface"
     if not on_gpu():
         return f"{gloo}; every host must reach MASTER_ADDR (firewall, /etc/hosts)"

@@ -15,7 +15,7 @@ from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
 from pipeline.evaluation.evaluate import grouped, tool_counts
 from pipeline.evaluation.transfer import summary
-from pipeline.files.afterwards import may_fail
+from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.rollout.trajectory import RunRecord, StopReason
 

@@ -1,6 +1,4 @@
-"""Files that survive a crash: replaced in one step, or appended line by line."""
-
-from __future__ import annotations
+"""Files that stay complete if the process is killed."""
 
 import gzip
 import json
@@ -16,7 +14,7 @@ from pipeline.files.console import say
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step, and sync it to the disk."""
+    """Replace a file atomically, and sync it to the disk."""
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text(text, encoding="utf-8")
     sync(aside)
@@ -25,16 +23,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the entries of a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Sync the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 class LinesFile:
-    """A file of lines, cut to the whole lines in its first `size` bytes, then appended to."""
+    """A file for appending lines; it starts with the complete lines of its first `size` bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -48,7 +46,7 @@ class LinesFile:
         self.sync()
 
     def append(self, line: str) -> None:
-        """Write a whole line, or none of it and raise OSError if that fails (a full disk)."""
+        """Append a line; if it cannot be written completely, remove it and raise OSError."""
         rest = f"{line}\n".encode()
         size = self.size + len(rest)
         try:
@@ -68,7 +66,7 @@ class LinesFile:
 
 
 def finite(value: Any) -> Any:
-    """The value with null for numbers that JSON lacks (NaN and the infinities)."""
+    """Return the value with None in place of NaN and the infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -77,7 +75,7 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file, without an incomplete last line; [] if there is no file."""
+    """Return the records of a JSONL file without an incomplete last line; [] without a file."""
     if not path.is_file():
         return []
     *lines, last = path.read_text(encoding="utf-8").split("\n")
@@ -88,6 +86,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a gzip file; a killed process may have left it incomplete."""
+    """Yield the complete lines of a gzip file, which may end early after a killed process."""
     with gzip.open(path, "rb") as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
         yield from (line for line in file if line.endswith(b"\n"))

@@ -1,7 +1,5 @@
 """Whether the Hugging Face hub can be reached."""
 
-from __future__ import annotations
-
 import socket
 from functools import cache
 from urllib.parse import urlparse
@@ -12,11 +10,10 @@ from huggingface_hub.constants import ENDPOINT
 
 @cache
 def hub_reachable() -> bool:
-    """Whether the hub's name resolves; if not, transformers would retry for 30 s per file."""
+    """Whether the hub's name resolves. Otherwise transformers would retry for 30 s per file."""
     if getproxies().keys() & {"https", "all"}:
-        return True  # a proxy resolves the name itself
+        return True  # the proxy resolves the name
     try:
-        socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+        return bool(socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443))
     except OSError:
         return False
-    return True

@@ -1,6 +1,4 @@
-"""Large imports without the garbage collector."""
-
-from __future__ import annotations
+"""Large imports without garbage collection."""
 
 import gc
 from collections.abc import Iterator
@@ -9,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports of torch and libraries on it: a seventh faster without the collector.
+    """Disable the garbage collector during imports of torch, which saves a seventh of their time.
 
-    Their objects live as long as the process, so later collections skip them, too.
+    Later collections skip the imported objects, which live as long as the process.
     """
     gc.disable()
     try:

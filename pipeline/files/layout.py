@@ -1,6 +1,4 @@
-"""Names in a run folder."""
-
-from __future__ import annotations
+"""Names of files in a run folder."""
 
 from pathlib import Path
 
@@ -10,7 +8,7 @@ TIMINGS = "timings.jsonl"
 
 
 def run_of_checkpoint(name: str | None) -> Path | None:
-    """The run folder of a checkpoint that is given by its path, <run folder>/checkpoints/<name>."""
+    """Return RUN for the path RUN/checkpoints/NAME of a checkpoint folder, else None."""
     path = Path(name or "")
     is_path = path.parent.name == "checkpoints" and path.is_dir()
     return path.parent.parent if is_path else None

@@ -26,8 +26,7 @@ from pipeline.config.former import read_metrics
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
-from pipeline.files.afterwards import may_fail
-from pipeline.files.console import say
+from pipeline.files.console import may_fail, say
 from pipeline.files.durable import write_text
 from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of

@@ -148,8 +148,8 @@ def start_warm(*flags: str) -> WarmLauncher:
 @pytest.fixture
 def gpus(monkeypatch):
     """Sets how many GPUs are visible, and what a launcher says in the environment."""
-    for name in [*launch.PLACE, *os.environ]:
-        if name in launch.PLACE or name.startswith(("ACCELERATE_", "OMPI_", "PMI_")):
+    for name in [*launch.OF_ONE_RANK, *os.environ]:
+        if name in launch.OF_ONE_RANK or name.startswith(("ACCELERATE_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name, raising=False)
 
     def see(visible: int, **variables: str) -> None:
@@ -355,7 +355,7 @@ def test_one_process_starts_the_ranks_and_imports_no_model_code(environment, mon
     done = start(sys.executable, "-X", "importtime", RUN, "--num-gpus", "2")
     assert done.returncode == 0, done.stderr
     assert not re.search(r"\| +(transformers|peft|datasets|trl)\b", done.stderr)
-    threads = max(1, launch._num_cores() // 2)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert sorted(done.stdout.splitlines()) == facts(2, threads)
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert said == ["running on CPU: 2 ranks, over gloo"]

@@ -42,7 +42,7 @@ def work(kind: str, num_ranks: int, stderr: str):
                 with ranks.phase("sample", "airline", step):
                     if rank == num_ranks - 1 and step == 2:
                         ranks.progress(TASK)
-                        while watchdog._own.task != TASK:  # until it has been told
+                        while TASK not in watchdog._own.phase:  # until it has been posted
                             time.sleep(0.05)
                         befall(kind, ranks)
                     ranks.progress()

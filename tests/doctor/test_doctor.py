@@ -23,7 +23,6 @@ from pipeline.doctor.main import (
     Check,
     Finding,
     judge_all_reduce,
-    judge_bf16,
     judge_devices,
     judge_fit,
     judge_versions,
@@ -33,10 +32,7 @@ from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from tests.support.warm import play
 
-ROWS = (
-    *("connection", "devices", "versions", "all-reduce", "barrier", "DDP"),
-    *("bf16", "folder"),
-)
+ROWS = (*("connection", "devices", "versions", "all-reduce", "DDP", "folder"),)
 
 
 def rows_of(text: str) -> dict[str, tuple[str, str]]:
@@ -74,7 +70,6 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
     assert f"torch {torch.__version__}" in rows["versions"][1]
     assert re.search(r"bandwidth \d+\.\d\d GB/s for 16 MiB, latency \d+ µs", rows["all-reduce"][1])
     assert re.search(r"2 ranks fit y = 2x \+ 3 together .* takes \d+\.\d ms", rows["DDP"][1])
-    assert rows["bf16"][1] == "this recipe computes in fp32 here"
     assert f"that rank 0 writes in {tmp_path} on " in rows["folder"][1]
     assert re.fullmatch(r"doctor: nothing is broken \(after \d+ s\)", done.stdout.splitlines()[-1])
     assert done.stderr == "running on CPU: 2 ranks, over gloo\n"
@@ -87,7 +82,7 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
 
 def examine(fault=None, names=ROWS, deadline_s=30.0, output_dir=None):
     """The doctor on this rank, smaller: its exit code and what it printed."""
-    doctor.EXCHANGED["cpu"], doctor.SAMPLES["cpu"] = 1 << 12, 1 << 10
+    doctor.REDUCED["cpu"], doctor.SAMPLES["cpu"] = 1 << 12, 1 << 10
     if fault is not None:
         fault(int(os.environ["RANK"]))
     some = [check for check in doctor.CHECKS if check.name in names]
@@ -127,7 +122,7 @@ def test_one_rank_has_nothing_to_exchange_and_may_look_at_the_folder_of_a_run(en
     code, rows = examined(1, None, ROWS, 30.0, "old")
     assert code == 0
     assert tuple(rows) == ROWS
-    for name in ("all-reduce", "barrier", "DDP"):
+    for name in ("all-reduce", "DDP"):
         assert rows[name] == ("note", "one rank: there is nothing to exchange")
     assert f" in {Path('old').absolute()} on " in rows["folder"][1]
     assert files() == ["old", "old/config.yaml", "tmp"]
@@ -167,10 +162,10 @@ def error_before_the_exchange(rank):
 
 
 def out_of_memory(rank):
-    def fail(place):
+    def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    check = next(check for check in doctor.CHECKS if check.name == "barrier")
+    check = next(check for check in doctor.CHECKS if check.name == "all-reduce")
     new = Check(check.name, fail, check.judge, needs_links=True)
     doctor.CHECKS = [new if old is check else old for old in doctor.CHECKS]
 
@@ -193,7 +188,7 @@ FAULTS = {
         "all-reduce",
         r"rank 1 on \S+: KeyError: 'cable' try: GLOO_SOCKET_IFNAME=eth0 ",
     ),
-    out_of_memory: ("barrier", r"rank \d on \S+: OutOfMemoryError: .* try: .*nvidia-smi"),
+    out_of_memory: ("all-reduce", r"rank \d on \S+: OutOfMemoryError: .* try: .*nvidia-smi"),
 }
 
 
@@ -228,7 +223,8 @@ def hang(stderr, stdout):
     """The doctor on two ranks, of which the second never ends its check."""
     for number, name in ((2, stderr), (1, stdout)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    sleeping = Check("bf16", lambda place: time.sleep(600 * place.ranks.rank), judge_bf16, "sleep")
+    judge = doctor.CHECKS[-1].judge
+    sleeping = Check("nap", lambda *a: time.sleep(600 * a[-1].rank), judge, "sleep")
     some = [doctor.CHECKS[1], sleeping, doctor.CHECKS[-1]]
     doctor.main(Config(), connect, some, 3.0)
 
@@ -239,7 +235,7 @@ def test_a_check_that_hangs_is_named_with_what_to_try_and_ended(tmp_path):
     assert "rank 1 said nothing" in results
     assert list(rows_of(stdout.read_text())) == ["connection", "versions"]
     said = stderr.read_text()
-    named = r"^rank 1 on \S+ \(pid \d+\) .*\bin bf16\b.*; try: sleep$"
+    named = r"^rank 1 on \S+ \(pid \d+\) .*\bin nap\b.*; try: sleep$"
     assert len(re.findall(named, said, re.MULTILINE)) == 1
     assert "rank 1 is at\n" in said and "time.sleep(600" in said
 
@@ -266,7 +262,7 @@ def test_ranks_that_do_not_meet_are_told_what_to_try(alone, capsys):
     assert status == "broken"
     assert re.match(r"rank 0 on \S+: RuntimeError: no route to host try: GLOO_SOCKET", text)
     assert "MASTER_ADDR" in text
-    left = "devices, versions, all-reduce, barrier, DDP, bf16, folder"
+    left = "devices, versions, all-reduce, DDP, folder"
     assert f"doctor: broken: connection; not checked: {left} (after 0 s)" in said
 
 
@@ -356,18 +352,6 @@ def test_every_rank_must_have_fitted_the_line(weights, status, text):
     first = {"weights": [2.0, 3.0], "seconds": 0.001}
     found = judge_fit([first, {"weights": weights, "seconds": 0.004}])
     assert (found.status, found.text) == (status, text)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "can", "status"),
-    [
-        (True, (True, True), "ok"),
-        (True, (True, False), "broken"),
-        (False, (True, False), "ok"),
-    ],
-)
-def test_bf16_must_work_where_the_recipe_asks_for_it(wanted, can, status):
-    assert judge_bf16([(wanted, each) for each in can]).status == status
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from pipeline.checkpoints.run_folder import machine_fault
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
+from pipeline.config.settings import RunSettings
+from pipeline.distributed.ranks import Ranks
 from pipeline.run import main
 from pipeline.train import Training
 from scripts.proofs.ranks import play_ranks
@@ -78,6 +80,12 @@ def test_a_run_says_in_one_line_what_the_machine_did_to_its_folder(tmp_path, har
     assert harm == "removed" or [path.name for path in folder.iterdir()] == [".lock"]
 
 
+def fault_of(error: BaseException, folder: Path):
+    """The fault of the machine that a run on one rank would report."""
+    checkpointer = Checkpointer(folder, RunSettings(), Ranks(0, 1, 60), TrainState(), None)
+    return checkpointer.machine_fault(error)
+
+
 def save_optimizer() -> None:
     with open("/dev/full", "wb") as file:
         torch.save({"state": torch.zeros(1 << 16)}, file)
@@ -100,10 +108,10 @@ def test_a_full_disk_is_known_whichever_library_meets_it(tmp_path, save):
     (tmp_path / ".lock").touch()
     with pytest.raises(Exception, match="No space left on device") as raised:
         save()
-    assert "is full (No space left on device)" in str(machine_fault(raised.value, tmp_path, None))
+    assert "is full (No space left on device)" in str(fault_of(raised.value, tmp_path))
 
 
 def test_other_failures_are_none_of_the_machine_s(tmp_path):
     (tmp_path / ".lock").touch()
     for error in (OSError(errno.EACCES, "denied"), RuntimeError("inline_container.cc"), KeyError()):
-        assert machine_fault(error, tmp_path, None) is None
+        assert fault_of(error, tmp_path) is None
