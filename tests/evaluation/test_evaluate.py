@@ -4,7 +4,6 @@ records.
 
 import json
 from dataclasses import replace
-from importlib import import_module
 from itertools import product
 from statistics import fmean
 from threading import Event
@@ -12,7 +11,7 @@ from threading import Event
 import pytest
 from accelerate import Accelerator
 
-from pipeline.config.settings import EMBEDDED_DOMAINS, RolloutSettings
+from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.embedded import telecom
 from pipeline.environments import Domain
@@ -22,7 +21,16 @@ from pipeline.evaluation.evaluate import evaluate, failed_trials, refuse_failed_
 from pipeline.rollout.rollout import Rollout
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, chat, embedded, make_task, say
+from tests.support.helpers import (
+    DOMAINS,
+    Desk,
+    ScriptedSampler,
+    chat,
+    embedded,
+    make_task,
+    module_of,
+    say,
+)
 
 ALONE = Ranks(0, 1, 5)
 TASKS = [make_task(f"t{n}") for n in range(5)]
@@ -312,9 +320,9 @@ def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
 FAILURES = ("reset", "get_reward", "nothing", "reset")
 
 
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+@pytest.mark.parametrize("domain", DOMAINS)
 def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 150, "test", "medium")
+    tasks = module_of(domain).generate_tasks(0, 150, "test", "medium")
     floor = baselines(embedded(domain), {domain: tasks})[domain]
     assert floor["nothing"] == 0.0
     assert floor["transfer"] <= 0.12
@@ -345,11 +353,11 @@ def test_of_more_tasks_it_solves_as_large_a_share():
     assert found["unread"] >= 0.377
 
 
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+@pytest.mark.parametrize("domain", DOMAINS)
 def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
     """After all lookups that the request names; the closing words hold the chosen value."""
     domains, environment = embedded(domain), embedded(domain)[domain].environment
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 40, "test", "medium")
+    tasks = module_of(domain).generate_tasks(3, 40, "test", "medium")
     schemas = [schema["function"] for schema in tool_schemas(environment)]
     lookups = [s for s in schemas if s["name"].startswith("get_")]
     lookups += [s for s in schemas if s["name"].startswith("find_")]
