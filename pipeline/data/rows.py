@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.files.untrusted import lines_of, open_file, parse_json, read_file
+from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_json, read_file
 
 TaskRow = dict[str, Any]
 
@@ -73,7 +73,10 @@ class JsonArray:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(self._rows, 1):
-            yield f"{self.name}, task {number}", row
+            where = f"{self.name}, task {number}"
+            if len(json.dumps(row)) > MAX_LINE_BYTES:
+                raise UserError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; shorten it")
+            yield where, row
 
     def __getitem__(self, index: int) -> Any:
         return self._rows[index]
