@@ -149,12 +149,10 @@ def test_no_folder_has_more_than_12_files():
 
 def test_domains_do_not_import_each_other_and_what_they_share_goes_one_way():
     shared = ("scripted", "generation", "words")
-    variant_of = {"telecom_chat": {"telecom"}}
     for path in (PACKAGE / "embedded").glob("*.py"):
         inside = {name for name in own_modules(path) if name.startswith("pipeline.embedded.")}
         place = shared.index(path.stem) if path.stem in shared else len(shared)
-        allowed = {*shared[:place], *variant_of.get(path.stem, ())}
-        assert {name.split(".")[2] for name in inside} <= allowed
+        assert {name.split(".")[2] for name in inside} <= {*shared[:place]}
 
 
 def test_the_update_knows_no_environment_and_the_domains_no_settings():

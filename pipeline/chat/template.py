@@ -1,10 +1,11 @@
 """Messages to tokens and back, through a tokenizer's chat template and tool-call format.
 
-Tokens in, tokens out: the prompt of a conversation is rendered once. Later, only the *delta* of a
-reply is rendered, from a stub conversation, and appended to the sampled ids, so a template that
-rewrites history (Qwen3's drops earlier thinking) cannot change sampled tokens. Text in messages
-and tools never becomes control tokens: special strings in it are encoded as plain text, and so are
-pieces that the text beside them could complete to a special string.
+Tokens in, tokens out: the prompt of a conversation is rendered once. After that, only the *delta*
+of each reply is rendered after a stub conversation, and its ids are appended to the sampled ids.
+So a template that rewrites history cannot change sampled tokens (Qwen3's drops earlier thinking).
+Text in messages and tools never becomes control tokens: special strings in messages are encoded as
+plain text. A piece of a special string at the end of a text is encoded as plain text too, because
+the template may write the missing piece beside the text.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
 MAX_CACHED_TOKENS = 1 << 21  # about 80 MB
-ENTRY = 8  # memory of a cached result beside its ids, as a number of ids
+ENTRY = 8  # memory of a cache entry besides its ids, counted in ids
 
 
 class TokenCache:
-    """Results of functions by their arguments; the least recently used go beyond `max_tokens`."""
+    """A cache of function results. Above `max_tokens`, old results are removed."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.num_tokens = max_tokens, 0
@@ -54,9 +55,10 @@ class TokenCache:
         return len(self._results)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function` for these arguments, which go through JSON; it is no copy.
+        """Return the cached result itself, not a copy. The arguments must be JSON values.
 
-        The size of a list of ids is its length; other results have the size of the first argument.
+        A list of ids counts as its length. Any other result counts as the length of the first
+        argument.
         """
         text = json.dumps([function.__name__, *arguments])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -76,9 +78,9 @@ class Chat:
     """A tokenizer's chat template and tool-call format.
 
     Raises UserError for a tokenizer without a template, and for a template that ignores tools,
-    refuses a conversation with them, does not close an assistant message with a special token,
-    renders a reply differently after other text, or writes calls that are not read back. Warns
-    where a template drops earlier thoughts, leaves calls out, or cannot hold some arguments.
+    refuses a conversation with tools, does not close an assistant message with a special token,
+    renders a reply differently after other text, or writes calls that are not parsed as written.
+    Warns if a template drops earlier thoughts, leaves calls out, or cannot write some arguments.
     """
 
     def __init__(
@@ -97,9 +99,9 @@ class Chat:
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
         self._special_ids = set(added) - {tokenizer.unk_token_id}
         self._special = Special({token.content for token in added.values()})
-        # An assistant message may hold tags that are not marked special, such as <think>.
+        # An assistant message may contain added tokens that are not special, such as <think>.
         self._control = Special({token.content for token in added.values() if token.special})
-        # Some tokenizers put a space before every text; after a line break they put none.
+        # Some tokenizers put a space before a text, but not after a line break.
         self._line_break: list[int] = []
         line_break = self._encode("\n")
         if self._encode("\n<") != line_break + self._encode("<"):
@@ -108,8 +110,8 @@ class Chat:
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         checks.check_deltas(self._template, self._after_stub)
         self._opening = self._template([ASKED], add_generation_prompt=True)
-        self._reader: ResponseTemplate | None = None  # without one, `parse_hermes` reads calls
-        self._prefix = ""  # of a message, for the response template
+        self._reader: ResponseTemplate | None = None  # None: `parse_hermes` reads calls
+        self._prefix = ""  # start of each message, for the response template
         is_hermes = tool_call_format == "hermes"
         if not is_hermes:
             self._find_reader()
@@ -127,24 +129,24 @@ class Chat:
     # -- messages to tokens --
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
-        """The ids of a conversation, with the header of the assistant's next message at the end."""
+        """Return the ids of a conversation and of the header of the next assistant message."""
         return list(self.cache.call(self._prompt_ids, list(messages), tools))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
-        """The ids between two sampled messages: the replies and the next header.
+        """Return the ids between two sampled messages: the replies and the next header.
 
-        Replies are tool results or a user message. If a token other than the template's end of
-        turn ended the sampled message (Llama's <|eom_id|>), the replies follow that token; a
-        server that renders the conversation anew would write the end of turn in its place.
+        Replies are tool results or a user message. The replies follow the token that ended the
+        sampled message, even if that token is not the template's end of turn (Llama's <|eom_id|>).
+        A server that renders the whole conversation again would write the end of turn instead.
         """
         return list(self.cache.call(self._reply_ids, list(replies)))
 
     def message_ids(self, message: Message) -> list[int]:
-        """The ids of `message` as a policy samples them, with its end of turn."""
+        """Return the ids that a policy must sample for `message`, with the end of turn."""
         return list(self.cache.call(self._message_ids, message))
 
     def num_content_tokens(self, text: str) -> int:
-        """The number of tokens of a text inside a message, where special strings are plain text."""
+        """Return the number of tokens of a text in a message; special strings are plain text."""
         return len(self.cache.call(self._content_ids, text))
 
     def _content_ids(self, text: str) -> list[int]:
@@ -157,12 +159,12 @@ class Chat:
 
     def _reply_ids(self, replies: list[Message]) -> list[int]:
         text, guards = self._render(STUB_TURN, replies, add_generation_prompt=True)
-        # The end of turn is encoded with it: some special tokens swallow the space around them.
+        # Encode the end of turn too: some special tokens absorb the white space beside them.
         ids = self._encode_guarded(self._after_stub(text), guards)
         return ids[ids.index(self.end_of_turn_id) + 1 :]
 
     def _after_stub(self, text: str) -> str:
-        """The part of a rendered text from the end of the stub's turn; empty if there is no end."""
+        """Return a rendered text from the stub's end of turn on, or an empty text without one."""
         _, end_of_turn, rest = text.partition(STUB)[2].partition(self.end_of_turn)
         return end_of_turn + rest
 
@@ -182,9 +184,9 @@ class Chat:
         return self._encode_guarded(text, guards)
 
     def _continued(self, message: Message) -> tuple[str, Guards]:
-        """The rendered text of a message after the generation prompt, up to its last end of turn.
+        """Return a message's rendered text from the generation prompt to the last end of turn.
 
-        Empty if the template does not write that prompt before the message.
+        The text is empty if the template does not write the generation prompt before the message.
         """
         text, guards = self._render([ASKED], [message])
         if not text.startswith(self._opening):
@@ -195,7 +197,7 @@ class Chat:
     def _render(
         self, before: list[Message], messages: list[Message], **options: Any
     ) -> tuple[str, Guards]:
-        """Rendered text of all messages, with guards for special text in `messages` and tools."""
+        """Return the rendered text, and guards for special text in `messages` and tools."""
         guards, guarded = Guards(), list(before)
         for message in messages:
             special = self._control if message["role"] == "assistant" else self._special
@@ -212,7 +214,7 @@ class Chat:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, **options, **self._kwargs
             )
-        except Exception as error:  # the template's code may raise anything
+        except Exception as error:  # a chat template may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
@@ -222,7 +224,7 @@ class Chat:
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
-        """Ids of a rendered text, in which only the template's own special strings are special."""
+        """Return the ids of a rendered text. Only special strings of the template are special."""
         tokens, ids = self._special.tokens, list[int]()
         for number, piece in enumerate(GUARD.split(text)):
             if is_guarded := number % 2 == 1:
@@ -234,7 +236,8 @@ class Chat:
                 continue
             piece_ids = self._encode(piece, inside=is_guarded or bool(ids) or not at_start)
             if sum(i in self._special_ids for i in piece_ids) > len(tokens.findall(piece)):
-                # The normalizer made a special token of plain text, as NFKC does of wide letters.
+                # The tokenizer's normalizer made a special token from plain text. NFKC, for
+                # example, turns wide letters into ASCII.
                 parts = re.split(f"({tokens.pattern})", piece)
                 piece_ids = [i for n, part in enumerate(parts) for i in self._plain(part, n % 2)]
             ids += piece_ids
@@ -245,19 +248,19 @@ class Chat:
         return ids if is_special or self._special_ids.isdisjoint(ids) else self._spell(text)
 
     def _spell(self, text: str) -> list[int]:
-        """Ids of a special string as plain text, one character after the other.
+        """Return the ids of a special string as plain text, character by character.
 
-        `split_special_tokens` alone still finds added tokens that are not marked special.
+        In a whole string, `split_special_tokens` keeps added tokens that are not marked special.
         """
         return [i for c in text for i in self._encode(c, split_special_tokens=True)]
 
     def _encode(self, text: str, inside: bool = True, **options: Any) -> list[int]:
-        """Ids of a text; one that stands `inside` a conversation gets no space before it."""
+        """Return the ids of a text. With `inside`, the tokenizer puts no space before the text."""
         before = self._line_break if inside else []
         context = "\n" if before else ""
         encoded = self.tokenizer(context + text, add_special_tokens=False, **options)
         ids: list[int] = encoded["input_ids"]
-        is_joined = ids[: len(before)] != before  # the line break became a token with the text
+        is_joined = ids[: len(before)] != before  # the tokenizer joined the line break and the text
         return self._encode(text, False, **options) if is_joined else ids[len(before) :]
 
     # -- tokens to messages --
@@ -268,11 +271,11 @@ class Chat:
         tools: Sequence[dict[str, Any]] = (),
         finished: bool | None = None,
     ) -> Parsed:
-        """Read a sampled message; the content excludes the token that ended the message.
+        """Parse a sampled message. The content excludes the token that ended the message.
 
-        `tools` give the types of arguments if the format of calls writes all values as text.
-        `finished`: whether the last id ended the message; by default, whether it is the template's
-        end of turn.
+        `tools` give the types of arguments if the tool-call format writes all values as text.
+        `finished` says whether the last id ended the message. The default is whether the last id is
+        the template's end of turn.
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
@@ -293,12 +296,12 @@ class Chat:
     def _find_reader(self) -> None:
         try:
             self._reader = response_template_of(self.tokenizer)
-            # The template may open a message itself, with <think>. The reader then needs that
-            # text, unless the reader would return it as content.
+            # The template may write the start of a message (<think>). The response template needs
+            # this start, unless the response template would return the start as content.
             if self._reader is not None:
                 nothing = parse_response(self.end_of_turn, self._reader, prefix=self._opening)
                 self._prefix = "" if nothing.get("content") else self._opening
-        except Exception as error:  # the template comes with the model and may raise anything
+        except Exception as error:  # a response template may raise any exception
             raise UserError(
                 f"model: its tokenizer's response template cannot be used ({reason_of(error)}); "
                 "set tool_call_format: hermes, or mend it"
@@ -307,8 +310,8 @@ class Chat:
     def _read_back(self, message: Message) -> Parsed | None:
         """Encode a message as a policy must sample it, and parse the ids.
 
-        The message gets a thought if the template requires one. None if the template does not
-        write all calls, or refuses several.
+        The message gets a thought if the template requires a thought. Returns None if the template
+        leaves calls out, or refuses several calls in one message.
         """
         names = [call["function"]["name"] for call in message["tool_calls"]]
         for variant in (message, {**message, "reasoning_content": "-"}):

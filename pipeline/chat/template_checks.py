@@ -1,4 +1,4 @@
-"""Checks of a chat template at the start of a run, on conversations made for them."""
+"""Checks of a chat template on test conversations, at the start of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ _ANSWERS = {
     "a tool call": CALL,
     "a tool call with text": {**CALL, "content": "One moment."},
 }
-_CONVERSATIONS: dict[str, list[Message]] = {  # a reply to each must read as it does after the stub
+# A reply must have the same text after each conversation as after the stub conversation.
+_CONVERSATIONS: dict[str, list[Message]] = {
     "another answer": [ASKED, _ANSWER],
     "another request": [_REQUEST, _ANSWER],
     "a system prompt": [_POLICY, ASKED, _ANSWER],
@@ -66,7 +67,7 @@ _WITH_THOUGHT = [
     *({**_say(_ANSWERED), k: _THOUGHT} for k in ("reasoning_content", "thinking", "reasoning")),
 ]
 
-_ARGUMENTS: dict[str, tuple[str, Any]] = {  # one for each type of argument
+_ARGUMENTS: dict[str, tuple[str, Any]] = {  # an argument of each type
     "text": ("string", "Anna B., seat 7"),
     "digits": ("string", "007"),
     "number": ("integer", 3),
@@ -84,14 +85,14 @@ _CALLS = {
     "one after text": _say("One moment.", [("probe_tool", _VALUES)]),
     "two at once": _say("", [("probe_tool", _VALUES), ("probe_other", {"text": "b"})]),
 }
-_RARE_CALLS = {  # a format that cannot hold these is still useful
+_RARE_CALLS = {  # a template that cannot write these calls causes only a warning
     "quotes": _say("", [("probe_tool", {"text": 'it\'s "so"'})]),
     "line breaks": _say("", [("probe_tool", {"text": "one\n\ntwo"})]),
 }
 
 
 def end_of_turn_of(render: Render, special: Special) -> str:
-    """The special token that closes an assistant message."""
+    """Return the special token that closes an assistant message."""
     text = render(STUB_TURN)
     token = special.tokens.search(text, text.rindex(STUB) if STUB in text else len(text))
     if not token:
@@ -102,7 +103,7 @@ def end_of_turn_of(render: Render, special: Special) -> str:
 
 
 def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
-    """UserError if a template hides tools, or a reply's text depends on earlier messages."""
+    """Raise UserError if a template ignores tools, or if earlier messages change a reply's text."""
     offered = render([ASKED], tools=_TOOLS)
     answered = render([ASKED, _ANSWER, _RESULT])
     if "probe_tool" not in offered or "probe_result" not in answered:
@@ -127,9 +128,10 @@ def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
 
 
 def check_calls(read_back: ReadBack, has_reader: bool, is_hermes: bool) -> None:
-    """UserError if calls that the template writes are read back as other calls.
+    """Raise UserError if calls that the template writes are parsed as other calls.
 
-    `read_back` returns None for a message that the template cannot write, such as one of two calls.
+    `read_back` returns None for a message that the template cannot write, such as two calls at
+    once.
     """
     if unread := next(_unread(read_back, _CALLS), None):
         remedy = "set tokenizer.response_template to one that reads them"
@@ -149,7 +151,7 @@ def check_calls(read_back: ReadBack, has_reader: bool, is_hermes: bool) -> None:
 
 
 def _unread(read_back: ReadBack, messages: dict[str, Message]) -> Iterator[str]:
-    """The messages whose calls are not read back as they were written, and why."""
+    """Yield the name of each message whose calls are not parsed as written, and the reason."""
     for what, message in messages.items():
         parsed, calls = read_back(message), message["tool_calls"]
         if parsed is not None and (read := parsed.message().get("tool_calls", [])) != calls:
@@ -160,7 +162,7 @@ def _unread(read_back: ReadBack, messages: dict[str, Message]) -> Iterator[str]:
 def warn_of_lost_thoughts(render: Render, opening: str) -> None:
     """Warn if the template drops a thought after a later request, unless thinking is off.
 
-    Thinking is off if the generation prompt closes a thought.
+    Thinking is off if the generation prompt closes an empty thought.
     """
     generation_prompt = opening.removeprefix(render([ASKED]))
     for answer in _WITH_THOUGHT:
@@ -177,6 +179,6 @@ def warn_of_lost_thoughts(render: Render, opening: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """Warn on the first rank only."""
+    """Show a warning on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(text, stacklevel=4)

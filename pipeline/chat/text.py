@@ -1,4 +1,4 @@
-"""Reads sampled messages, and guards texts that must not become control tokens."""
+"""Parses sampled messages, and guards texts that must not become control tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pipeline.data.tasks import Message
 from pipeline.files.untrusted import is_plain, parse_json
 
 THINK = "<think>"
-MAX_NOTATION = 8192  # characters of a call that is no plain JSON: its patterns take quadratic time
-_LOOKAHEAD = r"(?=[\s\S]*?"  # a pattern with it matches wherever its target follows
+MAX_NOTATION = 8192  # maximum length of a call that is not plain JSON; parsing is quadratic
+_LOOKAHEAD = r"(?=[\s\S]*?"  # start of a pattern that matches at every position before its target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A sampled message: its text, its tool calls (name, arguments), and what is malformed."""
+    """A sampled message: its text, its tool calls (name, arguments), and the mistake if any."""
 
     content: str
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Parsed:
 
 
 def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
-    """Name and arguments in {"name": text, "arguments": object}, where arguments may be missing."""
+    """Return name and arguments of {"name": text, "arguments": object}; arguments are optional."""
     name = value.get("name") if isinstance(value, dict) else None
     if isinstance(name, str) and is_plain(value):
         arguments = value.get("arguments") or {}
@@ -49,7 +49,7 @@ def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def parse_hermes(text: str) -> Parsed:
-    """Read tool calls in the Hermes format, which Qwen uses.
+    """Parse a message in the Hermes format, which Qwen uses.
 
     A call is a block `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
     """
@@ -78,7 +78,7 @@ def _hermes_call(block: str) -> tuple[str, dict[str, Any]]:
 def parse_with(
     template: ResponseTemplate, text: str, end: str, prefix: str, tools: Sequence[dict[str, Any]]
 ) -> Parsed:
-    """Read a message with a response template; `prefix` and `end` stand around the sampled text."""
+    """Parse `prefix`, the sampled text and `end` as one message with a response template."""
     try:
         message = parse_response(text + end, template, prefix=prefix, tools=list(tools))
         content, values = message.get("content") or "", message.get("tool_calls") or []
@@ -87,17 +87,17 @@ def parse_with(
         calls = [_call_of(v.get("function", v) if isinstance(v, dict) else v) for v in values]
     except RecursionError:
         return Parsed(content=text, malformed="nested too deeply")
-    except Exception as error:  # the template came with the model, and the text may be anything
+    except Exception as error:  # a response template may raise any exception
         reason = str(error).partition("\n")[0].rstrip(".")
         return Parsed(content=text, malformed=reason or type(error).__name__)
     return Parsed(content=content.strip(), calls=calls)
 
 
 def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
-    """The response template of a tokenizer, else the one that TRL has for its chat template.
+    """Return the tokenizer's response template, or TRL's for the tokenizer's chat template.
 
-    TRL's variant of a chat template for training writes calls like the plain one, and shares its
-    response template.
+    TRL has variants of chat templates for training. A variant writes calls like its plain template,
+    so the plain template's response template is returned.
     """
     if getattr(tokenizer, "response_template", None) is None:
         from trl import chat_template_utils as known
@@ -117,13 +117,13 @@ def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
 
 
 def values_are_text(template: ResponseTemplate | None) -> bool:
-    """Whether a format writes all arguments of calls as text, so that tools must give the types."""
+    """Return whether the format writes all arguments as text, so that tools must give the types."""
     fields = {} if template is None else template.fields
     return any(field.content in ("xml-inline", "kv-lines") for field in fields.values())
 
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:
-    """A response template that reads a text in time proportional to its length."""
+    """Return a response template that parses a text in time proportional to the text's length."""
     loaded, fields = load_response_template(template), {}
     for name, part in loaded.fields.items():
         is_notation = part.content == "xml-inline" or "string_delims" in part.content_args
@@ -133,18 +133,18 @@ def steady(template: dict[str, Any]) -> ResponseTemplate:
 
 
 class _Mark:
-    """A compiled pattern that keeps its last match, so that it searches each part of a text once.
+    """A compiled pattern that keeps its last match, so that no part of a text is searched twice.
 
-    `limit`: the most characters between the start of a search and its match.
+    `limit` is the largest number of characters between the start of a search and the match.
     """
 
     def __init__(self, pattern: Any, limit: int | None = None) -> None:
-        # \G: a pattern that matches everywhere is tried at one place only. (?!): without a second
-        # alternative, `regex` would search the whole rest of the text at each place.
+        # With \G, a pattern that matches everywhere is tried at one position only. Without the
+        # second alternative (?!), `regex` would search the rest of the text at each position.
         start = r"\G" if pattern.pattern.startswith(_LOOKAHEAD) else ""
         self._pattern = regex.compile(rf"{start}(?:{pattern.pattern})|(?!)", pattern.flags)
         self._limit = limit
-        self._last: tuple[str, bool, int, Any] = ("", False, 0, None)  # arguments and their match
+        self._last: tuple[str, bool, int, Any] = ("", False, 0, None)  # last arguments and match
 
     def search(self, text: str, start: int = 0, *, partial: bool = False) -> Any:
         last_text, last_partial, last_start, match = self._last
@@ -158,12 +158,12 @@ class _Mark:
         return match
 
 
-STUB = "\ue000stub\ue001"  # an answer that occurs in no conversation
+STUB = "\ue000stub\ue001"  # text of an answer that no conversation contains
 GUARD = re.compile("\u29d8(\\d+)\u29d9")  # a placeholder for a text in a message
 
 
 class Special:
-    """The special and added strings of a tokenizer, each of which becomes one token."""
+    """The special and added strings of a tokenizer. Each string becomes one token."""
 
     def __init__(self, texts: set[str]) -> None:
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
@@ -175,10 +175,11 @@ class Special:
         self._longest = max(map(len, texts), default=0)
 
     def guard(self, text: str, guard: Callable[[str], str]) -> str:
-        """`text` with `guard(piece)` in place of each special piece.
+        """Return `text` with `guard(piece)` instead of each special piece.
 
-        A piece at either end is special too if the text that a template writes beside it could
-        complete it to a special string. White space at the ends is ignored: templates may strip it.
+        A piece at the start or the end of `text` is special too if text of a template beside the
+        piece could complete a special string. White space at the ends is ignored, because templates
+        may strip white space.
         """
         text = self._whole.sub(lambda match: guard(match.group()), text)
         body = text.strip()
@@ -194,7 +195,7 @@ class Special:
 
 
 class Guards:
-    """Pieces of messages that are encoded as plain text, each with a placeholder."""
+    """Pieces of messages that are encoded as plain text. Each piece has a placeholder."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -204,11 +205,11 @@ class Guards:
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """`value` with placeholders in all its strings, except in names that templates look up."""
+        """Return `value` with placeholders in all strings, except names that templates look up."""
         if isinstance(value, str):
-            if key == "type" and value.isidentifier():  # of a part of a message, or of a tool
+            if key == "type" and value.isidentifier():  # type of a message's part or of a tool
                 return value
-            text = value.encode(errors="replace").decode()  # half a character breaks tokenizers
+            text = value.encode(errors="replace").decode()  # tokenizers fail on lone surrogates
             return special.guard(text, self._add)
         if isinstance(value, list):
             return [self.put(item, special, key) for item in value]

@@ -37,6 +37,9 @@ def _environments(config: Config) -> Iterator[str]:
 def _names(config: Config) -> Iterator[str]:
     data, curriculum = config.data, config.curriculum
     known, used = list(data.import_strings), data.domains
+    if "telecom_chat" in set(used).difference(known):
+        entry = "{telecom_chat: examples.telecom_chat:TelecomChatEnvironment}"
+        yield f"domains: telecom_chat is an example now; set environments: {entry}"
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     for setting, given, choices, kind in (

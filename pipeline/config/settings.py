@@ -28,7 +28,6 @@ EMBEDDED_DOMAINS = {  # environment classes by domain, as in the setting `enviro
     "airline": "pipeline.embedded.airline:AirlineEnvironment",
     "retail": "pipeline.embedded.retail:RetailEnvironment",
     "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
-    "telecom_chat": "pipeline.embedded.telecom_chat:TelecomChatEnvironment",
 }
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 

@@ -1,4 +1,4 @@
-"""Stages: which domains a step's groups come from, and how many steps each stage has."""
+"""Stages: the domains of each step's groups, and the number of steps of each stage."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the training: `groups` of each domain in every step, over all ranks.
+    """A part of the training. Every step has `groups` groups of each domain over all ranks.
 
-    If there are `turns`, each step has only the groups of the domain whose turn it is.
+    If `turns` is not empty, each step has only the groups of the domain at its index in `turns`.
     """
 
     index: int
     name: str
-    own: tuple[str, ...]  # the domains that the stage trains; it replays the others
+    own: tuple[str, ...]  # domains that the stage trains; all other domains are replayed
     difficulty: str
     groups: dict[str, int]
-    turns: tuple[str, ...] = ()  # the domain of each step
-    first_step: int = 0  # steps done before the stage
+    turns: tuple[str, ...] = ()  # the domain of each step, if a step has one domain
+    first_step: int = 0  # number of steps before the stage
     num_steps: int = 0
 
     @property
     def last_step(self) -> int:
-        """The number of steps done when the stage ends."""
+        """The number of steps until the end of the stage."""
         return self.first_step + self.num_steps
 
 
 def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
-    """The stages of a run, by its curriculum.
+    """Return the stages of a run's curriculum.
 
-    A step takes a task at most once, so `groups` of a domain is at most its number of tasks.
+    A step has no task twice, so `groups` of a domain is at most the domain's number of tasks.
     """
     curriculum, size = config.curriculum, config.rollout.tasks_per_step
     takes_turns = curriculum.curriculum == "interleaved"
     difficulties = curriculum.difficulties or [config.data.difficulty]
     parts = [(*stage, difficulty) for stage in _shares(config) for difficulty in difficulties]
-    num_steps = _steps(config, [own for own, _, _ in parts])
+    num_steps, names = _steps(config, [own for own, _, _ in parts]), config.stage_names
     stages: list[Stage] = []
-    for (own, shares, difficulty), steps in zip(parts, num_steps, strict=True):
-        index, name = len(stages), config.stage_names[len(stages)]
+    for index, (own, shares, difficulty) in enumerate(parts):
+        name, steps = names[index], num_steps[index]
         counts = [size] * len(shares) if takes_turns else split(size, list(shares.values()))
         groups = {d: min(n, num_tasks[d]) for d, n in zip(shares, counts, strict=True) if n > 0}
         turns = tuple(quota(shares, steps)) if takes_turns else ()
@@ -67,9 +67,9 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
 def one_after_another(
     stages: Sequence[Stage], ended: Mapping[str, int] | None = None
 ) -> list[Stage]:
-    """The stages with first steps: each stage begins at the end of the stage before it.
+    """Return the stages with their first steps: a stage begins where the stage before it ends.
 
-    `ended` has the number of steps of stages that ended early.
+    `ended` has the number of steps of each stage that ended early.
     """
     counts = [(ended or {}).get(stage.name, stage.num_steps) for stage in stages]
     firsts = accumulate(counts, initial=0)
@@ -80,7 +80,7 @@ def one_after_another(
 
 
 def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
-    """For each stage, before its split by difficulty: its own domains, and all domains' shares."""
+    """Return each stage's own domains and the share of each domain, at all difficulties."""
     domains, curriculum = config.data.domains, config.curriculum
     if curriculum.curriculum != "sequential":
         weights = {domain: curriculum.domain_weights.get(domain, 1.0) for domain in domains}
@@ -97,7 +97,7 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
 
 
 def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
-    """The steps of each stage: its own setting, or a share of the steps without a setting."""
+    """Return each stage's number of steps. Stages without a setting share the remaining steps."""
     curriculum, max_steps = config.curriculum, config.grpo.max_steps
     size = config.rollout.tasks_per_step
     steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
@@ -109,7 +109,7 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
             f"max_steps {total}, or change theirs"
         )
     weights = []
-    for name, own in rest.items():  # the weight of the stage's name, or of its only domain
+    for name, own in rest.items():  # a weight belongs to a stage's name or only domain
         weight = curriculum.stage_weights.get(own[0] if len(own) == 1 else "", 1.0)
         weights.append(curriculum.stage_weights.get(name, weight))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
@@ -117,9 +117,9 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
 
 
 def quota(shares: Mapping[str, float], count: int) -> list[str]:
-    """`count` names; the number of each name is as close to its share as whole numbers allow.
+    """Return `count` names, in which the number of each name is as close as possible to its share.
 
-    The shares sum to 1. The same holds for every shorter list.
+    The shares sum to 1. Every prefix of the list is as close to the shares as possible.
     """
     given, names = dict.fromkeys(shares, 0), list[str]()
     for number in range(1, count + 1):
@@ -129,9 +129,9 @@ def quota(shares: Mapping[str, float], count: int) -> list[str]:
 
 
 def split(total: int, weights: list[float]) -> list[int]:
-    """Whole numbers in proportion to `weights` that sum to `total`, by largest remainders.
+    """Return integers in proportion to `weights` with the sum `total`, by largest remainders.
 
-    Ties go to the first.
+    Of equal remainders, the first is rounded up.
     """
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(number) for number in exact]
@@ -142,9 +142,9 @@ def split(total: int, weights: list[float]) -> list[int]:
 
 
 def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: int) -> list[Task]:
-    """The tasks of a step, one group each, the same on every rank.
+    """Return the tasks of a step, one task for each group, equal on every rank.
 
-    `step` is the number of optimizer steps done before it.
+    `step` is the number of optimizer steps before this step.
     """
     number = step - stage.first_step
     assert 0 <= number < stage.num_steps, f"step {step} is not in stage {stage.name}"
@@ -153,8 +153,8 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
         domain = stage.turns[number]
         groups, number = {domain: groups[domain]}, stage.turns[:number].count(domain)
     key = (seed, "order", stage.name)
-    drawn = (tasks_for_step(sources[d], n, number, *key, d) for d, n in groups.items())
-    return list(chain.from_iterable(drawn))
+    tasks = (tasks_for_step(sources[d], n, number, *key, d) for d, n in groups.items())
+    return list(chain.from_iterable(tasks))
 
 
 def replacement_tasks(
@@ -163,10 +163,10 @@ def replacement_tasks(
     sources: Mapping[str, Source],
     *key: int | str,
 ) -> list[Task]:
-    """A task for each of `domains`, of that domain, the same on every rank; `key` names the draw.
+    """Return a random task of each of `domains`, equal on every rank.
 
-    `played` has the keys of the step's earlier tasks, which are excluded. A domain with too few
-    other tasks gives fewer.
+    `key` names the stream of random numbers. Tasks whose keys are in `played`, the earlier tasks of
+    the step, are left out. Fewer tasks are returned if a domain has too few other tasks.
     """
     tasks: list[Task] = []
     for domain, count in Counter(domains).items():
@@ -178,7 +178,7 @@ def replacement_tasks(
 
 
 def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
-    """Whether no value of the last `patience` exceeds the best earlier value by at least `delta`.
+    """Return whether the last `patience` values are less than `delta` above the best earlier value.
 
     `history` is a stage's held-out success, one value for each validation.
     """
@@ -189,7 +189,7 @@ def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
 
 
 def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
-    """The content of `curriculum.json`."""
+    """Return the content of `curriculum.json`."""
     keys = ("name", "own", "difficulty", "first_step", "num_steps")
     has_replay = any(set(stage.groups) - set(stage.own) for stage in stages)
     described = [
@@ -202,10 +202,10 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
 
 
 def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:
-    """The learning rate of a stage's next step after `done` of `num_steps`.
+    """Return the learning rate of a stage's next step after `done` of `num_steps` steps.
 
-    Linear warm-up to `peak`, then the decay. Each stage has its own schedule, so that a later
-    domain learns as fast as the first.
+    The schedule is a linear warm-up to `peak`, then the decay. Each stage has its own schedule, so
+    that later domains learn as fast as the first.
     """
     warmup = settings.warmup_steps
     if done < warmup:

@@ -1,7 +1,6 @@
-"""Opens the files and datasets that settings name as sources of tasks.
+"""Opens the files and datasets that the setting `tasks` names, without importing torch.
 
-Files outside a dataset's folder are never read, even if a file in the folder names them. Imports
-no torch.
+A dataset never makes the pipeline read files outside the dataset's folder.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import parse_json, read_file, reason_of, shown
 
-KINDS = ("json", "parquet", "csv", "arrow")  # of files whose rows name no further files
+KINDS = ("json", "parquet", "csv", "arrow")  # kinds of files whose rows name no further files
 MAX_STATE_BYTES = 8 << 20
 
 
 def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
-    """The tasks of the file or dataset that `tasks` names for a domain, validated.
+    """Return the checked tasks of a domain's file or dataset.
 
-    `split` selects the rows of a dataset that has splits.
+    `split` names the split of a dataset that has splits.
     """
     path = Path(source)
     if path.is_file():
@@ -45,16 +44,16 @@ def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
 
 
 def _dataset(source: str, split: str) -> DatasetRows:
-    """The rows of a folder made by `save_to_disk`, or of a source that `load_dataset` takes.
+    """Return the rows of a folder made by `save_to_disk`, or of a source for `load_dataset`.
 
-    A folder of one `Dataset` has no splits and is taken whole.
+    A folder of one `Dataset` has no splits, so `split` has no effect on it.
     """
     from datasets import config, disable_progress_bars, load_from_disk
 
     path = Path(source)
     disable_progress_bars()
     if not path.is_dir() and not hub_reachable():
-        config.HF_HUB_OFFLINE = True  # else `datasets` asks the hub for half a minute
+        config.HF_HUB_OFFLINE = True  # otherwise `datasets` retries the hub for half a minute
     for folder in (path, *(path / name for name in _named(path / "dataset_dict.json", "splits"))):
         _named(folder / "state.json", "_data_files")
     if (path / "state.json").is_file():
@@ -68,9 +67,9 @@ def _dataset(source: str, split: str) -> DatasetRows:
 
 
 def _named(path: Path, key: str) -> list[str]:
-    """The names that a file of a dataset's folder lists; empty if there is no such file.
+    """Return the names that a file of a dataset's folder lists, or nothing if the file is missing.
 
-    Raises ValueError if one is not the plain name of a file or folder.
+    Raises ValueError for a name that is not the plain name of a file or folder.
     """
     if not path.is_file():
         return []
@@ -85,10 +84,10 @@ def _named(path: Path, key: str) -> list[str]:
 
 
 def _load_dataset(source: str, split: str) -> Any:
-    """A split of a dataset on the hub or in a folder.
+    """Return a split of a dataset on the hub or in a folder.
 
-    Raises ValueError if `load_dataset` would read files outside the folder, or off the hub, and
-    for kinds of files whose rows name further files (images, sound).
+    Raises ValueError if `load_dataset` would read files outside the folder or the hub, and for
+    kinds of files whose rows may name further files, such as images.
     """
     from datasets import Features, Json, config, load_dataset, load_dataset_builder
 
@@ -104,7 +103,7 @@ def _load_dataset(source: str, split: str) -> Any:
     dataset = load_dataset(source, split=split)
     has_structs = isinstance(dataset.features.get("payload"), dict)
     if has_structs and kind == "json" and (is_folder or not config.HF_HUB_OFFLINE):
-        # Payloads stay as they were written: a struct would have the keys of all payloads.
+        # Keep each payload as in the file. In a struct, each payload has the keys of all payloads.
         features = Features({**dataset.features, "payload": Json()})
         dataset = load_dataset(source, split=split, features=features)
     return dataset

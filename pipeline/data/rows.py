@@ -1,7 +1,7 @@
-"""Rows of tasks: a JSON array in memory; JSON Lines and datasets, whose rows stay on disk.
+"""Rows of tasks: a JSON array in memory, or JSON Lines and datasets whose rows stay on disk.
 
-All rows are read once, to be checked, and later one by one by their index. If a file has changed
-since it was checked, reading from it is an error.
+A source is iterated once to check all rows. Later each row is read by its index. Reading a row
+raises UserError if the file has changed since the check.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_json, read_file
 
-Row = dict[str, Any]
+TaskRow = dict[str, Any]
 
-MAX_ARRAY_BYTES = 256 << 20  # of a file that is read into memory
-# Types of columns without references to files; Image, for example, has them.
+MAX_ARRAY_BYTES = 256 << 20  # largest file that is read into memory
+# types of columns without references to files; a column of images, for example, may name files
 KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
 CHANGED = "changed since it was read; put it back as it was, or start a new run"
 
 
-def rows_of_file(path: Path) -> Array | Lines:
-    """The rows of a JSON file (one array) or a JSONL file, which may hold an array as well."""
+def rows_of_file(path: Path) -> JsonArray | JsonLines:
+    """Return the rows of a JSON file (one array) or a JSONL file, which may hold an array too."""
     with open_file(path) as file:
         is_array = path.suffix == ".json" or file.read(1 << 16).lstrip().startswith(b"[")
-    return Array(path) if is_array else Lines(path)
+    return JsonArray(path) if is_array else JsonLines(path)
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, int, bytes, Any]]:
-    """The name, offset, bytes and value of each line of a JSON Lines file, without blank lines.
+    """Yield the name, offset, bytes and value of each line of a JSON Lines file.
 
-    Raises UserError for a line that is no JSON.
+    Blank lines are skipped. Raises UserError for a line that is not JSON.
     """
     start = 0
     with open_file(path) as file:
@@ -56,24 +56,20 @@ def _parsed(text: str, where: str, what: str) -> Any:
     raise UserError(f"{where}{line}: not JSON ({reason}); mend the {what}")
 
 
-class Array:
-    """The rows of a file of one JSON array, held in memory; iteration gives names as well."""
+class JsonArray:
+    """The rows of a file of one JSON array. Iteration yields the name and the value of each row."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         try:
             data = read_file(path, MAX_ARRAY_BYTES)
         except ValueError:
-            raise UserError(
-                f"{path}: an array of more than {MAX_ARRAY_BYTES >> 20} MiB; write one JSON object "
-                "per line (.jsonl), which is not held in memory"
-            ) from None
+            size = f"an array of more than {MAX_ARRAY_BYTES >> 20} MiB"
+            raise UserError(f"{path}: {size}; write one JSON object per line (.jsonl)") from None
         self._rows = _parsed(data.decode(), self.name, "file")
         if not isinstance(self._rows, list):
-            raise UserError(
-                f"{path}: got a {type(self._rows).__name__}; a .json task file is one array of "
-                "tasks"
-            )
+            kind = type(self._rows).__name__
+            raise UserError(f"{path}: got a {kind}; a .json task file is one array of tasks")
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(self._rows, 1):
@@ -86,8 +82,8 @@ class Array:
         return self._rows[index]
 
 
-class Lines:
-    """The rows of a JSON Lines file; memory holds the offset, length and CRC-32 of each."""
+class JsonLines:
+    """The rows of a JSON Lines file. Memory holds only offset, length and CRC-32 of each line."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -114,9 +110,8 @@ class Lines:
 class DatasetRows:
     """The rows of a `datasets.Dataset`, which stay memory-mapped.
 
-    Arrow gives each message the keys of all messages; keys whose value is null are removed.
-    Payloads that are structs are refused: Arrow adds null for missing keys, and makes dates of
-    texts, so they may differ from the source.
+    Arrow gives each message the keys of all messages, so keys with the value null are removed. A
+    payload must not be a struct: Arrow adds null for missing keys and turns some texts into dates.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -127,29 +122,28 @@ class DatasetRows:
         if isinstance(dataset.features.get("payload"), dict):
             raise UserError(f"{name}: payload: got a struct; store payloads as JSON text")
         self.name, self._dataset = name, dataset.with_format(None)
-        self._stamps = self._stamped()
+        self._versions = self._file_versions()
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        batches = self._dataset.iter(batch_size=256)
+        names, batches = self._dataset.column_names, self._dataset.iter(batch_size=256)
         rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
         for index, values in enumerate(rows):
-            row = dict(zip(self._dataset.column_names, values, strict=True))
-            yield f"{self.name}[{index}]", _task_row(row)
+            yield f"{self.name}[{index}]", _task_row(dict(zip(names, values, strict=True)))
 
-    def __getitem__(self, index: int) -> Row:
-        if self._stamped() != self._stamps:
+    def __getitem__(self, index: int) -> TaskRow:
+        if self._file_versions() != self._versions:
             raise UserError(f"{self.name}: {CHANGED}")
         return _task_row(self._dataset[index])
 
-    def _stamped(self) -> list[tuple[int, int]]:
-        """The size and the modification time of each file."""
+    def _file_versions(self) -> list[tuple[int, int]]:
+        """Return the size and the modification time of each file."""
         files = (Path(file["filename"]) for file in self._dataset.cache_files)
         stats = (file.stat() for file in files if file.exists())
         return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
-def _task_row(row: Row) -> Row:
-    """A row of a dataset without nulls; nulls inside its payload stay."""
+def _task_row(row: TaskRow) -> TaskRow:
+    """Return a row of a dataset without nulls, except nulls inside the payload."""
     payload = row.pop("payload", None)
     return {**_without_nulls(row), **({} if payload is None else {"payload": payload})}
 

@@ -2,9 +2,9 @@
 
 A task file holds one object per task, as JSON Lines or as one JSON array:
 `{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`, with
-optional `domain`, `family` and `branch`. `payload` reaches the environment's `reset` as one JSON
-string. A dataset has the same columns. Rows of JSON Lines and datasets stay on disk: each row is
-checked once, and read again on each access.
+optional `domain`, `family` and `branch`. The environment's `reset` gets `payload` as one JSON
+string. The columns of a dataset have the names of these keys. Rows of JSON Lines and datasets stay
+on disk: a run checks each row once, and reads the row again on each access.
 """
 
 from __future__ import annotations
@@ -20,40 +20,44 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.data.rng import permutation
-from pipeline.data.rows import Array, DatasetRows, Lines, Row, json_lines, rows_of_file
+from pipeline.data.rows import (
+    DatasetRows,
+    JsonArray,
+    JsonLines,
+    TaskRow,
+    json_lines,
+    rows_of_file,
+)
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
 
 Message = dict[str, Any]
-Visit = Callable[[Row], None] | None  # called with each row of a source after its check
+Visit = Callable[[TaskRow], None] | None  # function that gets each row of a source after its check
 SPLITS = ("train", "validation", "test")
 DIFFICULTIES = ("easy", "medium", "hard")
 ROLES = ("system", "user", "assistant", "tool")
-MAX_CHARACTERS = 1_000_000  # of a conversation in a file; more would take long to tokenize
+MAX_CHARACTERS = 1_000_000  # of a conversation; limits the time of tokenization
 KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
-Source: TypeAlias = "Sequence[Task]"  # in memory or on disk
+Source: TypeAlias = "Sequence[Task]"  # tasks in memory or on disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One problem, identified by (domain, id): ids may repeat between domains."""
+    """One problem. Its key is (domain, id), because two domains may have equal ids."""
 
     domain: str
     id: str
-    prompt: tuple[Message, ...]  # system: the domain's policy; last: the customer's request
-    payload: str  # JSON; only the environment reads it
+    prompt: tuple[Message, ...]  # first the domain's policy text, last the customer's request
+    payload: str  # JSON text for the environment
     family: str = ""
-    branch: str = ""  # the decision that the task needs; for reports only
+    branch: str = ""  # name of the decision that the task needs, for reports
 
     @property
     def key(self) -> tuple[str, str]:
         return self.domain, self.id
 
     def row(self) -> dict[str, Any]:
-        """The keyword arguments of `Environment.reset`.
-
-        They are fresh copies, so that no episode can alter a task.
-        """
+        """Return copies of the keyword arguments of `Environment.reset`."""
         return {
             "domain": self.domain,
             "id": self.id,
@@ -63,7 +67,7 @@ class Task:
 
 
 class Tasks(Sequence[Task]):
-    """A sequence whose tasks are made on access: `make` gives the task at an index."""
+    """A sequence that makes each task on access: `make` returns the task at an index."""
 
     def __init__(self, make: Callable[[int], Task], indices: Sequence[int]) -> None:
         self._make, self._indices = make, indices
@@ -77,9 +81,9 @@ class Tasks(Sequence[Task]):
 
 
 def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
-    """Read a JSON or JSONL file of one domain's tasks, all of them validated.
+    """Return the checked tasks of a domain's JSON or JSONL file.
 
-    UserError names the file, the line (or the number in the array), the task and what is wrong.
+    Raises UserError with the file, the line (or the number in the array), the task and the mistake.
     """
     try:
         return tasks_of(rows_of_file(path), domain, visit)
@@ -89,10 +93,10 @@ def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
         ) from None
 
 
-def tasks_of(rows: Array | Lines | DatasetRows, domain: str, visit: Visit = None) -> Tasks:
-    """One domain's tasks from rows, all of them validated; `visit` is called with each row.
+def tasks_of(rows: JsonArray | JsonLines | DatasetRows, domain: str, visit: Visit = None) -> Tasks:
+    """Check all rows, call `visit` with each row, and return the tasks of the rows.
 
-    UserError names the row, the task and what is wrong.
+    Raises UserError with the row, the task and the mistake.
     """
     seen: dict[str, str] = {}
     for where, row in rows:
@@ -122,7 +126,7 @@ def tasks_of(rows: Array | Lines | DatasetRows, domain: str, visit: Visit = None
 
 
 def _problem(row: Any, domain: str) -> str:
-    """The first mistake in a row of a task; empty if there is none."""
+    """Return the first mistake in a row of a task. The text is empty for a correct row."""
     if not isinstance(row, dict):
         return f"got {type(row).__name__}; a task is one JSON object"
     if unknown := sorted(row.keys() - KEYS):
@@ -152,7 +156,7 @@ def _problem(row: Any, domain: str) -> str:
 
 
 def messages_problem(messages: Any) -> str:
-    """The first mistake in a conversation from a file; empty if there is none."""
+    """Return the first mistake in a conversation. The text is empty for a correct conversation."""
     if not isinstance(messages, list) or not messages:
         return "give a non-empty list of messages with role and content"
     for message in messages:
@@ -180,9 +184,9 @@ def _is_call(call: Any) -> bool:
 
 
 def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-    """Conversations for the warm start, from a JSONL file of `{"messages": [...], "tools": [...]}`.
+    """Return the messages and tools of each demonstration in a JSONL file for the warm start.
 
-    UserError names the faulty line.
+    A line is `{"messages": [...], "tools": [...]}`. Raises UserError with the line and the mistake.
     """
     demonstrations: list[tuple[Any, Any]] = []
     try:
@@ -194,9 +198,8 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
                 raise UserError(f"{where}: messages: {problem}")
             roles = [message["role"] for message in messages]
             if "assistant" not in roles or roles[0] == "assistant":
-                raise UserError(
-                    f"{where}: a demonstration starts with a request and holds an assistant message"
-                )
+                needed = "starts with a request and holds an assistant message"
+                raise UserError(f"{where}: a demonstration {needed}")
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
                 raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
             demonstrations.append((messages, tools))
@@ -217,10 +220,10 @@ def save_tasks(tasks: Iterable[Task], path: Path) -> None:
 
 
 def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
-    """The `count` tasks of step `step` (from 0): consecutive cuts of shuffled passes over `source`.
+    """Return the `count` tasks of step `step` (from 0), equal on every rank.
 
-    They are the same on every rank, and differ within a step. A pass ends after its last whole
-    step; each pass has its own order, so every task is used in time.
+    Steps are consecutive slices of shuffled passes over `source`. Each pass has its own order, and
+    ends after its last whole step. No task occurs twice in a step.
     """
     assert 0 < count <= len(source), f"a step of {count} tasks cannot come from {len(source)}"
     steps_per_pass = len(source) // count
@@ -229,12 +232,11 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
     return [source[index] for index in order[first : first + count]]
 
 
-@lru_cache(maxsize=16)  # one pass of each domain; a run has fewer domains
+@lru_cache(maxsize=16)  # all steps of a pass use one permutation
 def _order(count: int, *key: int | str) -> array[int]:
-    """The permutation of one pass over the tasks; cached, because all steps of a pass use it."""
     return array("Q", permutation(count, *key))
 
 
 def count_by(tasks: Iterable[Task], attribute: str) -> dict[str, int]:
-    """The number of tasks with each value of `attribute`, sorted by value."""
+    """Return the number of tasks with each value of `attribute`, sorted by value."""
     return dict(sorted(Counter(getattr(task, attribute) for task in tasks).items()))

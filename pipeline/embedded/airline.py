@@ -1,4 +1,4 @@
-"""Airline: cancel a trip, move it to another day, add a bag, within the fare's rules."""
+"""Airline: cancel a reservation, move a reservation to another day, or add a bag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, generate, words_of
+from pipeline.embedded.generation import IDS, Draft, generate, random_record, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
 from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
 from pipeline.environments.experts import Agent
@@ -25,11 +25,13 @@ asked for, ask only what the rules below need, and end with a short message once
   tell the customer the fee.
 """
 
+Seats = Literal["free", "full"]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 Fee = Literal["0", "20", "40"]
 Reason = Literal["flown", "uninsured", "plans", "fare"]
-DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 FEES = {"gold": "0", "silver": "20", "none": "40"}
+# the possible values of a reservation's random fields
+OPTIONS = {"fare": "flex saver", "insured": "yes no", "tier": "gold silver none"}
 
 
 class Reservation(BaseModel):
@@ -48,7 +50,7 @@ class Flight(BaseModel):
     """A departure on another day."""
 
     day: Day
-    seats: Literal["free", "full"]
+    seats: Seats
 
 
 class AirlineDatabase(Database):
@@ -90,35 +92,32 @@ FAMILIES = (
 )
 
 
-def _cancel(agent: Agent, goal: dict[str, str], reservation: str, choice: str) -> str:
-    if choice == "ask":
-        right = "cancel" if agent.ask("Why?") == "sick" else "plans"
-        choice = agent.decide(right, ["cancel", "plans"], chained=True)
-    if choice != "cancel":
-        return choice
-    agent.call("cancel", reservation=reservation)
+def _ask_reason(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
+    right = "cancel" if agent.ask("Why?") == "sick" else "plans"
+    if agent.decide(right, ["cancel", "plans"], chained=True) == "plans":
+        return "plans"
+    agent.call("cancel", **argument)
     return "Done."
 
 
-def _move(agent: Agent, goal: dict[str, str], reservation: str, choice: str) -> str:
+def _move(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
     flights = agent.call("find_flights", day=goal["day"])
     flight = flights[agent.decide("free", ["free", "full"], chained=True)]
-    agent.call("move", reservation=reservation, flight=flight)
+    agent.call("move", **argument, flight=flight)
     return "Done."
 
 
-def _add_bag(agent: Agent, goal: dict[str, str], reservation: str, choice: str) -> str:
-    agent.call("add_bag", reservation=reservation, fee=choice)
-    return f"The fee is {choice}."
+def _add_bag(agent: Agent, goal: dict[str, str], argument: dict[str, str], fee: str) -> str:
+    agent.call("add_bag", **argument, fee=fee)
+    return f"The fee is {fee}."
 
 
-expert = expert_of(
-    "reservation", FAMILIES, {"cancel": _cancel, "move": _move, "bags": _add_bag}, get_args(Reason)
-)
+SERVE = {"ask": _ask_reason, "move": _move, **dict.fromkeys(FEES.values(), _add_bag)}
+expert = expert_of("reservation", FAMILIES, SERVE, get_args(Reason))
 
 
 class AirlineEnvironment(CaseEnvironment):
-    """The airline's tools over one task's database."""
+    """The airline's tools on one task's database."""
 
     database_class = AirlineDatabase
     _expert = staticmethod(expert)
@@ -153,56 +152,40 @@ class AirlineEnvironment(CaseEnvironment):
         return self._transfer(reason)
 
 
-def _reservation(random: Random, customer: str, flight: str, **fields: str) -> Reservation:
-    drawn = {
-        "fare": random.choice(["flex", "saver"]),
-        "insured": random.choice(["yes", "no"]),
-        "tier": random.choice(["gold", "silver", "none"]),
-    }
-    return Reservation.model_validate({"customer": customer, "flight": flight, **drawn, **fields})
-
-
 def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
-    """The customer's reservation, one of another customer, and two flights on each of two days."""
+    """Draft a task: two customers' reservations, and two flights on each of two days."""
     ids = random.sample(IDS, 10)
-    day, other_day = random.sample(DAYS, 2)
-    departures = {
-        ids[4]: Flight(day=day, seats="free"),
-        ids[5]: Flight(day=day, seats="full"),
-        ids[6]: Flight(day=other_day, seats="free"),
-        ids[7]: Flight(day=other_day, seats="full"),
-    }
-    flights = {key: departures[key] for key in random.sample(list(departures), 4)}
+    day, other_day = random.sample(get_args(Day), 2)
+    departures = [Flight(day=d, seats=s) for d in (day, other_day) for s in get_args(Seats)]
+    flights = dict(zip(ids[4:8], departures, strict=True))
+    flights = {key: flights[key] for key in random.sample(list(flights), 4)}
+    reservation = partial(random_record, random, Reservation, OPTIONS)
     reservations = {
-        ids[0]: _reservation(random, ids[1], ids[8], **case.draw(random)),
-        ids[2]: _reservation(random, ids[3], ids[9]),
+        ids[0]: reservation(customer=ids[1], flight=ids[8], **case.sample_fields(random)),
+        ids[2]: reservation(customer=ids[3], flight=ids[9]),
     }
-    goal = {"record": ids[0], "customer": ids[1]}
-    facts: tuple[str, ...] = ()
     database = AirlineDatabase(reservations=reservations, flights=flights)
     expected = database.model_copy(deep=True)
     final = expected.reservations[ids[0]]
-    if branch in get_args(Reason):
-        expected.case.transferred = branch
     if branch in ("sick", "plans"):
         expected.case.asked = ["reason"]
-    if branch in ("flex", "sick"):
+    if branch in get_args(Reason):
+        expected.case.transferred = branch
+    elif branch in ("flex", "sick"):
         final.status = "cancelled"
-    if branch == "move":
+    elif branch == "move":
         final.flight = ids[4]
-    if family == "bags" and branch in FEES:
+    else:
         final.bag_fee = FEES[branch]
-        facts = (FEES[branch],)
-    if family == "move":
-        goal["day"] = day
     words = branch if branch in ("sick", "plans") else random.choice(["sick", "plans"])
     listed = {k: f.seats for k, f in flights.items() if branch == "move" and f.day == day}
     record = reservations[ids[0]].model_dump(exclude={"customer", "flight"})
+    day_of_goal = {"day": day} if family == "move" else {}
     return Draft(
-        goal=goal,
+        goal={"record": ids[0], "customer": ids[1], **day_of_goal},
         database=database,
         expected=expected,
-        facts=facts,
+        facts=(final.bag_fee,) if final.bag_fee else (),
         answer={"topic": "reason", "words": words} if family == "cancel" else None,
         visible={"record": record, "flights": listed},
     )

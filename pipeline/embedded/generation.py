@@ -1,16 +1,18 @@
-"""Tasks from a seed, and the words of a domain, which are one token each in the tiny tokenizer.
+"""Tasks from a seed, and the words of a domain for the tiny tokenizer.
 
-Tasks have families and branches with exact shares; splits share no task.
+The shares of families and branches are exact. Two splits never share a task.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from pipeline.data.curriculum import quota
 from pipeline.data.rng import generator, stream_key
@@ -18,11 +20,10 @@ from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
 from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family
 from pipeline.environments.tools import tool_schemas
 
-MAX_TASKS = 100_000  # that one call generates; for more, use a task file
-# The ids of all kinds of records, drawn anew for each task.
-IDS = tuple(f"K{number:02d}" for number in range(60))
+MAX_TASKS = 100_000  # the largest number of tasks of one call; a task file may have more
+IDS = tuple(f"K{number:02d}" for number in range(60))  # ids of records, sampled by each task
 
-SAID = ("the one of ", "Done.", ".", "?", "ok", '{"ok": "', "yes")  # by all domains
+SAID = ("the one of ", "Done.", ".", "?", "ok", '{"ok": "', "yes")  # texts in all domains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +35,27 @@ class Draft:
     expected: Database
     facts: tuple[str, ...] = ()
     answer: dict[str, str] | None = None
-    visible: dict[str, Any] = field(default_factory=dict)  # what the tools show to the expert
+    visible: dict[str, Any] = field(default_factory=dict)  # values that the tools show the expert
 
 
-# (random, names of family and branch, the branch)
+# (random, family's name, branch's name, branch) -> draft
 DraftTask = Callable[[Random, str, str, Branch], Draft]
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def random_record(
+    random: Random, kind: type[Record], options: Mapping[str, str], **given: str
+) -> Record:
+    """Return a record with the fields `given`. Other fields of `options` get random values.
+
+    `options` has the possible values of each field, separated by spaces.
+    """
+    values = {name: random.choice(texts.split()) for name, texts in options.items()}
+    return kind.model_validate({**values, **given})
 
 
 def _split_of(text: str) -> str:
-    """The split of a task's visible content: train for 70 %, each of the others for 15 %."""
+    """Return the split of a task's visible content: train for 70 %, each other split for 15 %."""
     share = stream_key("split", text) / 2**64
     return "train" if share < 0.7 else "validation" if share < 0.85 else "test"
 
@@ -57,10 +70,10 @@ def generate(
     split: str,
     difficulty: str,
 ) -> list[Task]:
-    """`n` tasks with exact shares of families and branches.
+    """Return `n` tasks with exact shares of families and branches.
 
-    The same arguments give the same tasks everywhere. Splits share no visible content, whatever
-    the seeds. Raises ValueError if there are not so many different tasks.
+    The same arguments give the same tasks in every process. Two splits never share visible
+    content, even with different seeds. Raises ValueError if fewer than `n` different tasks exist.
     """
     if n > MAX_TASKS:
         raise ValueError(f"got {n}, but at most {MAX_TASKS} are generated; give a task file")
@@ -86,35 +99,25 @@ def generate(
         else:
             raise ValueError(f"{domain}: no {n} different {split} tasks exist; ask for fewer")
         seen.add(payload)
-        tasks.append(
-            Task(
-                domain=domain,
-                id=f"{split}-{difficulty}-{seed}-{len(tasks):05d}",
-                prompt=prompt,
-                payload=payload,
-                family=family.name,
-                branch=branch,
-            )
-        )
+        name = f"{split}-{difficulty}-{seed}-{len(tasks):05d}"
+        kind = {"family": family.name, "branch": branch}
+        tasks.append(Task(domain=domain, id=name, prompt=prompt, payload=payload, **kind))
     return tasks
 
 
 def shares_of(family: Family, difficulty: str) -> dict[str, float]:
-    """The share of each branch that tasks of this difficulty have."""
-    if difficulty == "easy":
-        return {name: branch.easy for name, branch in family.branches.items() if branch.easy}
-    return {name: branch.share for name, branch in family.branches.items()}
+    """Return each branch's share of the family's tasks at a difficulty; the shares sum to 1."""
+    branches, is_easy = family.branches.items(), difficulty == "easy"
+    shares = {name: branch.easy if is_easy else branch.share for name, branch in branches}
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items() if share}
 
 
 def _families_and_branches(
     families: Sequence[Family], n: int, difficulty: str
 ) -> Iterator[tuple[Family, str]]:
-    branches = []
-    for family in families:
-        shares = shares_of(family, difficulty)
-        total = sum(shares.values())
-        shares = {branch: share / total for branch, share in shares.items()}
-        branches.append(quota(shares, -(-n // len(families))))
+    per_family = -(-n // len(families))
+    branches = [quota(shares_of(family, difficulty), per_family) for family in families]
     for number in range(n):
         row, column = divmod(number, len(families))
         yield families[column], branches[column][row]
@@ -123,8 +126,11 @@ def _families_and_branches(
 def _request(
     family: Family, goal: dict[str, str], difficulty: str, random: Random
 ) -> tuple[str, dict[str, str]]:
-    """The customer's request, and the goal as the expert gets it."""
-    # A hard request names the customer: one more call finds the record.
+    """Return the text of the customer's request, and the goal in the task's payload.
+
+    A hard request names the customer, and the expert needs one more call to find the record. Other
+    requests name the record.
+    """
     is_hard = difficulty == "hard"
     name = f"the one of {goal['customer']}" if is_hard else goal["record"]
     hidden = "record" if is_hard else "customer"
@@ -135,14 +141,9 @@ def _request(
 
 
 def _payload(draft: Draft) -> str:
-    payload = {
-        "goal": draft.goal,
-        "database": draft.database.model_dump(),
-        "expected": draft.expected.model_dump(),
-        "facts": list(draft.facts),
-        "answer": draft.answer,
-    }
-    return json.dumps(payload, sort_keys=True)
+    names = ("goal", "database", "expected", "facts", "answer")
+    parts = {name: getattr(draft, name) for name in names}
+    return json.dumps(parts, sort_keys=True, default=Database.model_dump)
 
 
 def words_of(
@@ -152,7 +153,7 @@ def words_of(
     said: Collection[str] = (),
     values: Collection[str] = (),
 ) -> Iterator[str]:
-    """Ids, names of tools and arguments, fields and values of records, phrasings.
+    """Yield ids, names of tools and arguments, fields and values of records, and phrasings.
 
     `said` are further texts of messages, `values` further values of records.
     """
@@ -163,7 +164,7 @@ def words_of(
         function = schema["function"]
         yield from (function["name"], f" {function['name']}")
         objects.append(function["parameters"])
-    keys = set(values)  # some records have ids as keys: flights are {"free": ..., "full": ...}
+    keys = set(values)  # a value may be a key too: flights are shown as {"free": ..., "full": ...}
     for properties in (schema["properties"] for schema in objects):
         keys |= set(properties).union(*(field.get("enum", ()) for field in properties.values()))
     yield from keys

@@ -1,4 +1,4 @@
-"""Retail: cancel an order, exchange an item, refund an order, within what its status allows."""
+"""Retail: cancel an order, exchange an item, refund an order, as the order's status allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, generate, words_of
+from pipeline.embedded.generation import IDS, Draft, generate, random_record, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
 from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
 from pipeline.environments.experts import Agent
@@ -30,9 +30,10 @@ Colour = Literal["red", "blue", "green", "black", "white"]
 CancelReason = Literal["late", "wrong", "price"]
 RefundTarget = Literal["card", "voucher", "bank"]
 Reason = Literal["delivered", "undelivered", "stock", "shipped"]
-COLOURS: tuple[Colour, ...] = ("red", "blue", "green", "black", "white")
-CANCEL_REASONS = ("late", "wrong", "price")
+CANCEL_REASONS: tuple[str, ...] = get_args(CancelReason)
 TARGETS = {"card": "card", "gift": "voucher", "cash": "bank"}
+# the possible values of an order's random fields
+OPTIONS = {"status": "pending shipped delivered", "paid": "card gift cash", "size": "small large"}
 
 
 class Order(BaseModel):
@@ -61,9 +62,9 @@ class RetailDatabase(Database):
     variants: dict[str, Variant]
 
 
-# Possible values of the status; a new task has one of the first two.
+# The possible values of an order's status. A new task has one of the first two values.
 UNDELIVERED = "pending shipped cancelled recalled"
-DELIVERED = "delivered delivered"  # two, because each branch of the family draws a status
+DELIVERED = "delivered delivered"  # repeated, so that every branch uses a random number
 UNSHIPPED = "pending delivered cancelled recalled"
 FAMILIES = (
     Family(
@@ -102,39 +103,31 @@ FAMILIES = (
 )
 
 
-def _cancel(agent: Agent, goal: dict[str, str], order: str, choice: str) -> str:
-    if choice == "recall":
-        agent.call("recall", order=order)
-    else:
-        agent.call("cancel", order=order, reason=agent.ask("Why?"))
+def _cancel(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
+    agent.call("cancel", **argument, reason=agent.ask("Why?"))
     return "Done."
 
 
-def _exchange(agent: Agent, goal: dict[str, str], order: str, choice: str) -> str:
+def _exchange(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
     variant = agent.call("find_variant", colour=goal["colour"])
     right = "exchange" if variant["stock"] == "in" else "stock"
-    choice = agent.decide(right, ["exchange", "stock"], chained=True)
-    if choice == "stock":
-        return choice
-    agent.call("exchange", order=order, variant=variant["variant"])
+    if agent.decide(right, ["exchange", "stock"], chained=True) == "stock":
+        return "stock"
+    agent.call("exchange", **argument, variant=variant["variant"])
     return "Done."
 
 
-def _refund(agent: Agent, goal: dict[str, str], order: str, choice: str) -> str:
-    agent.call("refund", order=order, to=choice)
-    return f"The money goes to {choice}."
+def _refund(agent: Agent, goal: dict[str, str], argument: dict[str, str], target: str) -> str:
+    agent.call("refund", **argument, to=target)
+    return f"The money goes to {target}."
 
 
-expert = expert_of(
-    "order",
-    FAMILIES,
-    {"cancel": _cancel, "exchange": _exchange, "refund": _refund},
-    get_args(Reason),
-)
+SERVE = {"ask": _cancel, "exchange": _exchange, **dict.fromkeys(TARGETS.values(), _refund)}
+expert = expert_of("order", FAMILIES, SERVE, get_args(Reason))
 
 
 class RetailEnvironment(CaseEnvironment):
-    """The shop's tools over one task's database."""
+    """The shop's tools on one task's database."""
 
     database_class = RetailDatabase
     _expert = staticmethod(expert)
@@ -176,36 +169,25 @@ class RetailEnvironment(CaseEnvironment):
         return self._transfer(reason)
 
 
-def _order(random: Random, customer: str, item: str, **fields: str) -> Order:
-    drawn = {
-        "status": random.choice(["pending", "shipped", "delivered"]),
-        "paid": random.choice(["card", "gift", "cash"]),
-        "size": random.choice(["small", "large"]),
-    }
-    return Order.model_validate({"customer": customer, "item": item, **drawn, **fields})
-
-
 def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
-    """The customer's order, one of another customer, and two variants."""
+    """Draft a task: two customers' orders, and two variants of the item."""
     ids = random.sample(IDS, 8)
-    colour, other_colour = random.sample(COLOURS, 2)
+    colour, other_colour = random.sample(get_args(Colour), 2)
     stock = branch if branch in ("in", "out") else random.choice(["in", "out"])
     variants = {
         ids[4]: Variant.model_validate({"colour": colour, "stock": stock}),
         ids[5]: Variant(colour=other_colour, stock=random.choice(["in", "out"])),
     }
+    order = partial(random_record, random, Order, OPTIONS)
     orders = {
-        ids[0]: _order(random, ids[1], ids[6], **case.draw(random)),
-        ids[2]: _order(random, ids[3], ids[7]),
+        ids[0]: order(customer=ids[1], item=ids[6], **case.sample_fields(random)),
+        ids[2]: order(customer=ids[3], item=ids[7]),
     }
     variants = {key: variants[key] for key in random.sample(list(variants), 2)}
     database = RetailDatabase(orders=orders, variants=variants)
-    goal = {"record": ids[0], "customer": ids[1]}
-    if family == "exchange":
-        goal["colour"] = colour
     words = random.choice(CANCEL_REASONS)
     expected = database.model_copy(deep=True)
-    final, facts = expected.orders[ids[0]], list[str]()
+    final = expected.orders[ids[0]]
     if (family, branch) == ("cancel", "pending"):
         final.status, final.cancel_reason = "cancelled", words
         expected.case.asked = ["reason"]
@@ -215,18 +197,20 @@ def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
         final.item = ids[4]
     elif branch in TARGETS:
         final.refunded_to = TARGETS[branch]
-        facts = [TARGETS[branch]]
     else:
         expected.case.transferred = "stock" if branch == "out" else branch
     variant = {"colour": colour, "stock": stock, "id": ids[4]} if branch in ("in", "out") else {}
-    record = orders[ids[0]].model_dump(exclude={"customer", "item"})
+    colour_of_goal = {"colour": colour} if family == "exchange" else {}
     return Draft(
-        goal=goal,
+        goal={"record": ids[0], "customer": ids[1], **colour_of_goal},
         database=database,
         expected=expected,
-        facts=tuple(facts),
+        facts=(final.refunded_to,) if final.refunded_to else (),
         answer={"topic": "reason", "words": words} if family == "cancel" else None,
-        visible={"record": record, "variant": variant},
+        visible={
+            "record": orders[ids[0]].model_dump(exclude={"customer", "item"}),
+            "variant": variant,
+        },
     )
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from random import Random
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -20,12 +20,12 @@ from pipeline.environments.tools import ToolError, User, run_steps, started
 class Case(BaseModel):
     """The case file of one contact, a part of every domain's database."""
 
-    asked: list[str] = []  # answers that the customer was asked for
-    transferred: str | None = None  # reason code of a transfer to a person
+    asked: list[str] = []  # topics of the questions that the customer answered
+    transferred: str | None = None  # reason of the transfer to a person
 
 
 class Database(BaseModel):
-    """A domain's records; each domain adds its tables."""
+    """The records of one task. Each domain adds its tables."""
 
     case: Case = Field(default_factory=Case)
 
@@ -39,29 +39,28 @@ class Answer(BaseModel):
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
-LOOKUPS = ("find_", "get_")  # tools that change nothing
-MAX_STEPS = 1024  # tasks whose expert steps are kept: all episodes of a group have the same task
-_STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}
-# (agent, goal, id of the record, the first decision) -> the final message, or a transfer's reason
-Serve = Callable[[Agent, dict[str, str], str, str], str]
+LOOKUPS = ("find_", "get_")  # name prefixes of tools that change nothing
+# (agent, goal, the tools' argument that names the record, first decision) -> the final message, or
+# the reason of a transfer
+Serve = Callable[[Agent, dict[str, str], dict[str, str], str], str]
 
 
 class Branch(NamedTuple):
-    """A case of a family: its share of the tasks, and the rule of the policy for its records."""
+    """A case of a family: its share of the tasks, its records, and the policy's rule for them."""
 
-    share: float
-    easy: float  # its share of tasks at difficulty easy
-    record: dict[str, str]  # of each field the possible values, separated by spaces
+    share: float  # share of the family's tasks at difficulty medium and hard
+    easy: float  # share of the family's tasks at difficulty easy
+    record: dict[str, str]  # the possible values of each field, separated by spaces
     choice: str  # the right first decision for such a record
 
-    def draw(self, random: Random) -> dict[str, str]:
-        """Fields of a record; of several values, one of the first two."""
+    def sample_fields(self, random: Random) -> dict[str, str]:
+        """Return fields of a record. A field with several values gets one of the first two."""
         options = {name: values.split()[:2] for name, values in self.record.items()}
         return {k: v[0] if len(v) == 1 else random.choice(v) for k, v in options.items()}
 
 
 class Family(NamedTuple):
-    """A kind of request: its phrasings, with slots of the goal, and its branches."""
+    """A kind of request: its phrasings, with placeholders for the goal, and its branches."""
 
     name: str
     phrasings: tuple[str, ...]
@@ -72,7 +71,7 @@ class Family(NamedTuple):
 class ScriptedUser:
     """A customer who answers one question, and ends the conversation at any other message.
 
-    The answer is noted in the case, and the question among the steps of the episode.
+    `reply` adds the topic to the case file, and the question to the steps of the episode.
     """
 
     topic: str
@@ -89,9 +88,10 @@ class ScriptedUser:
 
 
 def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
-    """Make a method a tool with a docstring of `text` and `arguments`, by default ids.
+    """Decorate a method as a tool: write its docstring, and add each successful call to the steps.
 
-    Each successful call is noted as a step: `refund(K01, card)`.
+    `text` describes the tool. `arguments` describe its arguments; the default description is
+    "... id.". A step has the form `refund(K01, card)`.
     """
 
     def decorate(function: Any) -> Any:
@@ -115,12 +115,12 @@ def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
 class CaseEnvironment:
     """An embedded domain: a database from the task's payload, and a verified outcome.
 
-    Payload: `goal` (of the request), `database`, `expected` (the database at the end), `facts`
-    (words that the final message must contain), `answer` (topic and words of the customer, or
-    null). The reward is 1.0 if the episode has ended, the database equals the expected one, the
-    final message contains every fact and the steps are right, else 0.0. Right steps are the
-    expert's lookups, questions and writes in their order; only further lookups may be added.
-    The steps of a task without a goal are not checked.
+    The payload has `goal` (the goal of the request), `database`, `expected` (the database at the
+    end), `facts` (words that the final message must contain) and `answer` (topic and words of the
+    customer's answer, or null). The reward is 1.0 if the episode has ended, the database equals
+    the expected database, the final message contains every fact and the steps are right, else 0.0.
+    The steps are right if they are the expert's steps in the expert's order. Further lookups may
+    stand between the expert's steps. The steps of a task without a goal are not checked.
     """
 
     database_class: ClassVar[type[Database]]
@@ -132,8 +132,8 @@ class CaseEnvironment:
     difference: dict[str, list[str]]
 
     def reset(self, **row: Any) -> str | None:
-        self._row, self._steps = row, list[str]()
-        payload = json.loads(row["payload"])
+        self._payload, self._steps = row["payload"], list[str]()
+        payload = json.loads(self._payload)
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
         self._facts = _FACTS.validate_python(payload["facts"])
@@ -148,7 +148,8 @@ class CaseEnvironment:
 
     def get_reward(self) -> float:
         words = re.findall(r"[a-z0-9_]+", self.final_message.lower())
-        steps = self._expert_steps() if self._goal else tuple(self._steps)
+        kind: Any = type(self)  # mypy does not see that a class is hashable
+        steps = _expert_steps(kind, self._payload) if self._goal else tuple(self._steps)
         parts = {
             "ended": self.done or bool(self.final_message),
             "facts": all(fact in words for fact in self._facts),
@@ -167,31 +168,18 @@ class CaseEnvironment:
         self.done = True
         return {"ok": "yes"}
 
-    def _expert_steps(self) -> tuple[str, ...]:
-        """The steps of the expert on this task, in an environment of its own."""
-        key = type(self), self._row["payload"]
-        if key not in _STEPS:
-            if len(_STEPS) >= MAX_STEPS:
-                _STEPS.clear()
-            environment = run_steps(started(type(self), self._row)).environment
-            self._expert(ScriptedAgent(environment, Random(0)), self._goal)
-            _STEPS[key] = tuple(environment._steps)
-        return _STEPS[key]
-
     def _found(self, table: str, kind: str, customer: str) -> dict[str, str]:
-        """The id of a customer's record; ToolError if there is none."""
+        """Return the id of a customer's record. Raise ToolError if the customer has no record."""
         for key, record in getattr(self._db, table).items():
             if record.customer == customer:
                 return {kind: key}
         raise ToolError(f"no {customer}")
 
     def _shown(self, table: str, key: str, *fields: str) -> dict[str, str]:
-        """These fields of a record."""
         shown: dict[str, str] = self._record(table, key).model_dump(include=set(fields))
         return shown
 
     def _changed(self, table: str, key: str, **fields: Any) -> dict[str, str]:
-        """Set these fields of a record."""
         record = self._record(table, key)
         for name, value in fields.items():
             setattr(record, name, value)
@@ -204,52 +192,61 @@ class CaseEnvironment:
         return records[key]
 
 
+@lru_cache(maxsize=1024)  # the episodes of a group have equal payloads
+def _expert_steps(environment_class: type[CaseEnvironment], payload: str) -> tuple[str, ...]:
+    """Return the expert's steps on a task, played in a new environment."""
+    environment = run_steps(started(environment_class, {"payload": payload})).environment
+    environment._expert(ScriptedAgent(environment, Random(0)), environment._goal)
+    return tuple(environment._steps)
+
+
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether `steps` holds all wanted ones in their order, and besides them only lookups."""
+    """Return whether `steps` has all wanted steps in order, and only lookups besides."""
     rest = iter(steps)
-    return all(step in rest for step in wanted) and _acts(steps) == _acts(wanted)
-
-
-def _acts(steps: Sequence[str]) -> list[str]:
-    return [step for step in steps if not step.startswith(LOOKUPS)]
+    writes, right = ([s for s in of if not s.startswith(LOOKUPS)] for of in (steps, wanted))
+    return all(step in rest for step in wanted) and writes == right
 
 
 def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
-    """The differences of two databases: path of a field, its value, the expected value."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return {
-            path: pair
-            for key in dict.fromkeys([*found, *expected])
-            for path, pair in difference(
-                found.get(key), expected.get(key), f"{where}.{key}".lstrip(".")
-            ).items()
-        }
-    return {} if found == expected else {where: [str(found), str(expected)]}
+    """Return the differences of two databases: path of a field -> [its value, expected value]."""
+    if not (isinstance(found, dict) and isinstance(expected, dict)):
+        return {} if found == expected else {where: [str(found), str(expected)]}
+    differences: dict[str, list[str]] = {}
+    for key in dict.fromkeys([*found, *expected]):
+        path = f"{where}.{key}".lstrip(".")
+        differences |= difference(found.get(key), expected.get(key), path)
+    return differences
 
 
 def expert_of(
     kind: str, families: Sequence[Family], serve: Mapping[str, Serve], reasons: Sequence[str]
 ) -> Expert:
-    """An expert that looks up the record of a request, decides by it and serves the family."""
+    """Return an expert that looks up the record of a request, decides, and serves the request.
+
+    A first decision is a key of `serve`, one of the `reasons` of a transfer, or a tool that takes
+    only the record.
+    """
     branches = {family.name: list(family.branches.values()) for family in families}
 
     def expert(agent: Agent, goal: dict[str, str]) -> str:
         if "record" in goal:
-            key = goal["record"]
+            argument = {kind: goal["record"]}
         else:
-            key = agent.call(f"find_{kind}", customer=goal["customer"])[kind]
-        record, family = agent.call(f"get_{kind}", **{kind: key}), goal["family"]
-        options = list(dict.fromkeys(branch.choice for branch in branches[family]))
+            argument = {kind: agent.call(f"find_{kind}", customer=goal["customer"])[kind]}
+        record, cases = agent.call(f"get_{kind}", **argument), branches[goal["family"]]
         right = next(
             branch.choice
-            for branch in branches[family]
+            for branch in cases
             if all(record[field] in values.split() for field, values in branch.record.items())
         )
-        choice = agent.decide(right, options)
-        closing = choice if choice in reasons else serve[family](agent, goal, key, choice)
-        if closing not in reasons:
+        choice = agent.decide(right, list(dict.fromkeys(branch.choice for branch in cases)))
+        closing = serve[choice](agent, goal, argument, choice) if choice in serve else choice
+        if closing in reasons:
+            agent.call("transfer", reason=closing)
+            return ""
+        if choice in serve:
             return closing
-        agent.call("transfer", reason=closing)
-        return ""
+        agent.call(choice, **argument)
+        return "Done."
 
     return expert

@@ -1,7 +1,4 @@
-"""Telecom: bring a line, mobile data or roaming back.
-
-The phone is the customer's, and only they can touch it.
-"""
+"""Telecom: repair a line, its mobile data or its roaming. Only the customer can touch the phone."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, generate, words_of
+from pipeline.embedded.generation import IDS, Draft, generate, random_record, words_of
 from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
 from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
 from pipeline.environments.experts import Agent
@@ -47,7 +44,8 @@ REMEDIES = {
     "low_power": "saver_off",
     "wrong_band": "auto_band",
 }
-AMOUNTS = ("1", "2", "5")
+# the possible values of a line's random fields
+OPTIONS = {"bill": "due paid", "plan": "basic plus", "usage": "over under", "roaming": "on off"}
 
 
 class Line(BaseModel):
@@ -64,21 +62,21 @@ class Line(BaseModel):
 
 
 class Device(BaseModel):
-    """The customer's phone: what is wrong with it, and every remedy tried on it."""
+    """The customer's phone: its fault, and all remedies that were tried."""
 
     fault: str
     remedies: list[str] = []
 
 
 class TelecomDatabase(Database):
-    """Lines by id, and the phone on the customer's side."""
+    """Lines by id, and the customer's phone."""
 
     lines: dict[str, Line]
     device: Device
 
 
 def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str]:
-    """Check or change the phone, or pay, for the customer; returns the result."""
+    """Check or change the phone, or pay the bill, as the customer does. Return the result."""
     device = database.device
     if action == "check":
         return {"fault": device.fault}
@@ -118,52 +116,39 @@ FAMILIES = (
         ("{record} fails abroad", "i travel with {record}", "no signal abroad on {record}"),
         {
             "no_roaming": Branch(0.25, 0.30, {"plan": "basic"}, "no_roaming"),
-            "off": Branch(0.30, 0.70, {"plan": "plus", "roaming": "off"}, "enable"),
+            "off": Branch(0.30, 0.70, {"plan": "plus", "roaming": "off"}, "enable_roaming"),
             "check": Branch(0.45, 0.0, {"plan": "plus", "roaming": "on"}, "check"),
         },
     ),
 )
 
 
-def _service(agent: Agent, goal: dict[str, str], line: str, choice: str) -> str:
-    if choice == "check":
-        return _check(agent)
-    if choice == "bill":
-        agent.call("send_bill", line=line)
-        agent.call("ask_user", action="pay")
-    agent.call("resume", line=line)
+def _bill(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
+    agent.call("send_bill", **argument)
+    agent.call("ask_user", action="pay")
+    agent.call("resume", **argument)
     return "Done."
 
 
-def _data(agent: Agent, goal: dict[str, str], line: str, choice: str) -> str:
-    if choice == "check":
-        return _check(agent)
+def _add_data(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
     amount = agent.ask("How much?")
-    agent.call("add_data", line=line, amount=amount)
+    agent.call("add_data", **argument, amount=amount)
     return f"Added {amount}."
 
 
-def _abroad(agent: Agent, goal: dict[str, str], line: str, choice: str) -> str:
-    if choice == "check":
-        return _check(agent)
-    agent.call("enable_roaming", line=line)
-    return "Done."
-
-
-def _check(agent: Agent) -> str:
+def _check(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
     fault = agent.call("ask_user", action="check")["fault"]
     remedy = agent.decide(REMEDIES[fault], list(REMEDIES.values()), chained=True)
     agent.call("ask_user", action=remedy)
     return "Done."
 
 
-expert = expert_of(
-    "line", FAMILIES, {"service": _service, "data": _data, "abroad": _abroad}, get_args(Reason)
-)
+SERVE = {"bill": _bill, "check": _check, "ask": _add_data}
+expert = expert_of("line", FAMILIES, SERVE, get_args(Reason))
 
 
 class TelecomEnvironment(CaseEnvironment):
-    """The company's tools over one task's database; `ask_user` is the only way to the phone."""
+    """The company's tools on one task's database; only `ask_user` reaches the phone."""
 
     database_class = TelecomDatabase
     _expert = staticmethod(expert)
@@ -206,26 +191,17 @@ class TelecomEnvironment(CaseEnvironment):
         return self._transfer(reason)
 
 
-def _line(random: Random, customer: str, **fields: str) -> Line:
-    drawn = {
-        "bill": random.choice(["due", "paid"]),
-        "plan": random.choice(["basic", "plus"]),
-        "usage": random.choice(["over", "under"]),
-        "roaming": random.choice(["on", "off"]),
-    }
-    return Line.model_validate({"customer": customer, **drawn, **fields})
-
-
 def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
-    """The customer's line and phone, and the line of another customer."""
+    """Draft a task: the lines of two customers, and the first customer's phone."""
     ids = random.sample(IDS, 4)
     fault = random.choice(list(REMEDIES))
+    line = partial(random_record, random, Line, OPTIONS)
     lines = {
-        ids[0]: _line(random, ids[1], **case.draw(random)),
-        ids[2]: _line(random, ids[3]),
+        ids[0]: line(customer=ids[1], **case.sample_fields(random)),
+        ids[2]: line(customer=ids[3]),
     }
     database = TelecomDatabase(lines=lines, device=Device(fault=fault))
-    words = random.choice(AMOUNTS)
+    words = random.choice(get_args(Amount))
     expected = database.model_copy(deep=True)
     final = expected.lines[ids[0]]
     if branch in get_args(Reason):

@@ -14,7 +14,7 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
-from pipeline.data.rows import Row
+from pipeline.data.rows import TaskRow
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain, generated, load_domains, try_task
 from pipeline.environments.tools import tool_schemas
@@ -120,7 +120,7 @@ def train_tasks(
         by_request[task.prompt[-1]["content"]].append((list(task.prompt), json.loads(task.payload)))
     lengths: list[int] = []
 
-    def visit(row: Row) -> None:
+    def visit(row: TaskRow) -> None:
         prompt, payload = row["prompt"], row.get("payload", {})
         alike = by_request.get(prompt[-1]["content"])
         if alike and len(lengths) < count:

@@ -2,7 +2,6 @@
 
 import warnings
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ from tokenizers import AddedToken
 
 from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import STUB, Parsed, parse_hermes
-from pipeline.config.settings import EMBEDDED_DOMAINS
 from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.support.helpers import call, chat, embedded, say, tokenizer
+from tests.support.helpers import DOMAINS, call, chat, embedded, module_of, say, tokenizer
 
 CLASSES = environments_of(embedded())
 TOOLS = tool_schemas(CLASSES["airline"])
@@ -82,8 +80,8 @@ def expert_episodes(count=12):
 
 
 def _expert_episodes(count):
-    for domain in EMBEDDED_DOMAINS:
-        module = import_module(f"pipeline.embedded.{domain}")
+    for domain in DOMAINS:
+        module = module_of(domain)
         for task in module.generate_tasks(0, count, "train", "hard"):
             messages, _ = run_expert(CLASSES[domain](), module.expert, task)
             while messages[-1]["role"] == "tool":  # a transfer ends the episode

@@ -267,7 +267,11 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
     [
         (
             ["--domains", "airline,retial"],
-            ("domains: got 'retial'", "telecom_chat", "`environments`"),
+            ("domains: got 'retial'", "telecom", "`environments`"),
+        ),
+        (
+            ["--domains", "telecom_chat"],
+            ("telecom_chat is an example", "{telecom_chat: examples.telecom_chat:TelecomChat"),
         ),
         (["--domains", "retail,retail"], ("domains: got retail,retail", "each once")),
         (

@@ -9,28 +9,27 @@ from copy import deepcopy
 from dataclasses import replace
 from datetime import date
 from functools import cache
-from importlib import import_module
 from itertools import pairwise, product
 from random import Random
 
 import pytest
 
-from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
+from examples.telecom_chat import REQUESTS
+from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
 from pipeline.embedded.generation import IDS, Draft, generate, shares_of
 from pipeline.embedded.scripted import Branch, Case, Database, Family, ScriptedUser
-from pipeline.embedded.telecom_chat import REQUESTS
 from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
 from pipeline.evaluation.baselines import baselines
 from tests.support import ROOT
-from tests.support.helpers import embedded
+from tests.support.helpers import DOMAINS, embedded, module_of
 
 CLASSES = environments_of(embedded())
-MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in EMBEDDED_DOMAINS}
-in_every_domain = pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+MODULES = {domain: module_of(domain) for domain in DOMAINS}
+in_every_domain = pytest.mark.parametrize("domain", DOMAINS)
 in_the_default_domains = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
 at_every_difficulty = pytest.mark.parametrize("difficulty", DIFFICULTIES)
 
@@ -49,7 +48,7 @@ def some_of(domain, count=30):
 
 def some_of_all(count=30):
     """Tasks of every domain and difficulty."""
-    for domain in EMBEDDED_DOMAINS:
+    for domain in DOMAINS:
         yield from some_of(domain, count)
 
 
@@ -133,7 +132,7 @@ def replaced(messages, position, *others):
 def test_the_expert_earns_everything_on_every_task(seeds):
     """432 tasks of a seed: four domains, three difficulties, every split."""
     played = 0
-    for domain, difficulty, seed in product(EMBEDDED_DOMAINS, DIFFICULTIES, seeds):
+    for domain, difficulty, seed in product(DOMAINS, DIFFICULTIES, seeds):
         environment = CLASSES[domain]()
         for split, count in (("train", 24), ("validation", 6), ("test", 6)):
             for task in MODULES[domain].generate_tasks(seed, count, split, difficulty):
@@ -607,7 +606,7 @@ def test_reset_erases_everything(domain):
 
 
 def test_two_environments_share_nothing():
-    for domain in EMBEDDED_DOMAINS:
+    for domain in DOMAINS:
         task = make_tasks(domain, 1)[0]
         one, other = CLASSES[domain](), CLASSES[domain]()
         one.reset(**task.row())
@@ -627,7 +626,7 @@ def test_episodes_never_alter_a_task():
         row = task.row()
         row["prompt"].clear()
         row["payload"] = ""
-    for domain in EMBEDDED_DOMAINS:
+    for domain in DOMAINS:
         baselines(embedded(), {domain: [task for task in tasks if task.domain == domain]})
     assert repr(tasks) == before
 
@@ -708,10 +707,10 @@ def test_splits_share_no_task_and_no_visible_content(domain, difficulty, size):
 
 
 def test_ids_are_unique_in_a_domain_and_repeat_between_domains():
-    lists = {domain: [task.id for task in make_tasks(domain)] for domain in EMBEDDED_DOMAINS}
+    lists = {domain: [task.id for task in make_tasks(domain)] for domain in DOMAINS}
     assert lists["airline"] == lists["retail"] == lists["telecom"] == lists["telecom_chat"]
     assert lists["airline"][:2] == ["train-medium-0-00000", "train-medium-0-00001"]
-    keys = {task.key for domain in EMBEDDED_DOMAINS for task in make_tasks(domain)}
+    keys = {task.key for domain in DOMAINS for task in make_tasks(domain)}
     assert len(keys) == 4 * 60
 
 

@@ -1,23 +1,21 @@
 """No policy that never reads the record of a request earns much in the embedded domains."""
 
 import json
-from importlib import import_module
 from itertools import product
 from statistics import fmean
 
 import pytest
 
-from pipeline.config.settings import EMBEDDED_DOMAINS
 from pipeline.embedded import telecom
 from pipeline.environments.tools import call_tool, tool_schemas
 from pipeline.evaluation.baselines import baselines
-from tests.support.helpers import embedded
+from tests.support.helpers import DOMAINS, embedded, module_of
 from tests.support.unread import most_solved, unread, unread_by_family
 
 
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+@pytest.mark.parametrize("domain", DOMAINS)
 def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(0, 150, "test", "medium")
+    tasks = module_of(domain).generate_tasks(0, 150, "test", "medium")
     domains = embedded(domain)
     floor = baselines(domains, {domain: tasks})[domain]
     assert floor["nothing"] == 0.0
@@ -48,12 +46,12 @@ def test_of_more_tasks_it_solves_as_large_a_share():
     assert unread(embedded("telecom")["telecom"], more) >= 0.377
 
 
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+@pytest.mark.parametrize("domain", DOMAINS)
 def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(domain):
     """After all lookups that the request names; the closing words hold the chosen value."""
     own = embedded(domain)[domain]
     environment = own.environment
-    tasks = import_module(f"pipeline.embedded.{domain}").generate_tasks(3, 40, "test", "medium")
+    tasks = module_of(domain).generate_tasks(3, 40, "test", "medium")
     schemas = [schema["function"] for schema in tool_schemas(environment)]
     lookups = [s for s in schemas if s["name"].startswith("get_")]
     lookups += [s for s in schemas if s["name"].startswith("find_")]

@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS
+from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.embedded.generation import IDS
 from pipeline.environments.domains import Domain, environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from tests.support import ROOT
-from tests.support.helpers import Desk, embedded, tokenizer
+from tests.support.helpers import DOMAINS, Desk, embedded, module_of, tokenizer
 
 CLASSES = environments_of(embedded())
 ALL_WORDS = tiny_tokenizer(embedded().values())
@@ -35,10 +35,10 @@ def tokens(text, made=None):
     return [(made or tokenizer()).decode([token]) for token in encode(text, made)]
 
 
-def conversations(count=60, domains=EMBEDDED_DOMAINS):
+def conversations(count=60, domains=DOMAINS):
     """What the expert and the environments say on tasks of every domain and difficulty."""
     for domain in domains:
-        module = import_module(f"pipeline.embedded.{domain}")
+        module = module_of(domain)
         for difficulty in ("easy", "medium", "hard"):
             for task in module.generate_tasks(0, count, "train", difficulty):
                 messages, _ = run_expert(CLASSES[domain](), module.expert, task)

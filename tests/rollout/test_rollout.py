@@ -3,13 +3,12 @@ the policy.
 """
 
 import json
-from importlib import import_module
 
 import pytest
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import EMBEDDED_DOMAINS, ModelSettings, RolloutSettings
+from pipeline.config.settings import ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
@@ -23,12 +22,14 @@ from pipeline.rollout.sampler import make_sampler, other_stops
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import (
+    DOMAINS,
     Desk,
     ScriptedSampler,
     call,
     chat,
     embedded,
     make_task,
+    module_of,
     say,
     tokenizer,
 )
@@ -415,9 +416,9 @@ def test_no_episodes_are_no_trajectories():
     assert play_all([])[0] == []
 
 
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
+@pytest.mark.parametrize("domain", DOMAINS)
 def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
-    module = import_module(f"pipeline.embedded.{domain}")
+    module = module_of(domain)
     environments = environments_of(embedded(domain))
     tasks = module.generate_tasks(5, 40, "train", "medium")
     scripts = {}
@@ -436,7 +437,7 @@ def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
 
 
 def test_the_real_sampler_plays_the_same_episodes_again():
-    module = import_module("pipeline.embedded.retail")
+    module = module_of("retail")
     tasks = module.generate_tasks(5, 4, "train", "medium")
     model = tiny_model(tokenizer(), seed=1)
     sampler = RowSampler(model, chat().end_of_turn_id, 1.0, torch.float32)

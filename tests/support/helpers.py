@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from pipeline.chat.template import Chat
@@ -15,6 +16,16 @@ from pipeline.environments import Domain, load_domains
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.models.weights import Weights
 from pipeline.rollout.trajectory import Sampled
+
+DOMAINS = {  # the embedded domains and the example
+    **EMBEDDED_DOMAINS,
+    "telecom_chat": "examples.telecom_chat:TelecomChatEnvironment",
+}
+
+
+def module_of(domain: str) -> Any:
+    """The module of an embedded domain or of the example."""
+    return import_module(DOMAINS[domain].partition(":")[0])
 
 
 @cache
@@ -29,8 +40,9 @@ def chat() -> Chat:
 
 @cache
 def embedded(*names: str) -> dict[str, Domain]:
-    """Embedded domains by name; all of them if none is named."""
-    return load_domains(DataSettings(domains=list(names or EMBEDDED_DOMAINS)))
+    """Embedded domains and the example by name; all of them if none is named."""
+    own = {name: DOMAINS[name] for name in names or DOMAINS if name not in EMBEDDED_DOMAINS}
+    return load_domains(DataSettings(domains=list(names or DOMAINS), environments=own))
 
 
 def make_task(name: str = "t1", request: str = "hello", **fields: Any) -> Task:

@@ -1,6 +1,9 @@
-"""Telecom in conversation: the tasks of telecom without the tool `ask_user`.
+"""An example of a domain of one's own in which a user talks: telecom without the tool `ask_user`.
 
-The agent asks in a message, and the customer acts on the phone and answers.
+The agent asks the customer in a message. The customer acts on the phone and answers. A run takes
+this domain with the flags `--domains telecom_chat` and
+`--environments '{telecom_chat: examples.telecom_chat:TelecomChatEnvironment}'`.
+`pipeline/environments/domains.py` lists the parts of a domain's module.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ for nothing once the work is done.
   wrong_band: set the band to automatic.
 """
 
-# How the expert asks for each action.
+# The expert's message that asks for each action.
 REQUESTS = {
     "check": "Please check your phone.",
     "pay": "Please pay the bill.",
@@ -54,7 +57,7 @@ REQUESTS = {
     "saver_off": "Please turn the battery saver off.",
     "auto_band": "Please set the band to automatic.",
 }
-# A clause asks for an action if it contains all words of one of these texts, in any order.
+# A clause asks for an action if the clause has all words of one of the action's texts.
 WORDINGS: dict[UserAction, tuple[str, ...]] = {
     "check": ("check phone", "check device", "check it", "look phone", "phone show"),
     "pay": ("pay bill", "pay it", "settle bill"),
@@ -88,7 +91,7 @@ _CLAUSES = re.compile(r",|\b(?:and|then|but|or)\b")
 
 
 def asked_for(message: str) -> list[UserAction]:
-    """The actions that a message asks for, in the order of its clauses."""
+    """Return the actions that a message asks for, in the order of the message's clauses."""
     actions: list[UserAction] = []
     for sentence in re.split(r"[.!?;:\n]+", re.sub("['\u2019]", "", message.lower())):
         words = " ".join(re.findall(r"[a-z_]+|,", sentence))
@@ -98,7 +101,7 @@ def asked_for(message: str) -> list[UserAction]:
 
 
 def _actions(clause: str) -> Iterator[UserAction]:
-    """The action that a clause asks for, if any; a negated clause asks for nothing but a check."""
+    """Yield the action that a clause asks for, if any; a negated clause asks only for a check."""
     words = set(clause.split())
     for action, wordings in WORDINGS.items():
         if any(words.issuperset(wording.split()) for wording in wordings):
@@ -109,15 +112,16 @@ def _actions(clause: str) -> Iterator[UserAction]:
 
 @dataclass
 class PhoneUser:
-    """A customer who performs the actions of a message, or else answers one question."""
+    """A customer who performs the actions that a message asks for, or answers one question."""
 
     database: TelecomDatabase
     answers: User | None
-    steps: list[str] = field(default_factory=list)  # of the episode
+    steps: list[str] = field(default_factory=list)  # the steps of the episode
 
     def reply(self, message: str) -> str | None:
         if actions := asked_for(message):
-            # By the policy, a check has a message of its own: joined steps are never right.
+            # The policy text asks for a check in a separate message. The expert never has joined
+            # steps, so a check together with other actions earns no reward.
             joined = [" ".join(actions)] if "check" in actions else actions
             self.steps += [f"ask_user({asked})" for asked in joined]
             return " ".join(self._do(action) for action in actions)
@@ -134,7 +138,7 @@ class PhoneUser:
 
 @dataclass
 class _Talker:
-    """An agent that replaces calls of `ask_user` by messages to the customer."""
+    """An agent that sends messages to the customer instead of calling `ask_user`."""
 
     agent: Agent
 
@@ -153,14 +157,14 @@ class _Talker:
 
 
 def expert(agent: Agent, goal: dict[str, str]) -> str:
-    """Serve one request by the policy."""
+    """Serve one request as the policy text says, and return the final message."""
     return telecom.expert(_Talker(agent), goal)
 
 
 class TelecomChatEnvironment(TelecomEnvironment):
     """The tools of telecom without `ask_user`."""
 
-    ask_user = None  # type: ignore[assignment]  # so it is no tool
+    ask_user = None  # type: ignore[assignment]  # removes the tool
     _expert = staticmethod(expert)
 
     def reset(self, **row: Any) -> str | None:
@@ -180,7 +184,7 @@ WORDS = partial(
 
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    """The tasks of telecom for these arguments, with the policy text of this domain."""
+    """Return the tasks of telecom for the same arguments, with this domain's policy text."""
     system = {"role": "system", "content": f"telecom_chat\n\n{POLICY.strip()}"}
     return [
         replace(task, domain="telecom_chat", prompt=(dict(system), *task.prompt[1:]))

@@ -4,15 +4,11 @@ import json
 
 import pytest
 
+from examples import telecom_chat
+from examples.telecom_chat import REQUESTS, WORDINGS, TelecomChatEnvironment, asked_for
 from pipeline.config.cli import parse
 from pipeline.data.tasks import save_tasks
-from pipeline.embedded import telecom, telecom_chat
-from pipeline.embedded.telecom_chat import (
-    REQUESTS,
-    WORDINGS,
-    TelecomChatEnvironment,
-    asked_for,
-)
+from pipeline.embedded import telecom
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool, tool_methods
 from pipeline.preflight.prepare import prepare
@@ -224,9 +220,10 @@ def test_asking_for_all_remedies_at_once_earns_nothing():
 # A run
 
 
-def test_a_run_takes_the_domain_by_its_name_with_its_words_and_its_task_file(tmp_path):
+def test_a_run_takes_the_domain_by_its_class_with_its_words_and_its_task_file(tmp_path):
     save_tasks(tasks(6), tmp_path / "tasks.jsonl")
     words = ["--domains", "airline,telecom_chat", "--tasks-per-domain", "6"]
+    words += ["--environments", "{telecom_chat: examples.telecom_chat:TelecomChatEnvironment}"]
     words += ["--tasks", f"{{telecom_chat: {tmp_path / 'tasks.jsonl'}}}"]
     parts = prepare(parse([*words, "--eval-tasks-per-domain", "3", "--eval-steps-tasks", "3"]))
     assert list(parts.environments) == ["airline", "telecom_chat"]
