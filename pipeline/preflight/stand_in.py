@@ -128,22 +128,16 @@ def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])
     blank = partial(Trajectory, domain="", task_id="")
-    rows = [blank(prompt_ids=p, completion_ids=[], loss_mask=[], logprobs=[]) for p in prompts]
-
-    def append(row: Trajectory, ids: list[int], logprobs: list[float] | None = None) -> None:
-        row.completion_ids.extend(ids)
-        row.loss_mask.extend([logprobs is not None] * len(ids))
-        row.logprobs.extend(logprobs or [0.0] * len(ids))
-
+    rows = [blank(prompt_ids=prompt) for prompt in prompts]
     for turn in range(TURNS):
         for number, episode in enumerate(episodes if turn else ()):
             reply = _ids(number * turn, REPLY + number, vocabulary)
             sampler.extend(episode, reply)
-            append(rows[number], reply)
+            rows[number].append(reply)
         messages = sampler.sample(episodes, [MESSAGE] * len(episodes))
         for row, message in zip(rows, messages, strict=True):
             assert message is not None
-            append(row, message.ids, message.logprobs)
+            row.append(message.ids, message.logprobs)
     for episode in episodes:
         sampler.close(episode)
     return rows
