@@ -136,29 +136,20 @@ class PhoneUser:
         return DONE
 
 
-@dataclass
-class _Talker:
-    """An agent that sends messages to the customer instead of calling `ask_user`."""
-
-    agent: Agent
+class _Talker(Agent):
+    """An agent that replaces calls of `ask_user` by messages to the customer."""
 
     def call(self, tool: str, **arguments: Any) -> Any:
         if tool != "ask_user":
-            return self.agent.call(tool, **arguments)
+            return super().call(tool, **arguments)
         before, after = TOLD.split("{}")
-        answer = self.agent.ask(REQUESTS[arguments["action"]])
+        answer = self.ask(REQUESTS[arguments["action"]])
         return {"fault": answer.removeprefix(before).removesuffix(after)}
-
-    def ask(self, question: str) -> str:
-        return self.agent.ask(question)
-
-    def decide(self, right: str, options: Any, chained: bool = False) -> str:
-        return self.agent.decide(right, options, chained)
 
 
 def expert(agent: Agent, goal: dict[str, str]) -> str:
-    """Serve one request as the policy text says, and return the final message."""
-    return telecom.expert(_Talker(agent), goal)
+    """Serve one request by the policy."""
+    return telecom.expert(_Talker(**vars(agent)), goal)
 
 
 class TelecomChatEnvironment(TelecomEnvironment):

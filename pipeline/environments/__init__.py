@@ -1,19 +1,12 @@
-"""The names that a module of a domain imports; `domains.py` describes such a module."""
+"""Names for modules of domains; `domains.py` describes the contents of such a module."""
 
-from pipeline.environments.domains import Domain, load_domains
-from pipeline.environments.experts import Agent, Expert, run_expert
-from pipeline.environments.faults import Outage
-from pipeline.environments.tools import ToolError, User, call_tool, tool_schemas
-
-__all__ = [
-    "Agent",
-    "Domain",
-    "Expert",
-    "Outage",
-    "ToolError",
-    "User",
-    "call_tool",
-    "load_domains",
-    "run_expert",
-    "tool_schemas",
-]
+from pipeline.environments.domains import Domain as Domain
+from pipeline.environments.domains import load_domains as load_domains
+from pipeline.environments.experts import Agent as Agent
+from pipeline.environments.experts import Expert as Expert
+from pipeline.environments.experts import run_expert as run_expert
+from pipeline.environments.faults import Outage as Outage
+from pipeline.environments.tools import ToolError as ToolError
+from pipeline.environments.tools import User as User
+from pipeline.environments.tools import call_tool as call_tool
+from pipeline.environments.tools import tool_schemas as tool_schemas

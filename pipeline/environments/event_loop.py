@@ -1,4 +1,4 @@
-"""Event loops for environments: one runs their coroutines, one the works that call them."""
+"""Two event loops: one runs the coroutines of environments, the other runs `Calls.beside`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-GRACE_S = 5.0  # an event loop that does not answer for this long is replaced
+GRACE_S = 5.0  # seconds after which an event loop that does not answer is replaced
 
 Value = TypeVar("Value")
-# A call of an environment. It yields an awaitable of the environment and receives its result.
+# A call of an environment; the generator yields awaitables and receives their results.
 Steps = Generator[Awaitable[Any], Any, Value]
 
 
-async def finish(
-    steps: Steps[Any], awaitable: Awaitable[Any] | None = None
-) -> tuple[Any, BaseException | None]:
-    """Run the rest of a call in the event loop; returns its result and its exception."""
+async def finish(steps: Steps[Any], awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Run the rest of a call in an event loop; returns (result, None) or (None, exception)."""
     try:
-        if awaitable is None:
-            awaitable = next(steps)
         while True:
             try:
                 result = await awaitable
@@ -38,7 +34,7 @@ async def finish(
 
 def in_thread(call: Callable[[], Value]) -> Future[Value]:
     future: Future[Value] = Future()
-    future.set_running_or_notify_cancel()  # a late result is dropped
+    future.set_running_or_notify_cancel()  # from now on, `cancel` has no effect
 
     def run() -> None:
         try:
@@ -51,7 +47,7 @@ def in_thread(call: Callable[[], Value]) -> Future[Value]:
 
 
 class _EventLoop:
-    """An asyncio event loop in a daemon thread, started when it is first needed."""
+    """An asyncio event loop in a daemon thread, which the first call starts."""
 
     _loop: asyncio.AbstractEventLoop
 
@@ -68,7 +64,7 @@ class _EventLoop:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def replace_if_blocked(self) -> None:
-        """Use a new loop from now on if a call blocks this one for GRACE_S seconds."""
+        """Replace the event loop if a call blocks the event loop for GRACE_S seconds."""
         thread, probe = self._thread, asyncio.wrap_future(self.run(asyncio.sleep(0)))
         await asyncio.wait([probe], timeout=GRACE_S)
         if not probe.done() and self._thread is thread:
@@ -81,5 +77,5 @@ class _EventLoop:
                 loop.run_forever()
 
 
-environment_loop = _EventLoop()  # runs coroutines of environments
-work_loop = _EventLoop()  # runs the works of `Calls.beside`, which never block it
+environment_loop = _EventLoop()  # runs the coroutines of environments
+work_loop = _EventLoop()  # runs the coroutines of `Calls.beside`, which never block

@@ -1,7 +1,7 @@
-"""Experts: functions that reach the goal of a task with the tools of the policy.
+"""Experts: functions that solve a task with the tools of the policy.
 
-`expert(agent, goal)` gets the `goal` of the task's payload and returns the final message. Its
-episodes are the demonstrations of the warm start.
+`expert(agent, goal)` gets the `goal` of the task's payload and returns the final message. The
+warm start trains on the expert's conversations.
 """
 
 from __future__ import annotations
@@ -10,41 +10,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.tools import call_tool, reply_of, reward_of, run_steps, settled
 
 
-class Agent(Protocol):
-    """The expert's access to the tools and the user of the policy."""
-
-    def call(self, tool: str, **arguments: Any) -> Any:
-        """Call a tool; returns its result, parsed if it is JSON."""
-
-    def ask(self, question: str) -> str:
-        """Send the user a message; returns the answer."""
-
-    def decide(self, right: str, options: Sequence[str], chained: bool = False) -> str:
-        """Choose an option at a decision of the policy text, where `right` follows the rule.
-
-        `chained`: the decision follows an earlier one.
-        """
-
-
-# (agent, the payload's goal) -> the final message, unused if a tool has ended the episode
-Expert = Callable[[Agent, Any], str]
-
-
 @dataclass
-class ScriptedAgent:
-    """Plays an expert in an environment and keeps the conversation.
+class Agent:
+    """Gives an expert the tools and the user of an environment, and keeps the conversation.
 
-    With `rule_share` 1 every decision is right. Below 1, a first decision is right with that
-    probability, else drawn (the first option with .35, the others share .65); a chained one is
-    right with .6, else any option. Such demonstrations teach tools and formats and leave every
-    branch likely, which GRPO needs.
+    Every decision is right if `rule_share` is 1. Below 1, a first decision is right with
+    probability `rule_share`, otherwise random: the first option has probability .35, and the other
+    options share .65. A chained decision is right with probability .6, otherwise uniformly random.
+    Such demonstrations teach tools and formats, and keep all branches likely for GRPO.
     """
 
     environment: Any
@@ -53,6 +33,7 @@ class ScriptedAgent:
     messages: list[Message] = field(default_factory=list)
 
     def call(self, tool: str, **arguments: Any) -> Any:
+        """Call a tool; returns the parsed result if the result is JSON, else the text."""
         call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
         self.messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = call_tool(self.environment, tool, arguments)
@@ -63,6 +44,7 @@ class ScriptedAgent:
             return result
 
     def ask(self, question: str) -> str:
+        """Send the user a message; returns the answer."""
         self.messages.append({"role": "assistant", "content": question})
         answer = run_steps(reply_of(self.environment, question))
         if answer is None:
@@ -71,6 +53,10 @@ class ScriptedAgent:
         return answer
 
     def decide(self, right: str, options: Sequence[str], chained: bool = False) -> str:
+        """Choose an option; the option `right` follows the rule of the policy text.
+
+        `chained` is True if the decision follows from an earlier decision.
+        """
         if self.rule_share >= 1 or self.random.random() < (0.6 if chained else self.rule_share):
             return right
         rest = len(options) - 1
@@ -78,8 +64,13 @@ class ScriptedAgent:
         return choose(options, weights, self.random.random())
 
 
+# (agent, goal of the payload) -> final message, which is ignored if a tool has ended the episode
+Expert = Callable[[Agent, Any], str]
+ScriptedAgent = Agent  # earlier name of the class
+
+
 def goal_of(task: Task) -> Any:
-    """The goal in a task's payload, or None."""
+    """Return the goal in the task's payload, or None."""
     payload = json.loads(task.payload)
     return (payload.get("goal") or None) if isinstance(payload, dict) else None
 
@@ -87,14 +78,14 @@ def goal_of(task: Task) -> Any:
 def run_expert(
     environment: Any, expert: Expert, task: Task, rule_share: float = 1.0, seed: int = 0
 ) -> tuple[list[Message], float]:
-    """Play one task; returns the whole conversation (prompt first) and the reward."""
+    """Run the expert on one task; returns the conversation with the prompt, and the reward."""
     goal = goal_of(task)
     if goal is None:
         raise ValueError("its payload has no goal")
     prompt = [dict(message) for message in task.prompt]
     if addition := settled(environment.reset(**task.row())):
         prompt[-1]["content"] += addition
-    agent = ScriptedAgent(environment, generator(seed, "expert", *task.key), rule_share)
+    agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
     final = expert(agent, goal)
     if not getattr(environment, "done", False):
         agent.messages.append({"role": "assistant", "content": final})

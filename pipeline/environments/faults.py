@@ -4,21 +4,22 @@ from __future__ import annotations
 
 
 class CallTimeout(BaseException):
-    """Interrupts a late call. It is no Exception, so that `except Exception` does not catch it."""
+    """Interrupts a late call; a BaseException, so that `except Exception` does not catch it."""
 
 
 class Outage(Exception):
-    """An environment raises it if a service is down, which is no fault of the policy.
+    """An error that an environment raises if a service is down.
 
-    It may be raised in `reset`, a tool, the user's `reply` and `get_reward`: the episode ends, and
-    training leaves it out. Never raise it for a situation that a policy can cause.
+    `reset`, a tool, the user's `reply` and `get_reward` may raise an Outage. The episode ends, and
+    training leaves out the episode. Never raise an Outage for a situation that a policy can cause.
     """
 
 
 class EnvironmentFault(Exception):
-    """Code of an environment raised, or took too long; the text is one line.
+    """A failure of an environment's call; the text is one line.
 
-    `outage`: a service is down, or the domain is not called any more.
+    `timed_out`: the call exceeded the deadline. `outage`: a service is down, or the rollout has
+    stopped calling the domain.
     """
 
     def __init__(self, text: str, timed_out: bool = False, outage: bool = False) -> None:

@@ -1,7 +1,8 @@
 """Deadlines for calls of environment code.
 
 In the main thread, an alarm (SIGALRM) interrupts a late call. Python cannot interrupt other
-threads: there, a late call goes on and its result is dropped. A late coroutine is cancelled.
+threads: a late call in another thread continues, and the result is dropped. A late coroutine is
+cancelled.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ import inspect
 import math
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.environments.event_loop import (
     Steps,
@@ -35,32 +33,27 @@ from pipeline.environments.event_loop import (
 from pipeline.environments.faults import CallTimeout, EnvironmentFault, Outage, too_long
 from pipeline.errors import CtrlC
 
-REPEAT_S = 1.0  # between the alarms of a late call, which may swallow the first one
-MAX_THREADS = 64  # that make calls of synchronous code in the background at the same time
-MAX_HANGS = 3  # in a row; then a domain is not called again in this rollout
-MAX_CHARACTERS = 10_000_000  # of a text from an environment; longer ones take long to tokenize
-FAULT_CHARACTERS = 500  # of the text of a fault
-# Files that cannot be the place of a fault: libraries, and this folder.
-_LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib")))
-_LIBRARIES += ("<frozen ", str(Path(__file__).parent))
-_signal: Any = import_module("_signal")  # `signal` makes enums, which takes longer than most calls
+REPEAT_S = 1.0  # seconds between two alarms, because a late call may catch the first exception
+MAX_THREADS = 256  # largest number of calls that run in the background at the same time
+MAX_HANGS = 3  # number of late calls in a row after which a rollout stops calling a domain
+MAX_CHARACTERS = 10_000_000  # largest length of a text from an environment
+FAULT_CHARACTERS = 500  # largest length of the text of an EnvironmentFault
 
 
-class _State(threading.local):  # of the guarded call in the current thread
+class _State(threading.local):  # state of the guarded call in the current thread
     deadline = math.inf
     interruptible = False  # whether the alarm may raise
-    frame: Any = None  # of `_under_alarm`, in which the alarm must not raise
+    frame: Any = None  # frame of `_under_alarm`, in which the alarm must not raise
 
 
 _state = _State()
-_other_handler: Any = None  # of SIGALRM, set by other code
 
 
 def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, awaited if it is awaitable; `call` may also return Steps.
+    """Return the result of `call`, which may return a value, an awaitable or Steps.
 
-    Raises EnvironmentFault if the call raises or takes more than `seconds`. Then it is interrupted
-    in the main thread, unless it is blocked outside Python; in other threads it is not.
+    Raises EnvironmentFault if the call raises or takes more than `seconds`. In the main thread, a
+    late call is interrupted, unless the call is blocked outside Python.
     """
     begun, outer_deadline = time.monotonic(), _state.deadline
     _state.deadline = begun + seconds
@@ -82,45 +75,35 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _alarm(number: int, frame: Any) -> None:
-    """Interrupt the guarded call; if there is none, run the handler of other code."""
-    if _state.frame is None:
-        if callable(_other_handler):
-            _other_handler(number, frame)
-    elif _state.interruptible and frame is not _state.frame:
+    if _state.interruptible and frame is not _state.frame:
         raise CallTimeout
 
 
 def _under_alarm(seconds: float, steps: Steps[Any]) -> Any:
-    """Make a call that an alarm interrupts once it is late, repeatedly if it swallows the alarm.
+    """Run a call with an alarm after `seconds`, and more alarms until the call ends.
 
-    Afterwards no alarm is left, and a timer of other code goes on. The handler stays, because
-    setting it takes longer than most calls.
+    The signal handler stays installed, because installing a handler takes longer than most calls.
     """
-    global _other_handler
-    if (handler := _signal.getsignal(signal.SIGALRM)) is not _alarm:
-        _other_handler = handler
+    if signal.getsignal(signal.SIGALRM) is not _alarm:
         signal.signal(signal.SIGALRM, _alarm)
-    begun, _state.frame = time.monotonic(), sys._getframe()
-    left, interval = _signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
+    _state.frame = sys._getframe()
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
     try:
         _state.interruptible = True
         return run_steps(steps)
     finally:
         _state.interruptible = False
-        _signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _state.frame = None
-        if left:
-            left -= time.monotonic() - begun
-            _signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
 
 
 def settled(value: Any) -> Any:
-    """Return `value`, awaited if it is awaitable: tools, users and rewards may be sync or async."""
+    """Return `value`, or the result of `value` if `value` is awaitable."""
     return run_steps(awaited(value))
 
 
 def awaited(value: Any) -> Steps[Any]:
-    """Steps that return `value`, or its result if it is awaitable."""
+    """Steps that return `value`, or the result of `value` if `value` is awaitable."""
     if inspect.isawaitable(value):
         value = yield value
     return value
@@ -131,28 +114,22 @@ def steps_of(call: Callable[[], Any]) -> Steps[Any]:
     value = call()
     if inspect.isgenerator(value):
         return (yield from value)
-    return (yield value) if inspect.isawaitable(value) else value
-
-
-def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
-    """Run a call up to its first awaitable; returns the awaitable, or None and the result."""
-    try:
-        return next(steps), None
-    except StopIteration as end:
-        return None, end.value
+    return (yield from awaited(value))
 
 
 def run_steps(steps: Steps[Value]) -> Value:
-    """Run a call in this thread; the first awaitable and the rest run in the event loop.
+    """Run a call in this thread until the first awaitable; the event loop runs the rest.
 
-    One event loop runs all of them, so that a client that is opened in one call works in the next.
-    At the deadline of the guarded call the coroutine is cancelled.
+    All calls share one event loop, so that a network client keeps working from call to call. A
+    coroutine is cancelled at the deadline of the guarded call.
     """
     result: Value
-    awaitable, result = first_step(steps)
-    if awaitable is None:
+    try:
+        awaitable = next(steps)
+    except StopIteration as end:
+        result = end.value
         return result
-    interruptible, _state.interruptible = _state.interruptible, False  # `wait` has a timeout
+    interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
     try:
         future = environment_loop.run(finish(steps, awaitable))
         wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -168,12 +145,6 @@ def run_steps(steps: Steps[Value]) -> Value:
     return result
 
 
-async def finish_or_fault(steps: Steps[Any], awaitable: Awaitable[Any] | None) -> tuple[Any, Any]:
-    """Like `finish`, with a fault for the exception; its text is code of the environment too."""
-    result, error = await finish(steps, awaitable)
-    return result, None if error is None else fault_of(error)
-
-
 def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -183,8 +154,8 @@ def fault_of(error: BaseException) -> EnvironmentFault:
 
 
 def only_faults(error: BaseException) -> BaseException:
-    """Return an exception of environment code; raise a deadline or a person's Ctrl-C again."""
-    # For Ctrl-C, `run.py` raises CtrlC and Python's default handler raises KeyboardInterrupt.
+    """Return an exception of environment code; raise CallTimeout or a person's Ctrl-C again."""
+    # Ctrl-C raises CtrlC in `run.py`, and KeyboardInterrupt under Python's default handler.
     by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and in_main_thread()
     is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
     if is_person or isinstance(error, CallTimeout):
@@ -193,76 +164,70 @@ def only_faults(error: BaseException) -> BaseException:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an exception is an Outage, or a group of exceptions that holds one."""
+    """Whether an exception is an Outage, or an exception group with an Outage."""
     in_group = isinstance(error, BaseExceptionGroup) and error.subgroup(Outage) is not None
     return in_group or isinstance(error, Outage)
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an exception in one short line; of a SystemExit also the place."""
+    """Return an exception's type and text in one line; for a SystemExit also file and line."""
     name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
     if isinstance(error, Exception):
         return line
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
+    last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{line}, in {Path(last.filename).name}, line {last.lineno}"
 
 
 def text_of(error: BaseException) -> str:
     try:
         return writable(str(error)[:MAX_CHARACTERS])
-    except BaseException as failure:  # `__str__` is code of an environment too
+    except BaseException as failure:  # `__str__` is environment code
         only_faults(failure)
         return "its text cannot be made"
 
 
 def writable(text: str) -> str:
-    """The text without lone surrogates, which tokenizers and files do not accept.
+    """Return the text without lone surrogates, which tokenizers and files do not accept.
 
-    Raises ValueError if it is longer than MAX_CHARACTERS.
+    Raises ValueError if the text is longer than MAX_CHARACTERS.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"returned {len(text)} characters, the limit is {MAX_CHARACTERS}")
     return text.encode(errors="replace").decode()
 
 
-class Guard(Protocol):
-    """Makes a call of `name`; a call of a coroutine function `method` needs no thread."""
-
-    async def __call__(self, name: str, call: Callable[[], Any], method: Any = None) -> Any: ...
-
-
-Work = Callable[[Guard], Coroutine[Any, Any, None]]  # one or more calls of one environment
-Key = tuple[str, str]  # domain and task
+Guard = Callable[[str, Callable[[], Any]], Awaitable[Any]]  # guard(name, call) adds a deadline
+Work = Callable[[Guard], Coroutine[Any, Any, None]]  # makes calls of one environment
+Key = tuple[str, str]  # (domain, task id)
 
 
 class Calls:
     """Runs the work of environments; each call has a deadline of `seconds`.
 
-    `on_call` gets the task whose call is made or waited for next; it runs in the calling thread.
-    After MAX_HANGS late calls in a row, all further work of a domain fails at once: an outage
-    costs a rollout a few deadlines, not one per episode.
+    `on_call` gets domain/task_id before each call in the calling thread, and before each wait.
+    After MAX_HANGS late calls in a row, all further work of a domain fails at once, so that a
+    broken service costs a few deadlines, not one deadline per episode.
     """
 
     def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:
         self.seconds, self.on_call = seconds, on_call
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._background: set[Future[None]] = set()
-        # Of each domain: late calls in a row, and the deadline of the one that was counted last.
+        # domain: (number of late calls in a row, deadline of the late call that was counted last)
         self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
 
     def here(self, key: Key, work: Work) -> None:
-        """Do the work in this thread; raises EnvironmentFault if one of its calls fails."""
+        """Run the work in this thread; raises EnvironmentFault if a call fails."""
 
-        async def guard(name: str, call: Callable[[], Any], method: Any = None) -> Any:
+        async def guard(name: str, call: Callable[[], Any]) -> Any:
             self.on_call("/".join(key))
             return guarded(name, self.seconds, call)
 
         begun = time.monotonic()
         self._check(key)
         try:
-            work(guard).send(None)  # this guard never waits: the coroutine ends
+            work(guard).send(None)  # the coroutine ends, because `guard` never waits
         except StopIteration:
             self._note(key, None, begun)
         except EnvironmentFault as fault:
@@ -270,35 +235,25 @@ class Calls:
             raise
 
     def beside(self, key: Key, work: Work) -> Callable[[], None]:
-        """Do the work in the background; returns a function that waits and raises as `here` does.
+        """Run the work in the background; returns a function that waits and raises like `here`.
 
-        Synchronous code gets a thread; a coroutine waits in the event loop and needs none. A hung
-        call keeps its daemon thread, but neither its place among the MAX_THREADS nor the process.
-        The work ends at a late call.
+        Each call has a daemon thread. A late call ends the work, and the thread of a late call no
+        longer counts against MAX_THREADS.
         """
         begun = 0.0
 
-        async def guard(name: str, call: Callable[[], Any], method: Any = None) -> Any:
+        async def guard(name: str, call: Callable[[], Any]) -> Any:
             nonlocal begun
-            steps, awaitable = steps_of(call), None
-            is_async = inspect.iscoroutinefunction(method)
-            async with nullcontext() if is_async else self._threads:
+            async with self._threads:
                 self._check(key)
                 begun = time.monotonic()
-                if not is_async:
-                    first = partial(guarded, name, self.seconds, partial(first_step, steps))
-                    awaitable, result = await self._in_time(name, begun, in_thread(first))
-                    if awaitable is None:
-                        return result
-            rest = environment_loop.run(finish_or_fault(steps, awaitable))
-            try:
-                result, fault = await self._in_time(name, begun, rest)
-            except EnvironmentFault:
-                await environment_loop.replace_if_blocked()
-                raise
-            if fault is not None:
-                raise fault
-            return result
+                thread = in_thread(partial(guarded, name, self.seconds, call))
+                try:
+                    async with asyncio.timeout(self.seconds):
+                        return await asyncio.wrap_future(thread)
+                except TimeoutError:
+                    await environment_loop.replace_if_blocked()
+                    raise too_long(name, self.seconds) from None
 
         future = work_loop.run(work(guard))
         self._background.add(future)
@@ -313,25 +268,14 @@ class Calls:
 
         return wait_for_it
 
-    async def _in_time(self, name: str, begun: float, future: Future[Value]) -> Value:
-        deadline = begun + self.seconds
-        try:
-            async with asyncio.timeout_at(deadline):  # unlike `wait_for`, it is always cancelled
-                result = await asyncio.wrap_future(future)
-        except TimeoutError:
-            raise too_long(name, self.seconds) from None
-        if time.monotonic() > deadline:
-            raise too_long(name, self.seconds)
-        return result
-
     def forget(self) -> None:
-        """Give up all work in the background, and call all domains again."""
+        """Cancel all work in the background, and allow calls of all domains again."""
         for future in list(self._background):
             future.cancel()
         self._hangs.clear()
 
     def _note(self, key: Key, fault: BaseException | None, begun: float) -> None:
-        """Count a late call; calls that hang at the same time count once."""
+        """Count a late call; calls that are late at the same time count as one."""
         count, deadline = self._hangs[key[0]]
         if not (isinstance(fault, EnvironmentFault) and fault.timed_out):
             self._hangs[key[0]] = 0, deadline
@@ -339,7 +283,7 @@ class Calls:
             self._hangs[key[0]] = count + 1, begun + self.seconds
 
     def _check(self, key: Key) -> None:
-        """Raise EnvironmentFault if the domain is not called any more."""
+        """Raise EnvironmentFault after MAX_HANGS late calls of the domain."""
         count, _ = self._hangs[key[0]]
         if count >= MAX_HANGS:
             raise EnvironmentFault(

@@ -1,10 +1,11 @@
 """The interface of environments, and calls of their tools.
 
-The class convention is TRL's `environment_factory`: `reset(**row) -> str | None`, public methods
-with type hints and Google docstrings are the tools, `get_reward() -> float`. Two attributes are
-added: `user` answers messages without a tool call, and `done` ends the episode after a tool call.
-`final_message` is set before `get_reward`, which may set two attributes for the report:
-`reward_breakdown` (named parts) and `difference` (name: found, expected).
+The class convention is TRL's `environment_factory`: `reset(**row) -> str | None` and `get_reward()
+-> float`; all other public methods, with type hints and Google docstrings, are tools. An
+environment may have a `user`, who answers messages without a tool call, and may set `done`, which
+ends the episode after a tool call. The rollout sets `final_message` before `get_reward`.
+`get_reward` may set two attributes for reports: `reward_breakdown` (named parts of the reward) and
+`difference` (name: [actual, expected]).
 """
 
 from __future__ import annotations
@@ -26,31 +27,29 @@ from pipeline.environments.timeouts import run_steps as run_steps
 from pipeline.environments.timeouts import settled as settled
 
 Value = TypeVar("Value")
-MAX_DIFFERENCES, MAX_SHOWN = 20, 200  # of an episode; characters of a value
-MAX_REWARD = 1e30  # on either side of zero: float32 holds it, and float64 its square
+MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
+MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`
+MAX_REWARD = 1e30  # largest absolute reward; float64 can still hold the square
 
 
 class User(Protocol):
-    """The partner of the policy in conversation."""
+    """The simulated user, with whom the policy talks."""
 
     def reply(self, message: str) -> str | None:
         """Answer a message; None ends the conversation."""
 
 
 class ToolError(Exception):
-    """A tool raises it if it cannot do the request; the model sees the text."""
+    """An error that a tool raises for an impossible request; the model sees the text."""
 
 
 def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]], Value]:
-    return cache(function)  # type: ignore[return-value]  # mypy takes classes for unhashable
+    return cache(function)  # type: ignore[return-value]  # mypy treats classes as unhashable
 
 
 @_once_a_class
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
-    """The tools of an environment: public functions of its class but `reset` and `get_reward`.
-
-    The rule is TRL's. Attributes of an instance are no tools.
-    """
+    """Return the tools: the class's public functions except `reset` and `get_reward`, as in TRL."""
     return {
         name: member
         for name, member in inspect.getmembers(environment_class, inspect.isfunction)
@@ -60,7 +59,7 @@ def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
 
 @_once_a_class
 def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
-    """JSON schemas of the tools for chat templates, from signatures and docstrings."""
+    """Return the tools' JSON schemas, made from signatures and docstrings."""
     from transformers.utils import get_json_schema
 
     return [get_json_schema(method) for method in tool_methods(environment_class).values()]
@@ -73,23 +72,23 @@ def _validators(tool: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, 
 
 
 class ToolAnswer(NamedTuple):
-    content: str  # what the model sees, JSON or text
+    content: str  # the result that the model sees, JSON or text
     is_error: bool
-    raised: bool  # an exception of the tool's code, other than ToolError
-    is_last: bool  # the tool has ended the episode
+    raised: bool  # True if the tool raised an exception other than ToolError
+    is_last: bool  # True if the tool ended the episode
 
 
 def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
-    """Call a tool with arguments that a model wrote; returns the model's view of the result.
+    """Call a tool with the model's arguments; returns the text that the model sees.
 
-    An unknown tool, a wrong argument or a tool that raises gives {"error": ...}; an Outage is
-    raised again.
+    The text is {"error": ...} for an unknown tool, a wrong argument, or an exception of the tool.
+    An Outage is raised again.
     """
     return run_steps(answer_call(environment, name, arguments)).content
 
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
-    """`call_tool` with details of the result."""
+    """Like `call_tool`, with details of the result."""
     is_error = raised = False
     try:
         content = yield from _call(environment, name, arguments)
@@ -125,12 +124,12 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
 
 class Started(NamedTuple):
     environment: Any
-    addition: str  # to the request
-    beside: bool  # whether its calls are made in the background
+    addition: str  # text that `reset` appends to the user's request
+    in_background: bool  # True if the environment's calls run in the background
 
 
 def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Started]:
-    """A new environment after its `reset`."""
+    """Make an environment and call `reset`."""
     environment = environment_class()
     addition = yield from awaited(environment.reset(**row))
     if addition is not None and not isinstance(addition, str):
@@ -138,14 +137,8 @@ def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Start
     return Started(environment, writable(addition or ""), may_wait(environment_class, environment))
 
 
-def reply_method(environment: Any) -> Any:
-    """The user's method `reply`, found without running code of the environment, or None."""
-    user = inspect.getattr_static(environment, "user", None)
-    return inspect.getattr_static(user, "reply", None)
-
-
 def reply_of(environment: Any, message: str) -> Steps[str | None]:
-    """The user's answer; None ends the conversation with this message as the final one."""
+    """Return the user's answer, or None if the conversation ends with `message`."""
     user = getattr(environment, "user", None)
     if user is None or (answer := (yield from awaited(user.reply(message)))) is None:
         return None
@@ -155,33 +148,25 @@ def reply_of(environment: Any, message: str) -> Steps[str | None]:
 
 
 def reward_of(environment: Any) -> Steps[float]:
-    """The reward as a number; ValueError if it is not finite, or beyond MAX_REWARD."""
+    """Return the reward; raises ValueError for infinity, NaN, or a reward beyond MAX_REWARD."""
     value = yield from awaited(environment.get_reward())
     if isinstance(value, (str, bytes)):
         raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
     reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"get_reward returned {reward}, not a finite number")
-    if abs(reward) > MAX_REWARD:
-        raise ValueError(f"get_reward returned {reward:g}, the limit is {MAX_REWARD:g}")
+    if not abs(reward) <= MAX_REWARD:  # also refuses NaN
+        raise ValueError(f"get_reward returned {reward:g}, not a number up to {MAX_REWARD:g}")
     return reward
 
 
-class Outcome(NamedTuple):
-    reward: float
-    reward_breakdown: dict[str, float]
-    difference: dict[str, list[str]]
-
-
-def outcome_of(environment: Any) -> Steps[Outcome]:
-    """The reward and its explanation."""
+def outcome_of(environment: Any) -> Steps[tuple[float, dict[str, float], dict[str, list[str]]]]:
+    """Return the reward, and the attributes `reward_breakdown` and `difference`."""
     reward = yield from reward_of(environment)
-    names = ("reward_breakdown", "difference")
-    return Outcome(reward, *(_explanation(getattr(environment, name, None)) for name in names))
+    parts = _explanation(getattr(environment, "reward_breakdown", None))
+    return reward, parts, _explanation(getattr(environment, "difference", None))
 
 
 def _explanation(attribute: Any) -> dict[str, Any]:
-    """The finite numbers, and the pairs as texts, of an attribute that should be a dict."""
+    """Return a dict's finite numbers, and the dict's pairs as texts; empty for any other type."""
     shown: dict[str, Any] = {}
     items = list(attribute.items()) if isinstance(attribute, dict) else []
     for key, value in items[:MAX_DIFFERENCES]:
@@ -194,9 +179,9 @@ def _explanation(attribute: Any) -> dict[str, Any]:
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
-    """Whether calls of an environment run in the background, because they may wait for a network.
+    """Whether an environment's calls run in the background, because a call may wait for a network.
 
-    True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the class says
+    True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the class has
     `concurrent = True`.
     """
     reply = getattr(getattr(environment, "user", None), "reply", None)

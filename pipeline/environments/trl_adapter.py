@@ -8,9 +8,9 @@
         ...
     )
 
-TRL differs from our rollouts: it has no user, so tasks with one are left out; a malformed call ends
-the episode; a transfer does not, but afterwards no tool works; an Outage of a tool is shown to the
-model.
+TRL differs from our rollouts. TRL has no user, so tasks with a user are left out. A malformed call
+ends the episode. A transfer does not end the episode, but afterwards every tool returns an error.
+The model sees the Outage of a tool as an error.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from pipeline.environments.tools import call_tool, error_result, settled, tool_m
 
 
 class _Adapter:
-    """An environment with `reset` and its tools only.
-
-    TRL calls `get_reward` before the final message is set.
-    """
+    """An environment without `get_reward`, which TRL would call before the final message is set."""
 
     _environment_class: ClassVar[type[Any]]
 
@@ -36,16 +33,18 @@ class _Adapter:
         addition: str | None = settled(self._environment.reset(**row))
         return addition
 
-    def _score(self, final_message: str | None) -> float:
-        if final_message is not None and not getattr(self._environment, "done", False):
-            self._environment.final_message = final_message
+    def _score(self, message: Message, finished: bool) -> float:
+        """Set the final message, unless the episode was truncated or ended by a tool."""
+        is_final = finished and message["role"] == "assistant" and not message.get("tool_calls")
+        if is_final and not getattr(self._environment, "done", False):
+            self._environment.final_message = message["content"]
         return float(settled(self._environment.get_reward()))
 
 
 def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
-    """The value of `environment_factory`: for each domain, a class with its tools.
+    """Return the value of `environment_factory`: for each domain, a class with the domain's tools.
 
-    `call_tool` checks arguments and writes results as JSON, as in our rollouts.
+    The tools check arguments and return JSON, as in our rollouts.
     """
     adapters: dict[str, Callable[[], Any]] = {}
     for domain, environment_class in classes.items():
@@ -56,7 +55,7 @@ def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
 
 
 def _tool(method: Callable[..., Any]) -> Callable[..., str]:
-    @wraps(method)  # TRL reads name, signature and docstring
+    @wraps(method)  # TRL reads the method's name, signature and docstring
     def tool(self: _Adapter, **arguments: Any) -> str:
         if getattr(self._environment, "done", False):
             return error_result("the conversation has ended")
@@ -68,7 +67,7 @@ def _tool(method: Callable[..., Any]) -> Callable[..., str]:
 def rows_without_user(
     tasks: Iterable[Task], classes: Mapping[str, type[Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of the tasks without a user."""
+    """Return the dataset rows of the tasks whose environment has no user."""
     rows = []
     for task in tasks:
         environment = classes[task.domain]()
@@ -79,7 +78,7 @@ def rows_without_user(
 
 
 def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
-    """The reward function: it sets the final message of each environment, then gets the reward."""
+    """Return a reward function that sets each final message before calling `get_reward`."""
 
     def outcome(
         *,
@@ -88,20 +87,7 @@ def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
         environments: Sequence[_Adapter],
         **_: Any,
     ) -> list[float]:
-        return [
-            environment._score(_final_message(messages, ids[-1] == end_of_turn_id))
-            for messages, ids, environment in zip(
-                completions, completion_ids, environments, strict=True
-            )
-        ]
+        triples = zip(completions, completion_ids, environments, strict=True)
+        return [e._score(messages[-1], ids[-1] == end_of_turn_id) for messages, ids, e in triples]
 
     return outcome
-
-
-def _final_message(messages: Sequence[Message], finished: bool) -> str | None:
-    """The final message of an episode; None if it was cut off or ends with calls."""
-    last = messages[-1]
-    if not finished or last["role"] != "assistant" or last.get("tool_calls"):
-        return None
-    content: str = last["content"]
-    return content

@@ -116,22 +116,20 @@ def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
     """Sample three conversations of several turns. Two have the same prompt, one a shorter one."""
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])
-    completions: list[list[tuple[int, bool, float]]] = [[] for _ in prompts]
+    blank = partial(Trajectory, domain="", task_id="")
+    rows = [blank(prompt_ids=prompt) for prompt in prompts]
     for turn in range(TURNS):
-        for n, episode in enumerate(episodes if turn else ()):
-            reply = _ids(n * turn, REPLY + n, vocabulary)
+        for number, episode in enumerate(episodes if turn else ()):
+            reply = _ids(number * turn, REPLY + number, vocabulary)
             sampler.extend(episode, reply)
-            completions[n] += [(token, False, 0.0) for token in reply]
-        for n, message in enumerate(sampler.sample(episodes, [MESSAGE] * len(episodes))):
+            rows[number].append(reply)
+        messages = sampler.sample(episodes, [MESSAGE] * len(episodes))
+        for row, message in zip(rows, messages, strict=True):
             assert message is not None
-            sampled = zip(message.ids, message.logprobs, strict=True)
-            completions[n] += [(token, True, logprob) for token, logprob in sampled]
-    trajectories = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids, mask, logprobs = map(list, zip(*completion, strict=True))
-        tokens: Any = {"completion_ids": ids, "loss_mask": mask, "logprobs": logprobs}
-        trajectories.append(Trajectory(domain="", task_id="", prompt_ids=prompt, **tokens))
-    return trajectories
+            row.append(message.ids, message.logprobs)
+    for episode in episodes:
+        sampler.close(episode)
+    return rows
 
 
 def _ids(number: int, count: int, vocabulary: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Sampling through `model.generate`, for models that the row cache cannot serve.
+"""Sampling through `model.generate`, for models with sliding windows or linear attention.
 
-Models with sliding windows or linear attention do not keep the keys and values of all positions, so
-a row could not be continued: each message computes its whole conversation again.
+A cache of such a model does not keep the keys and values of all positions. Therefore each message
+computes the whole conversation again.
 
 Legend: B sequences, T tokens, V vocabulary.
 """
@@ -20,27 +20,27 @@ from transformers.generation import StoppingCriteriaList
 from pipeline.rollout.sequences import ModelSampler, logprobs_of, streams_of
 from pipeline.rollout.trajectory import Sampled
 
-TOKENS_PER_BATCH = 1 << 17  # of conversations side by side, with padding
+TOKENS_PER_BATCH = 1 << 17  # largest number of tokens of a batch, with padding
 
 
 @dataclass(kw_only=True, eq=False)
 class GenerateEpisode:
     """One conversation inside the sampler."""
 
-    key: int  # of its stream of draws
+    key: int  # 64-bit key of the random numbers
     ids: list[int]
-    num_sampled: int = 0  # draws used so far
+    num_sampled: int = 0  # number of random numbers used so far
 
 
 class GenerateSampler(ModelSampler):
-    """A `Sampler` on transformers' own cache; it uses the same random numbers as `RowSampler`.
+    """A `Sampler` on transformers' own cache, with the random numbers of `RowSampler`.
 
     Shorter conversations get padding on the left. If padding changes the model's output (`pads` is
-    False), only conversations of equal length run side by side.
+    False), all conversations of a batch have equal lengths.
     """
 
     def _prepare(self) -> None:
-        # The checkpoint's own sampling settings (top_k, penalties) would apply as well.
+        # A new config removes the checkpoint's own sampling settings (top_k, penalties).
         self.model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
         self.pads = padding_is_harmless(self.model)
 
@@ -62,7 +62,7 @@ class GenerateSampler(ModelSampler):
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """See `Sampler`; the call completes all messages, whatever `until` is."""
+        """See `Sampler`; every call completes all messages and ignores `until`."""
         messages: list[Sampled | None] = [None] * len(episodes)
         for batch in self._batches(episodes):
             rows = [episodes[i] for i in batch]
@@ -74,7 +74,7 @@ class GenerateSampler(ModelSampler):
         return messages
 
     def _batches(self, episodes: Sequence[GenerateEpisode]) -> list[list[int]]:
-        """Indices of the conversations that run side by side: neighbours in order of length."""
+        """Return the indices of each batch; conversations of similar lengths share a batch."""
         lengths = [len(episode.ids) for episode in episodes]
         batches: list[list[int]] = []
         for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):
@@ -90,17 +90,15 @@ class GenerateSampler(ModelSampler):
         self, rows: Sequence[GenerateEpisode], limits: Sequence[int], greedy: bool
     ) -> list[Sampled]:
         tokens_BT, mask_BT = (x.to(self.device) for x in padded([row.ids for row in rows]))
-        keys, drawn = streams_of(rows)
+        keys, used = streams_of(rows)
         stops, limits_B = (torch.tensor(x, device=self.device) for x in (self.stops, limits))
-        tokens: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        tokens, values = list[torch.Tensor](), list[torch.Tensor]()
 
-        def draw(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """Draw the next token of each row, and leave `generate` no other choice."""
+        def choose(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """Sample the next token of each row; the returned scores allow no other token."""
             logprobs_BV = logprobs_of(scores, self.temperature)
-            tokens.append(
-                self.sample_tokens(logprobs_BV, keys, drawn + len(tokens), greedy)[:, None]
-            )
+            sampled_B = self.sample_tokens(logprobs_BV, keys, used + len(tokens), greedy)
+            tokens.append(sampled_B[:, None])
             values.append(logprobs_BV.gather(-1, tokens[-1]))
             return torch.full_like(scores, float("-inf")).scatter_(-1, tokens[-1], 0.0)
 
@@ -111,26 +109,25 @@ class GenerateSampler(ModelSampler):
             tokens_BT,
             attention_mask=mask_BT,
             max_new_tokens=max(limits),
-            logits_processor=LogitsProcessorList([draw]),
+            logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([has_ended]),
         )
-        # Complete rows continue until the last one ends; the surplus tokens are ignored.
+        # Complete rows continue until the last row ends; surplus tokens are dropped.
         sampled, chosen = (torch.cat(x, 1).cpu().numpy() for x in (tokens, values))
         stopped = (sampled[:, :, None] == self.stops).any(2)
         ends = stopped | (np.arange(1, sampled.shape[1] + 1) >= np.array(limits)[:, None])
         counts = ends.argmax(1) + 1
-        # The last token of a message is fed with the next message.
+        # The model computes the last token of a message with the next message.
         self.num_tokens += int(mask_BT.sum()) + int((counts - 1).sum())
         self.num_padded_tokens += mask_BT.numel() + len(rows) * (sampled.shape[1] - 1)
-        lines = [
-            (ids[:count].tolist(), logprobs[:count].tolist())
+        return [
+            self.message(ids[:count].tolist(), logprobs[:count].tolist())
             for ids, logprobs, count in zip(sampled, chosen, counts, strict=True)
         ]
-        return [self.message(*line) for line in lines]
 
 
 def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences with padding on the left, and the mask of real tokens, [B, T] each."""
+    """Return sequences with padding on the left, and the mask of real tokens, [B, T] each."""
     longest = max(map(len, sequences))
     both = (sequences, [[1] * len(ids) for ids in sequences])
     tokens, mask = ([[0] * (longest - len(row)) + row for row in rows] for rows in both)
@@ -139,11 +136,11 @@ def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def padding_is_harmless(model: Any) -> bool:
-    """Whether padding on the left leaves a row's logits unchanged, in the prompt and after it."""
-    device, size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
-
-    def logits(*sequences: list[int]) -> torch.Tensor:
-        tokens, mask = (x.to(device) for x in padded([[i % size for i in s] for s in sequences]))
+    """Whether a row's logits stay equal with padding on the left, in the prompt and afterwards."""
+    device, logits = next(model.parameters()).device, []
+    short, long = [3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
+    for batch in ([short], [long, short]):
+        tokens, mask = (x.to(device) for x in padded(batch))
         out = model.generate(
             tokens,
             attention_mask=mask,
@@ -151,8 +148,6 @@ def padding_is_harmless(model: Any) -> bool:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        return torch.stack(out.logits, 1)[-1]
-
-    short, long = [3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
-    alone, behind = logits(short), logits(long, short)
-    return torch.allclose(alone, behind, rtol=0, atol=1e-3 * float(alone.std()))
+        logits.append(torch.stack(out.logits, 1)[-1])
+    alone, beside = logits
+    return torch.allclose(alone, beside, rtol=0, atol=1e-3 * float(alone.std()))

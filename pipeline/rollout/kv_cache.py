@@ -1,4 +1,4 @@
-"""A key-value cache whose rows have different lengths.
+"""A key-value cache for sequences of different lengths; each sequence has a row.
 
 Legend: B sequences, T tokens.
 """
@@ -6,7 +6,6 @@ Legend: B sequences, T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# Shapes are multiples of these, so that a row's rounding seldom depends on the size of its batch.
+# Numbers of rows and lengths are rounded up to multiples, so that the rounding errors of a row
+# seldom depend on the size of the batch.
 ROWS, LENGTHS = 4, 16
 
 
@@ -27,10 +27,10 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of [B, heads, T, size] to keys and values of [B, fewer heads, ...].
+    """Attention of queries [B, heads, T, size] to keys and values [B, key heads, length, size].
 
-    Returns [B, T, heads, size of a value]. Heads that share keys become more queries of one head,
-    so that keys and values need no copies.
+    Returns [B, T, heads, size of a value]. Query heads that share a key head become extra queries
+    of one head, so that keys and values need no copies.
     """
     batch, heads, num_queries, size = query.shape
     shared = heads // key.shape[1]
@@ -48,7 +48,7 @@ AttentionInterface.register("row_cache", attend)
 
 
 class _RowLayer(CacheLayerMixin):
-    """Keys and values of a layer, [rows, heads, positions, size]."""
+    """Keys and values of one layer, [rows, heads, positions, size]."""
 
     keys: Any
     values: Any
@@ -58,17 +58,15 @@ class _RowLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, capacity = self.cache.num_rows, self.cache.capacity
-        self.keys, self.values = (  # in latent attention, their sizes differ
-            states.new_zeros((rows, states.shape[1], capacity, states.shape[3]))
-            for states in (key_states, value_states)
-        )
+        # Keys and values differ in size in latent attention. `grow` adds rows and positions.
+        empty = (x.new_zeros((0, x.shape[1], 0, x.shape[3])) for x in (key_states, value_states))
+        self.keys, self.values = empty
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, T, size] at the positions of the pass; returns the rows' content."""
+        """Write states [B, heads, T, size]; returns the keys and values that the pass reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.grow()
@@ -82,16 +80,14 @@ class _RowLayer(CacheLayerMixin):
         return held[:, :, : cache.length].index_select(0, cache.rows)
 
     def grow(self) -> None:
-        """Grow to the cache's number of rows and positions."""
+        """Enlarge the tensors to the cache's number of rows and positions."""
         rows = self.cache.num_rows - self.keys.shape[0]
         positions = self.cache.capacity - self.keys.shape[2]
         if rows > 0 or positions > 0:
             padding = (0, 0, 0, positions, 0, 0, 0, rows)
-            self.keys, self.values = (nn.functional.pad(x, padding) for x in self.states)
-
-    @property
-    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys, self.values
+            self.keys, self.values = (
+                nn.functional.pad(x, padding) for x in (self.keys, self.values)
+            )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.length, 0
@@ -104,7 +100,7 @@ class _RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """A key-value cache whose rows have different lengths."""
+    """A key-value cache; each row holds one sequence."""
 
     layers: list[Any]
 
@@ -115,35 +111,22 @@ class RowCache(Cache):
     def place(
         self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
     ) -> torch.Tensor:
-        """Set where the next forward pass writes, at positions below `end`.
+        """Set the rows and positions (below `end`) that the next forward pass writes.
 
-        With `first_rows`, `rows` are 0, 1, ..., and their content needs no copy. Returns the
-        attention mask to add, [B, 1, T, length] float32.
+        `first_rows` is True if `rows` is 0, 1, ...; attention then reads the cache without a copy.
+        Returns the additive attention mask, [B, 1, T, length] float32.
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
         self.length = -(-end // LENGTHS) * LENGTHS
-        if self.capacity < self.length:  # by quarters: doubling could take too much memory
+        if self.capacity < self.length:  # growth by a quarter; doubling could exhaust the memory
             self.capacity = max(self.length, self.capacity + self.capacity // 4)
         visible = torch.arange(self.length, device=positions_BT.device)
         hidden = (visible > positions_BT[:, :, None])[:, None]
         return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
 
-    def copy_rows(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of rows to others."""
+    def copy_rows(self, source: list[int], target: list[int], length: int) -> None:
+        """Copy the first `length` positions of the rows `source` to the rows `target`."""
         for layer in self.layers:
             layer.grow()
-            for held in layer.states:
+            for held in (layer.keys, layer.values):
                 held[target, :, :length] = held[source, :, :length]
-
-    def save_prefix(self, row: int, length: int) -> list[list[torch.Tensor]]:
-        """Copies of the first positions of a row: keys and values of each layer."""
-        return [[x[row, :, :length].clone() for x in layer.states] for layer in self.layers]
-
-    def load_prefix(self, row: int, prefix: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Write the result of `save_prefix` into a row."""
-        for layer, saved in zip(self.layers, prefix, strict=True):
-            if not layer.is_initialized:
-                layer.lazy_initialization(*(x[None] for x in saved))
-            layer.grow()
-            for held, states in zip(layer.states, saved, strict=True):
-                held[row, :, : states.shape[1]] = states

@@ -1,4 +1,4 @@
-"""Episodes: the sampler writes messages, environments and users answer them."""
+"""Rollouts: the sampler writes messages; environments and simulated users answer the messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -21,8 +21,8 @@ from pipeline.models.weights import trained_weights
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
-UNKNOWN_TOOL = "unknown"  # counts the calls of tools that do not exist
-TURN_SHARE = 0.25  # fraction of running messages to finish before replies are computed
+UNKNOWN_TOOL = "unknown"  # key that counts calls of tools that do not exist
+TURN_SHARE = 0.25  # share of messages to complete before environments answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,65 +31,43 @@ class RolloutRequest:
 
     task: Task
     trial: int
-    key: int  # of the stream of draws
+    key: int  # 64-bit key of the episode's random numbers
 
 
-@dataclass(kw_only=True, eq=False)
 class _Episode:
-    """A running episode; it shares field names with its Trajectory."""
+    """A running episode."""
 
-    request: RolloutRequest
-    in_background: bool  # the environment works in a thread
-    environment: Any = None
-    addition: str = ""  # the environment appends this text to the request
-    handle: Handle = None  # the open conversation in the sampler
-    replies: list[Message] = field(default_factory=list)  # to the last message; after `wait`
-    wait: Callable[[], None] | None = None  # waits for the environment's current work
-    excused: str = ""  # "reset" or "reply" during these calls: training leaves their failures out
-    reward: float = 0.0
-    reward_breakdown: dict[str, float] = field(default_factory=dict)
-    difference: dict[str, list[str]] = field(default_factory=dict)
-    prompt_ids: list[int] = field(default_factory=list)
-    completion_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    messages: list[Message]
-    stop_reason: StopReason | None = None
-    num_turns: int = 0
-    num_malformed_calls: int = 0
-    num_tool_errors: int = 0
-    error: str = ""
-    left_out: str = ""
-    tools: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-    def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
-        """Add sampled tokens (with their log-probabilities), or a reply's (without)."""
-        self.completion_ids += ids
-        self.loss_mask += [logprobs is not None] * len(ids)
-        self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
-
-    def trajectory(self) -> Trajectory:
-        task, names = self.request.task, {f.name for f in fields(Trajectory)}
-        return Trajectory(
+    def __init__(self, request: RolloutRequest, in_background: bool) -> None:
+        self.request, task = request, request.task
+        self.in_background = in_background  # True if the environment works in the background
+        self.environment: Any = None
+        self.handle: Handle = None  # the open conversation in the sampler
+        self.replies: list[Message] = []  # answers to the model's last message
+        self.wait: Callable[[], None] | None = None  # waits for the environment's current work
+        self.excused = ""  # value of `left_out` if the current call fails
+        self.ended = False
+        self.trajectory = Trajectory(
             domain=task.domain,
             task_id=task.id,
             family=task.family,
             branch=task.branch,
-            trial=self.request.trial,
-            **{name: value for name, value in vars(self).items() if name in names},
+            trial=request.trial,
+            messages=[dict(message) for message in task.prompt],
         )
+
+    def end(self, reason: StopReason) -> None:
+        self.trajectory.stop_reason, self.ended = reason, True
+
+
+_Work = Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
 
 
 class Rollout:
     """Runs episodes of any domain with one sampler, one chat format and the recipe's limits.
 
-    `on_progress` gets domain/task_id before each call of an environment or wait for one, and ""
-    before each call of the sampler. If it raises there, the rollout closes all conversations and
-    can be used again.
+    `on_progress` gets domain/task_id before each call of an environment and before each wait for
+    an environment, and "" before each call of the sampler. If `on_progress` raises, the rollout
+    closes all conversations and can be used again.
     """
 
     def __init__(
@@ -104,15 +82,15 @@ class Rollout:
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
-        self.environment_s = 0.0  # seconds spent in environments, or waiting for them
+        self.environment_s = 0.0  # seconds spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
     def __call__(
         self, requests: Sequence[RolloutRequest], greedy: bool = False
     ) -> list[Trajectory]:
-        """One trajectory per request, in order.
+        """Return one trajectory per request, in order.
 
-        In a deterministic run, only episodes of one task run side by side: other tasks must not
+        A deterministic rollout runs the tasks one after the other, so that other tasks do not
         change the shapes of a forward pass.
         """
         self._calls.forget()
@@ -120,24 +98,16 @@ class Rollout:
         return [t for _, group in groups for t in self._collect(list(group), greedy)]
 
     def load_weights(self, model: Any) -> None:
-        """Give the sampler the model's current weights."""
         self.sampler.load_weights(trained_weights(model))
 
     def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
-        """Run episodes, at most `max_concurrent_episodes` side by side, and score them."""
-        background = {name: tools.may_wait(known) for name, known in self.environments.items()}
-        episodes = [
-            _Episode(
-                request=request,
-                in_background=background[request.task.domain],
-                messages=[dict(message) for message in request.task.prompt],
-            )
-            for request in requests
-        ]
+        """Run and score episodes, at most `max_concurrent_episodes` at the same time."""
+        classes = [self.environments[request.task.domain] for request in requests]
+        episodes = list(map(_Episode, requests, map(tools.may_wait, classes)))
         try:
-            self._take_turns(deque(episodes), greedy)
+            self._run(deque(episodes), greedy)
             for episode in episodes:
-                if episode.stop_reason is not StopReason.ENVIRONMENT_ERROR:
+                if episode.trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR:
                     self._begin(episode, _score)
             for episode in episodes:
                 self._wait(episode)
@@ -146,30 +116,24 @@ class Rollout:
             for episode in episodes:
                 self._close(episode)
             raise
-        return [episode.trajectory() for episode in episodes]
+        return [episode.trajectory for episode in episodes]
 
-    def _take_turns(self, waiting: deque[_Episode], greedy: bool) -> None:
-        """Run until all episodes have ended.
-
-        The rollout waits for environments in the background once their episodes outnumber the
-        others. The order of work depends on counts, never on time.
-        """
-        live: list[_Episode] = []  # the sampler writes their next message
-        away: list[_Episode] = []  # their environment works in the background
+    def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
+        """Run until all episodes have ended; the order of work depends on counts, never on time."""
+        live: list[_Episode] = []  # episodes whose next message is sampled
+        away: list[_Episode] = []  # episodes whose environment works in the background
         while waiting or live or away:
             running = len(live) + len(away)
             live += self._start(waiting, self.limits.max_concurrent_episodes - running)
-            answered = self._sample(live, greedy) if live else []
-            gone = set(answered)
-            live = [episode for episode in live if episode not in gone]
+            answered, live = self._sample(live, greedy) if live else ([], [])
             ready = [episode for episode in answered if episode.wait is None]
             away += [episode for episode in answered if episode.wait is not None]
-            if len(away) > len(live) + len(ready):
+            if len(away) > len(live) + len(ready):  # waiting now keeps the batches large
                 ready, away = [*ready, *away], []
             live += [episode for episode in ready if self._continue(episode)]
 
     def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
-        """Start episodes in free places, many at a time; returns the ones that continue."""
+        """Start up to `room` episodes, many at a time; returns the episodes that continue."""
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.limits.max_concurrent_episodes // 4)):
             return []
@@ -178,16 +142,15 @@ class Rollout:
             self._begin(episode, self._reset)
         for episode in episodes:
             self._wait(episode)
-            if episode.stop_reason is not None:
-                continue
-            episode.messages[-1]["content"] += episode.addition
-            schemas = tools.tool_schemas(self.environments[episode.request.task.domain])
-            episode.prompt_ids = self.chat.prompt_ids(episode.messages, schemas)
-            if episode.num_tokens >= self.limits.max_tokens:
-                episode.stop_reason = StopReason.MAX_TOKENS
-        live = [episode for episode in episodes if episode.stop_reason is None]
+            if not episode.ended:
+                trajectory = episode.trajectory
+                schemas = tools.tool_schemas(self.environments[trajectory.domain])
+                trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
+                if trajectory.num_tokens >= self.limits.max_tokens:
+                    episode.end(StopReason.MAX_TOKENS)
+        live = [episode for episode in episodes if not episode.ended]
         if live:
-            prompts, keys = [e.prompt_ids for e in live], [e.request.key for e in live]
+            prompts, keys = [e.trajectory.prompt_ids for e in live], [e.request.key for e in live]
             for episode, handle in zip(live, self.sampler.open(prompts, keys), strict=True):
                 episode.handle = handle
         return live
@@ -195,60 +158,61 @@ class Rollout:
     async def _reset(self, episode: _Episode, guard: Guard) -> None:
         task, episode.excused = episode.request.task, "reset"
         start = partial(tools.started, self.environments[task.domain], task.row())
-        episode.environment, episode.addition, episode.in_background = await guard("reset", start)
+        episode.environment, addition, episode.in_background = await guard("reset", start)
+        episode.trajectory.messages[-1]["content"] += addition
 
-    def _sample(self, live: Sequence[_Episode], greedy: bool) -> list[_Episode]:
-        """Sample until a share of the messages is complete; returns their episodes."""
+    def _sample(self, live: list[_Episode], greedy: bool) -> tuple[list[_Episode], list[_Episode]]:
+        """Sample until a share of the messages is complete; returns complete and other episodes."""
         self.on_progress("")
-        limits = self.limits
-        room = [min(limits.max_tokens_per_turn, limits.max_tokens - e.num_tokens) for e in live]
+        per_turn, most = self.limits.max_tokens_per_turn, self.limits.max_tokens
+        room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in live]
         until = math.ceil(len(live) * TURN_SHARE)
         messages = self.sampler.sample([e.handle for e in live], room, greedy, until)
-        complete = []
-        for episode, message in zip(live, messages, strict=True):
-            if message is not None:
-                self._take(episode, message)
-                complete.append(episode)
-        return complete
+        pairs = list(zip(live, messages, strict=True))
+        complete = [(episode, message) for episode, message in pairs if message is not None]
+        for episode, message in complete:
+            self._add_message(episode, message)
+        return [e for e, _ in complete], [e for e, message in pairs if message is None]
 
-    def _take(self, episode: _Episode, sampled: Sampled) -> None:
-        """Add a message to its episode, and let the environment or the user answer it."""
-        episode.append(sampled.ids, sampled.logprobs)
-        episode.num_turns += 1
-        episode.replies = []
-        schemas = tools.tool_schemas(self.environments[episode.request.task.domain])
+    def _add_message(self, episode: _Episode, sampled: Sampled) -> None:
+        """Add a message to its episode, and let the environment or the user answer."""
+        trajectory, episode.replies = episode.trajectory, []
+        trajectory.append(sampled.ids, sampled.logprobs)
+        trajectory.num_turns += 1
+        schemas = tools.tool_schemas(self.environments[trajectory.domain])
         parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
-        episode.messages.append(parsed.message())
+        trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
-            episode.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
+            trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
         if not sampled.finished:
-            episode.stop_reason = StopReason.MAX_TOKENS
+            episode.end(StopReason.MAX_TOKENS)
         elif parsed.malformed:
-            episode.num_malformed_calls += 1
-            if episode.num_malformed_calls > self.limits.max_malformed_calls:
-                episode.stop_reason = StopReason.MALFORMED_CALL
+            trajectory.num_malformed_calls += 1
+            if trajectory.num_malformed_calls > self.limits.max_malformed_calls:
+                episode.end(StopReason.MALFORMED_CALL)
             content = tools.error_result(f"malformed call: {parsed.malformed}")
             episode.replies = [{"role": "tool", "name": "error", "content": content}]
         else:
             self._begin(episode, partial(_answer, parsed))
 
     def _continue(self, episode: _Episode) -> bool:
-        """Append the replies to the last message; False if the episode has ended."""
+        """Append the replies to the model's last message; False if the episode has ended."""
         self._wait(episode)
-        replies, most = episode.replies, self.limits.max_tool_result_tokens
+        trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
+        most = limits.max_tool_result_tokens
         for reply in replies:
             if reply["role"] == "tool" and self.chat.num_content_tokens(reply["content"]) > most:
                 reply["content"] = tools.error_result("result too long")
-        episode.messages += replies
-        if episode.stop_reason is None and episode.num_turns >= self.limits.max_turns:
-            episode.stop_reason = StopReason.MAX_TURNS
-        if episode.stop_reason is None:
+        trajectory.messages += replies
+        if not episode.ended and trajectory.num_turns >= limits.max_turns:
+            episode.end(StopReason.MAX_TURNS)
+        if not episode.ended:
             ids = self.chat.reply_ids(replies)
-            if episode.num_tokens + len(ids) < self.limits.max_tokens:
-                episode.append(ids)
+            if trajectory.num_tokens + len(ids) < limits.max_tokens:
+                trajectory.append(ids)
                 self.sampler.extend(episode.handle, ids)
                 return True
-            episode.stop_reason = StopReason.MAX_TOKENS
+            episode.end(StopReason.MAX_TOKENS)
         self._close(episode)
         return False
 
@@ -257,10 +221,8 @@ class Rollout:
         if handle is not None:
             self.sampler.close(handle)
 
-    def _begin(
-        self, episode: _Episode, work: Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
-    ) -> None:
-        """Do an environment's work, or begin it in the background."""
+    def _begin(self, episode: _Episode, work: _Work) -> None:
+        """Run an environment's work, or begin the work in the background."""
         key = episode.request.task.key
         if episode.in_background:
             episode.wait = self._calls.beside(key, partial(work, episode))
@@ -269,7 +231,7 @@ class Rollout:
             self._wait(episode)
 
     def _wait(self, episode: _Episode) -> None:
-        """Wait for an environment's work; its failure ends the episode, not the run."""
+        """Wait for an environment's work; a failure ends the episode, not the run."""
         wait, episode.wait = episode.wait, None
         if wait is None:
             return
@@ -277,40 +239,37 @@ class Rollout:
         try:
             wait()
         except tools.EnvironmentFault as fault:
-            episode.stop_reason, episode.error = StopReason.ENVIRONMENT_ERROR, str(fault)
-            episode.left_out = "outage" if fault.outage else episode.excused
+            episode.end(StopReason.ENVIRONMENT_ERROR)
+            episode.trajectory.error = str(fault)
+            episode.trajectory.left_out = "outage" if fault.outage else episode.excused
         self.environment_s += time.perf_counter() - begun
 
 
 async def _score(episode: _Episode, guard: Guard) -> None:
-    episode.excused = ""
-    call = partial(tools.outcome_of, episode.environment)
-    outcome = await guard("get_reward", call, type(episode.environment).get_reward)
-    episode.reward, episode.reward_breakdown, episode.difference = outcome
+    trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
+    outcome = await guard("get_reward", partial(tools.outcome_of, environment))
+    trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
-    """Let the environment answer the calls, or the user answer the message."""
-    environment, episode.excused = episode.environment, ""
-    methods = tools.tool_methods(type(environment))
+    """Let the environment answer the calls, or let the user answer the message."""
+    trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     for name, arguments in parsed.calls:
-        call = partial(tools.answer_call, environment, name, arguments)
-        answer = await guard(name, call, methods.get(name))
-        episode.num_tool_errors += answer.raised
-        known = name if name in methods else UNKNOWN_TOOL
-        calls, errors = episode.tools.get(known, (0, 0))
-        episode.tools[known] = [calls + 1, errors + answer.is_error]
+        answer = await guard(name, partial(tools.answer_call, environment, name, arguments))
+        trajectory.num_tool_errors += answer.raised
+        known = name if name in tools.tool_methods(type(environment)) else UNKNOWN_TOOL
+        calls, errors = trajectory.tools.get(known, (0, 0))
+        trajectory.tools[known] = [calls + 1, errors + answer.is_error]
         episode.replies.append({"role": "tool", "name": name, "content": answer.content})
         if answer.is_last:
-            episode.stop_reason = StopReason.COMPLETED
+            episode.end(StopReason.COMPLETED)
             return
     if not parsed.calls:
         episode.excused = "reply"
-        answer_it = partial(tools.reply_of, environment, parsed.content)
-        reply = await guard("reply", answer_it, tools.reply_method(environment))
+        reply = await guard("reply", partial(tools.reply_of, environment, parsed.content))
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return
-        episode.excused, closing = "", partial(setattr, environment, "final_message")
-        await guard("final message", partial(closing, parsed.content))
-        episode.stop_reason = StopReason.COMPLETED
+        episode.excused = ""
+        await guard("final message", partial(setattr, environment, "final_message", parsed.content))
+        episode.end(StopReason.COMPLETED)

@@ -1,4 +1,4 @@
-"""The interface of samplers, and the choice of one for a model."""
+"""The interface of samplers, and the choice of a sampler for a model."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.trajectory import Sampled
 
-Handle = Any  # an open conversation; only its sampler knows the type
+Handle = Any  # an open conversation; each sampler has a type of its own
 
 
 class Sampler(Protocol):
     """Samples the policy's messages: tokens in, tokens and log-probabilities out.
 
-    It is made from a model, plain or with LoRA adapters. A token is a function of the weights, the
-    conversation's tokens and the draw at (key, number of sampled tokens); other conversations and
-    their order change only rounding. `num_tokens` and `num_padded_tokens` count the tokens that the
-    model computed, without and with padding.
+    A token depends on the weights, on the conversation's tokens, and on the random number at (key,
+    number of sampled tokens). Other conversations change only rounding errors. `num_tokens` and
+    `num_padded_tokens` count the tokens that the model computed, without and with padding.
     """
 
     num_tokens: int
     num_padded_tokens: int
 
     def load_weights(self, weights: Weights) -> None:
-        """Take trained weights from `trained_weights`, while no conversation is open.
+        """Load the result of `trained_weights`, while no conversation is open.
 
-        Whole tensors: every parameter of a plain model, or the LoRA adapters under PEFT's names.
-        The sampler may share them with the model, so that a later update changes them here, too.
-        ValueError if a name is unknown or missing, or a shape differs.
+        `weights` holds every parameter of a plain model, or only the LoRA adapters under PEFT's
+        names. The sampler may share the tensors with the model; a later update then changes the
+        sampler's weights too. ValueError if a name is unknown or missing, or a shape differs.
         """
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
-        """Start one conversation per prompt of 1 or more tokens; returns them in order.
+        """Start one conversation per prompt of at least one token; returns handles in order.
 
-        `keys` are the 64-bit keys of their streams of draws, one per prompt (else ValueError).
+        `keys` holds a 64-bit key for each prompt's stream of random numbers. ValueError if the
+        number of keys differs from the number of prompts.
         """
 
     def extend(self, episode: Handle, ids: list[int]) -> None:
-        """Append the tokens of a reply to a conversation whose message is complete."""
+        """Append the tokens of a reply to a conversation whose last message is complete."""
 
     def sample(
         self,
@@ -59,14 +59,14 @@ class Sampler(Protocol):
     ) -> list[Sampled | None]:
         """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
 
-        Returns when `until` messages (all, if missing) are complete, or later. Incomplete messages
-        are None, and the next call continues them. A message includes the id that ended it. Its
-        log-probabilities are at the sampling temperature, in nats. Greedy takes the most likely
-        token instead of the drawn one.
+        Returns as soon as `until` messages (None: all) are complete, or later. None stands for an
+        incomplete message, which the next call continues. A message includes the id that ended the
+        message. Log-probabilities are at the sampling temperature, in nats. `greedy` selects the
+        most likely tokens.
         """
 
     def close(self, episode: Handle) -> None:
-        """End a conversation, complete or not; its handle is invalid afterwards."""
+        """End a conversation, even inside a message; the handle is invalid afterwards."""
 
 
 def make_sampler(
@@ -78,10 +78,10 @@ def make_sampler(
     *,
     row_sampler: type[RowSampler] = RowSampler,
 ) -> Sampler:
-    """The fastest sampler for the model; the main rank prints a warning if `generate` is needed.
+    """Return the fastest sampler for the model; the main rank warns about `GenerateSampler`.
 
-    `row_sampler` is the class for models whose keys and values fit into rows. UserError if no
-    sampler can serve the model.
+    `row_sampler` is the class for models with full attention. Raises UserError if no sampler can
+    serve the model.
     """
     plain = base_model(model)
     refuse_changed_logits(plain)
@@ -95,20 +95,19 @@ def make_sampler(
         return row_sampler(model, *limits, other_stops=stops)
     sampler = GenerateSampler(model, *limits, other_stops=stops)
     if is_main:
-        beside = "" if sampler.pads else ", beside others of equal length only"
         print(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
-            f"start again{beside}, which is slower than one cache over all turns; {why}",
+            f"start again, which is slower than one cache over all turns; {why}",
             flush=True,
         )
     return sampler
 
 
 def other_stops(model: Any, chat: Chat) -> list[int]:
-    """Ids that end a message besides the template's end of turn, in order.
+    """Return the ids that end a message besides the template's end of turn, in order.
 
-    As on servers, these are the ids in the model's generation config, and the tokenizer's end of
-    sequence. UserError if the config has anything but ids.
+    Inference servers stop at the eos_token_id of the model's generation config and at the end of
+    sequence of the tokenizer, too. Raises UserError if the config holds anything but ids.
     """
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list) else [listed]

@@ -1,4 +1,4 @@
-"""What the samplers share: common prefixes, the draw of a token, the copy of the model.
+"""Functions that all samplers share: common prefixes, sampling of a token, the model's copy.
 
 Legend: B sequences, T tokens, V vocabulary.
 """
@@ -19,21 +19,21 @@ from pipeline.rollout.trajectory import Sampled
 
 PASS_TOKENS = 128  # fixed cost of a forward pass, in tokens
 Ids = tuple[int, ...]
-Keys = NDArray[np.uint64]  # of streams of draws
-Positions = NDArray[np.int64]  # in these streams
+Keys = NDArray[np.uint64]  # keys of streams of random numbers
+Positions = NDArray[np.int64]  # positions in streams of random numbers
 Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
-    """The key of each episode's draws, and the number of draws used."""
+    """Return each episode's random key, and its number of used random numbers."""
     keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
     return keys, np.array([episode.num_sampled for episode in episodes])
 
 
 def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut sequences, sorted by descending length, into forward passes: (first, last) of each.
+    """Split sequences, sorted by descending length, into forward passes: (start, end) of each.
 
-    A cut must save more padding than another pass costs.
+    A split must save more padding than another forward pass costs.
     """
     cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
     if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
@@ -43,10 +43,10 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
-    """Common prefixes of prompts that are neighbours in sorted order, at least `at_least` long.
+    """Common prefixes, of `at_least` tokens, of prompts that are neighbours in sorted order.
 
-    A prompt that shares less than half of a prefix begins a new one: the domains have different
-    policies after a common opening.
+    A prompt that shares less than half of a prefix begins a new prefix, because the policy texts of
+    two domains differ after a few common words.
     """
     prefixes: list[Ids] = []
     prefix: Ids = ()
@@ -64,7 +64,7 @@ def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
 def num_common(a: Tokens, b: Tokens) -> int:
     """The length of the common prefix of two sequences."""
     known, most = 0, min(len(a), len(b))
-    while known < most:  # bisection: slices compare much faster than single tokens
+    while known < most:  # bisection, because Python compares slices faster than single tokens
         middle = (known + most + 1) // 2
         if a[known:middle] == b[known:middle]:
             known = middle
@@ -86,57 +86,56 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:
-    """The next token of each row, [B] int64, by the draws at `positions` of the streams `keys`.
+    """Return the next token of each row, [B] int64.
 
-    Greedy takes the most likely token. Otherwise `top_k`, then `top_p` restrict the tokens; 0 and
-    1.0 do not. Training computes the whole distribution, so these limits make it slightly
-    off-policy. Nothing here waits for the device.
+    A row uses the random number at index `positions` of the stream `keys`. `greedy` selects the
+    most likely token. `top_k`, then `top_p` restrict the tokens; 0 and 1.0 mean no limit. Training
+    computes the distribution without limits, so that limits make training slightly off-policy.
     """
     if greedy:
         return logprobs_BV.argmax(-1)
-    draws = torch.from_numpy(uniforms(keys, positions))
-    if logprobs_BV.is_cuda:  # a copy from memory that is not pinned would wait for the device
-        draws = draws.pin_memory().to(logprobs_BV.device, non_blocking=True)
+    numbers = torch.from_numpy(uniforms(keys, positions))
+    if logprobs_BV.is_cuda:  # a copy from pinned memory does not synchronize with the GPU
+        numbers = numbers.pin_memory().to(logprobs_BV.device, non_blocking=True)
     if top_k == 0 and top_p == 1.0:
-        return inverse_cdf(cumulative(logprobs_BV), draws)
+        return inverse_cdf(cumulative(logprobs_BV), numbers)
     logprobs_BV = logprobs_BV.masked_fill(~kept(logprobs_BV, top_k, top_p), float("-inf"))
-    # Intervals of width zero for excluded tokens, so that rounding cannot select them.
+    # Excluded tokens get intervals of width zero, so that rounding cannot select an excluded token.
     line = cumulative(logprobs_BV).masked_fill(logprobs_BV == float("-inf"), 0.0)
-    return (line > draws[:, None] * line.amax(-1, keepdim=True)).int().argmax(-1)
+    return (line > numbers[:, None] * line.amax(-1, keepdim=True)).int().argmax(-1)
 
 
 def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """True for tokens that can be drawn, [B, V] bool, at least one a row; lower ids win ties.
+    """True for tokens that `top_k` and `top_p` allow, [B, V] bool, at least one token in each row.
 
-    Of the `top_k` most likely tokens (all, if 0), the smallest set whose share of their
-    probability reaches `top_p`: the nucleus of Holtzman et al. 2020 (arXiv 1904.09751, 3.1).
+    `top_k` keeps the most likely tokens (0 keeps all); lower ids win ties. `top_p` then keeps the
+    nucleus of Holtzman et al. 2020 (arXiv 1904.09751, 3.1).
     """
     likely, best = (x[:, : top_k or None] for x in logprobs_BV.sort(descending=True, stable=True))
     kept_BV = torch.zeros_like(logprobs_BV, dtype=torch.bool)
     if top_p == 1.0:
         return kept_BV.scatter_(-1, best, True)
     line = cumulative(likely)
-    before = torch.nn.functional.pad(line[:, :-1], (1, 0))  # the sum over likelier tokens
+    before = torch.nn.functional.pad(line[:, :-1], (1, 0))  # total probability of likelier tokens
     return kept_BV.scatter_(-1, best, before < top_p * line[:, -1:])
 
 
 def cumulative(logprobs_BV: torch.Tensor) -> torch.Tensor:
-    """The cumulative distribution of each row, [B, V], float64; its last value is near 1."""
+    """The cumulative distribution of each row, [B, V] float64; the last value is near 1."""
     return logprobs_BV.double().exp().cumsum(-1)
 
 
-def inverse_cdf(cumulative_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
-    """The token of each row whose interval of the distribution contains the draw, in [0, 1)."""
-    numbers = draws_B[:, None] * cumulative_BV[:, -1:]
-    tokens = torch.searchsorted(cumulative_BV, numbers, right=True)[:, 0]
+def inverse_cdf(cumulative_BV: torch.Tensor, numbers_B: torch.Tensor) -> torch.Tensor:
+    """The token of each row whose interval of the distribution contains the number in [0, 1)."""
+    targets = numbers_B[:, None] * cumulative_BV[:, -1:]
+    tokens = torch.searchsorted(cumulative_BV, targets, right=True)[:, 0]
     return tokens.clamp_(max=cumulative_BV.shape[-1] - 1)
 
 
 class ModelSampler:
-    """Samples from a copy of the model whose parameters have the type `dtype`.
+    """The base class of samplers; holds a copy of the model with parameters of the type `dtype`.
 
-    If the model has LoRA adapters, `load_weights` takes the adapters. A message ends at the end of
-    turn, at one of `other_stops` (ids, too), or at its limit.
+    A message ends at the id `end_of_turn_id`, at one of the ids `other_stops`, or at its limit.
     """
 
     def __init__(
@@ -162,17 +161,17 @@ class ModelSampler:
         self._copy.cast(dtype)
 
     def _prepare(self) -> None:
-        """Set up this kind of sampler; the copy's parameters still have the model's own type."""
+        """Set up the subclass, before the copy's parameters get the type `dtype`."""
 
     def message(self, ids: list[int], logprobs: list[float]) -> Sampled:
         return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
 
     def load_weights(self, weights: Weights) -> None:
-        """See `Sampler`. Weights of this type are shared, not copied."""
+        """See `Sampler`. Weights of the type `dtype` are shared with the model, not copied."""
         self._copy.load(weights)
 
     def sample_tokens(
         self, logprobs_BV: torch.Tensor, keys: Keys, positions: Positions, greedy: bool
     ) -> torch.Tensor:
-        """The function `sample_tokens` with this sampler's limits."""
+        """Call the function `sample_tokens` with the sampler's `top_k` and `top_p`."""
         return sample_tokens(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)

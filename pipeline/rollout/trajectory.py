@@ -1,8 +1,8 @@
-"""Sampled, one message of the policy; Trajectory, one episode in tokens; RunRecord, its summary.
+"""Sampled messages, episodes in tokens (Trajectory), and summaries of episodes (RunRecord).
 
-Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e]
-with loss_mask [1 1 1 1  0 0 0  1 1 1]: s sampled, e the sampled end of turn, t the tokens of a
-tool's reply.
+Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e],
+loss_mask [1 1 1 1  0 0 0  1 1 1]. Here s is a sampled token, e a sampled end of turn, and t a token
+of a tool's reply.
 """
 
 from __future__ import annotations
@@ -15,57 +15,68 @@ from typing import Any
 
 
 class StopReason(StrEnum):
-    """Why an episode ended; mistakes of the model are a status here, never an exception."""
+    """The reason why an episode ended; a mistake of the model never raises an exception."""
 
-    COMPLETED = "completed"  # the user did not answer, or a tool ended the episode
+    COMPLETED = "completed"  # the user ended the conversation, or a tool ended the episode
     MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"  # of a turn, or of the episode
-    MALFORMED_CALL = "malformed_call"  # more than max_malformed_calls
-    ENVIRONMENT_ERROR = "environment_error"  # reset, get_reward or reply failed or was late
+    MAX_TOKENS = "max_tokens"  # limit of tokens of a turn or of the episode
+    MALFORMED_CALL = "malformed_call"  # more malformed calls than max_malformed_calls
+    ENVIRONMENT_ERROR = "environment_error"  # environment code failed or exceeded its deadline
 
 
-# Training leaves out episodes whose environment failed in these ways, because the policy did not
-# cause the failure. It did if its own call failed (a tool past its deadline, get_reward).
+# Kinds of environment failures that the policy did not cause. Training leaves out such episodes.
+# A late tool and a failed get_reward are no such kinds, because the policy may be the cause.
 LEFT_OUT = ("reset", "reply", "outage")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One assistant message as it was sampled; `finished` if its last id ends messages."""
+    """One sampled assistant message; `finished` is True if the last id is an end of turn."""
 
     ids: list[int]
     logprobs: list[float]
     finished: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trajectory:
-    """One episode of one task; its ids are the sampled ones, never text that was encoded again."""
+@dataclass(kw_only=True)
+class RunRecord:
+    """The summary of an episode that ranks exchange."""
 
     domain: str
     task_id: str
     family: str = ""
     branch: str = ""
-    trial: int = 0  # the number in its group, or of the evaluation trial
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    loss_mask: list[bool]  # True where the policy sampled the token; as long as completion_ids
-    logprobs: list[float]  # of the sampling policy; 0.0 where loss_mask is False
-    messages: list[dict[str, Any]] = field(default_factory=list)  # for people
-    stop_reason: StopReason = StopReason.COMPLETED
+    trial: int = 0  # index of the episode in its group, or of the evaluation trial
     reward: float = 0.0
+    stop_reason: StopReason = StopReason.COMPLETED
     num_turns: int = 0
+    num_sampled_tokens: int = 0
     num_malformed_calls: int = 0
-    num_tool_errors: int = 0  # exceptions of tools' own code that were shown to the model
-    error: str = ""  # of the environment, when it failed
-    left_out: str = ""  # one of LEFT_OUT; empty: the episode counts
+    num_tool_errors: int = 0  # number of exceptions of tools' code
+    left_out: str = ""  # one of LEFT_OUT, or empty if training may use the episode
     tools: dict[str, list[int]] = field(default_factory=dict)  # name: [calls, calls with an error]
-    reward_breakdown: dict[str, float] = field(default_factory=dict)  # from the environment
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(kw_only=True)
+class Trajectory(RunRecord):
+    """One episode of one task; `completion_ids` are the sampled ids, never newly encoded text."""
+
+    prompt_ids: list[int] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)  # True for sampled completion_ids
+    logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
+    messages: list[dict[str, Any]] = field(default_factory=list)  # texts for reports
+    error: str = ""  # the environment's failure
+    reward_breakdown: dict[str, float] = field(default_factory=dict)  # set by the environment
     difference: dict[str, list[str]] = field(default_factory=dict)  # name: [actual, expected]
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
         assert len(sizes) == 1, f"completion_ids, loss_mask and logprobs differ in length: {sizes}"
+        self.num_sampled_tokens = sum(self.loss_mask)
 
     @property
     def ids(self) -> list[int]:
@@ -75,9 +86,13 @@ class Trajectory:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    @property
-    def num_sampled_tokens(self) -> int:
-        return sum(self.loss_mask)
+    def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
+        """Add tokens: sampled ones with their log-probabilities, a reply's without."""
+        is_sampled = logprobs is not None
+        self.completion_ids += ids
+        self.loss_mask += [is_sampled] * len(ids)
+        self.logprobs += logprobs or [0.0] * len(ids)
+        self.num_sampled_tokens += is_sampled * len(ids)
 
     def sampled_turns(self) -> list[tuple[list[int], list[float]]]:
         """The sampled ids of each assistant message, and their log-probabilities."""
@@ -89,25 +104,3 @@ class Trajectory:
 
     def record(self) -> RunRecord:
         return RunRecord(**{f.name: getattr(self, f.name) for f in fields(RunRecord)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """The summary of an episode that ranks exchange; its Trajectory has the same attributes."""
-
-    domain: str
-    task_id: str
-    family: str
-    branch: str
-    trial: int
-    reward: float
-    stop_reason: str
-    num_turns: int
-    num_sampled_tokens: int
-    num_malformed_calls: int
-    num_tool_errors: int = 0
-    left_out: str = ""
-    tools: dict[str, list[int]] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

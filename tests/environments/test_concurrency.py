@@ -6,7 +6,7 @@ barrier then breaks, and the test fails.
 
 import asyncio
 from functools import partial
-from threading import Barrier, Event, active_count, current_thread
+from threading import Barrier, Event, current_thread
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.timeouts import Calls
@@ -14,7 +14,6 @@ from pipeline.environments.tools import (
     answer_call,
     may_wait,
     outcome_of,
-    reply_method,
     reply_of,
     settled,
     started,
@@ -52,14 +51,14 @@ def test_async_tools_of_several_episodes_run_at_the_same_time():
     assert [t.reward for t in trajectories] == [1.0] * 4
 
 
-def test_coroutines_that_wait_hold_no_thread():
+def test_calls_of_many_environments_wait_at_the_same_time():
     """Each of 200 environments waits until all of them wait, in every kind of async call."""
-    meetings, num_threads = {}, []
+    meetings, num_calls = {}, []
 
     async def meet(kind):
         async with asyncio.timeout(TIMEOUT_S):
             await meetings.setdefault(kind, asyncio.Barrier(200)).wait()
-        num_threads.append(active_count())
+        num_calls.append(kind)
 
     class Client:
         async def reply(self, message):
@@ -81,18 +80,14 @@ def test_coroutines_that_wait_hold_no_thread():
 
     async def work(guard):
         environment, *_ = await guard("reset", partial(started, Remote, {}))
-        call = partial(answer_call, environment, "meet", {})
-        assert (await guard("meet", call, Remote.meet)).content == "met"
-        reply = await guard("reply", partial(reply_of, environment, "?"), reply_method(environment))
-        assert reply is None
-        # A plain function that returns a coroutine is started in a thread, and waits in none.
-        assert (await guard("get_reward", partial(outcome_of, environment))).reward == 1.0
+        assert (await guard("meet", partial(answer_call, environment, "meet", {}))).content == "met"
+        assert await guard("reply", partial(reply_of, environment, "?")) is None
+        assert await guard("get_reward", partial(outcome_of, environment)) == (1.0, {}, {})
 
-    before, calls = active_count(), Calls(TIMEOUT_S, lambda key: None)
+    calls = Calls(TIMEOUT_S, lambda key: None)
     for wait in [calls.beside(("desk", "t1"), work) for _ in range(200)]:
         wait()
-    assert len(num_threads) == 800
-    assert max(num_threads) <= before + 10
+    assert len(num_calls) == 800
 
 
 def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
@@ -127,6 +122,31 @@ def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
     assert not any(t.error for t in trajectories)
     assert not any(barrier.broken for barrier in barriers.values())
     assert threads and current_thread() not in threads
+
+
+def test_get_reward_may_belong_to_the_instance():
+    class Remote(Desk):
+        get_reward = None
+
+        def reset(self, **row):
+            self.get_reward = lambda: 0.5
+            return super().reset(**row)
+
+    class Proxy:
+        concurrent = True
+
+        def reset(self, **row):
+            self._desk = Desk()
+            return self._desk.reset(**row)
+
+        def __getattr__(self, name):
+            if name != "get_reward":
+                raise AttributeError(name)
+            return lambda: 0.25
+
+    scripts = [("remote", [say("done")]), ("proxy", [say("done")])]
+    trajectories = play({"remote": Remote, "proxy": Proxy}, scripts)
+    assert [(t.reward, t.error) for t in trajectories] == [(0.5, ""), (0.25, "")]
 
 
 def test_other_episodes_go_on_while_one_waits():

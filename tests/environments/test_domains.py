@@ -326,7 +326,6 @@ MODULES = [
         BANK.replace("account: str) -> str:", "account):"),
         "whose tools cannot be ",
     ),
-    ("has an odd expert", BANK + "\nexpert = 'me'", "whose module has expert 'me'; make it a func"),
     ("has odd words", BANK + "\nWORDS = 'bank'", "whose WORDS are 'bank'; give a list of texts"),
     ("has empty words", BANK + "\nWORDS = ['']", "whose WORDS are ['']; give a list of texts"),
     ("has failing words", BANK + "\nWORDS = 3", "whose WORDS fail (TypeError: 'int' object is not"),
@@ -373,6 +372,11 @@ GENERATORS = [
         "has tasks without a goal",
         BANK.replace('"goal": {"account"', '"aim": {"account"').replace('["goal"]', '["aim"]'),
         "the expert does not solve task 'train-0' (ValueError: its payload has no goal); mend",
+    ),
+    (
+        "has an odd expert",
+        BANK + "\nexpert = 'me'",
+        "the expert does not solve task 'train-0' (TypeError: 'str' object is not callable); mend",
     ),
     ("has no expert", NO_EXPERT, "warm_start.data: missing, and the module of no domain has an "),
     (

@@ -328,10 +328,6 @@ def test_a_model_gets_the_sampler_that_can_serve_it_and_the_slower_is_told_once(
     assert (sampler.top_k, sampler.top_p, sampler.temperature) == (5, 1.0, 1.0)
     assert sampler.end_of_turn_id == chat().end_of_turn_id
     says(capsys.readouterr().out, "MistralForCausalLM", "slower", "sliding_attention")
-    made(model_of("MiniMax"))
-    assert "from the start again, beside others of equal length only, which" in (
-        capsys.readouterr().out
-    )
     made(model_of("Mistral"), is_main=False)
     assert capsys.readouterr().out == ""
 
