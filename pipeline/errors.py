@@ -1,7 +1,5 @@
 """Errors that end a run, exit codes, and environment variables of its processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

@@ -5,8 +5,6 @@ for rollouts. The experts of the domains follow the rules of their domain only i
 (`warm_start.rule_share`), so that GRPO can improve the policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any

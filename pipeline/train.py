@@ -4,8 +4,6 @@ A stage is the loop of rollouts and updates in `Training.train`, followed by an 
 `trainer.py` has the functions that the loop calls.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import time

@@ -1,7 +1,5 @@
 """The Trainer: the state of a run on one rank, and the steps of the training loop in `train.py`."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

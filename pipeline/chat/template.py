@@ -8,8 +8,6 @@ plain text. A piece of a special string at the end of a text is encoded as plain
 the template may write the missing piece beside the text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Checks of a chat template on test conversations, at the start of a run."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Parses sampled messages, and guards texts that must not become control tokens."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

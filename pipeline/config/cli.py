@@ -1,7 +1,5 @@
 """The command line. Each setting has one flag, which overrides the recipe."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ An error for a former name in a recipe or flag gives the present form. Former na
 a run are translated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every mistake in a recipe is a `UserError` that names the file and the setting. 
 nothing protects against malicious YAML.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checks of settings against each other. Each error names a setting, its value and a remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

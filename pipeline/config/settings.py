@@ -5,8 +5,6 @@ as `--warm-start-steps`. Settings of TRL have the same names as in TRL. `rules.p
 against each other.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Environment variables that would change the numbers of a run: refused, or set by the pipeline."""
 
-from __future__ import annotations
-
 import os
 
 from pipeline.errors import UserError

@@ -1,7 +1,5 @@
 """Stages: the domains of each step's groups, and the number of steps of each stage."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

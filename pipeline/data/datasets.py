@@ -3,8 +3,6 @@
 A dataset never makes the pipeline read files outside the dataset's folder.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

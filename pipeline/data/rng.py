@@ -5,8 +5,6 @@ stage, step, domain, task, sample). The number at a counter is SplitMix64 (Steel
 2014, OOPSLA) of the key. Numbers are equal on every rank, in batches of any shape and order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

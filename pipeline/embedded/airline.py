@@ -1,7 +1,5 @@
 """Airline: cancel a reservation, move a reservation to another day, or add a bag."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 from typing import Literal, get_args

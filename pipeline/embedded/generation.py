@@ -3,8 +3,6 @@
 The shares of families and branches are exact. Two splits never share a task.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

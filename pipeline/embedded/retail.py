@@ -1,7 +1,5 @@
 """Retail: cancel an order, exchange an item, refund an order, as the order's status allows."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Telecom: repair a line, its mobile data or its roaming. Only the customer can touch the phone."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 from typing import Literal, get_args

@@ -6,8 +6,6 @@ module may have `generate_tasks(seed, n, split, difficulty)`, an `expert` for th
 and `MAX_TASKS`, the largest number of tasks of one call of `generate_tasks`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

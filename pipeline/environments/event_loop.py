@@ -1,7 +1,5 @@
 """Two event loops: one runs the coroutines of environments, the other runs `Calls.beside`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -16,9 +14,13 @@ Value = TypeVar("Value")
 Steps = Generator[Awaitable[Any], Any, Value]
 
 
-async def finish(steps: Steps[Any], awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+async def finish(
+    steps: Steps[Any], awaitable: Awaitable[Any] | None = None
+) -> tuple[Any, BaseException | None]:
     """Run the rest of a call in an event loop; returns (result, None) or (None, exception)."""
     try:
+        if awaitable is None:
+            awaitable = next(steps)
         while True:
             try:
                 result = await awaitable

@@ -4,8 +4,6 @@
 warm start trains on the expert's conversations.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Exceptions that end a call of environment code."""
 
-from __future__ import annotations
-
 
 class CallTimeout(BaseException):
     """Interrupts a late call; a BaseException, so that `except Exception` does not catch it."""

@@ -5,22 +5,23 @@ threads: a late call in another thread continues, and the result is dropped. A l
 cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.environments.event_loop import (
     Steps,
@@ -34,10 +35,14 @@ from pipeline.environments.faults import CallTimeout, EnvironmentFault, Outage, 
 from pipeline.errors import CtrlC
 
 REPEAT_S = 1.0  # seconds between two alarms, because a late call may catch the first exception
-MAX_THREADS = 256  # largest number of calls that run in the background at the same time
+MAX_THREADS = 64  # largest number of synchronous calls in the background at the same time
 MAX_HANGS = 3  # number of late calls in a row after which a rollout stops calling a domain
 MAX_CHARACTERS = 10_000_000  # largest length of a text from an environment
 FAULT_CHARACTERS = 500  # largest length of the text of an EnvironmentFault
+# Paths of libraries and of this folder; the place of a fault is the last line outside them.
+_LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib")))
+_LIBRARIES += ("<frozen ", str(Path(__file__).parent))
+_signal: Any = import_module("_signal")  # faster than `signal`, whose functions make enums
 
 
 class _State(threading.local):  # state of the guarded call in the current thread
@@ -47,6 +52,7 @@ class _State(threading.local):  # state of the guarded call in the current threa
 
 
 _state = _State()
+_other_handler: Any = None  # SIGALRM handler of other code
 
 
 def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
@@ -75,26 +81,36 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _alarm(number: int, frame: Any) -> None:
-    if _state.interruptible and frame is not _state.frame:
+    """Interrupt the guarded call; without a guarded call, run the handler of other code."""
+    if _state.frame is None:
+        if callable(_other_handler):
+            _other_handler(number, frame)
+    elif _state.interruptible and frame is not _state.frame:
         raise CallTimeout
 
 
 def _under_alarm(seconds: float, steps: Steps[Any]) -> Any:
     """Run a call with an alarm after `seconds`, and more alarms until the call ends.
 
-    The signal handler stays installed, because installing a handler takes longer than most calls.
+    Afterwards a timer of other code continues. The signal handler stays installed, because
+    installing a handler takes longer than most calls.
     """
-    if signal.getsignal(signal.SIGALRM) is not _alarm:
+    global _other_handler
+    if (handler := _signal.getsignal(signal.SIGALRM)) is not _alarm:
+        _other_handler = handler
         signal.signal(signal.SIGALRM, _alarm)
-    _state.frame = sys._getframe()
-    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
+    begun, _state.frame = time.monotonic(), sys._getframe()
+    left, interval = _signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
     try:
         _state.interruptible = True
         return run_steps(steps)
     finally:
         _state.interruptible = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _signal.setitimer(signal.ITIMER_REAL, 0)
         _state.frame = None
+        if left:
+            left -= time.monotonic() - begun
+            _signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
 
 
 def settled(value: Any) -> Any:
@@ -117,6 +133,14 @@ def steps_of(call: Callable[[], Any]) -> Steps[Any]:
     return (yield from awaited(value))
 
 
+def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
+    """Run a call until the first awaitable; returns (awaitable, None) or (None, result)."""
+    try:
+        return next(steps), None
+    except StopIteration as end:
+        return None, end.value
+
+
 def run_steps(steps: Steps[Value]) -> Value:
     """Run a call in this thread until the first awaitable; the event loop runs the rest.
 
@@ -124,10 +148,8 @@ def run_steps(steps: Steps[Value]) -> Value:
     coroutine is cancelled at the deadline of the guarded call.
     """
     result: Value
-    try:
-        awaitable = next(steps)
-    except StopIteration as end:
-        result = end.value
+    awaitable, result = first_step(steps)
+    if awaitable is None:
         return result
     interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
     try:
@@ -143,6 +165,12 @@ def run_steps(steps: Steps[Value]) -> Value:
     if error is not None:
         raise error
     return result
+
+
+async def finish_or_fault(steps: Steps[Any], awaitable: Awaitable[Any] | None) -> tuple[Any, Any]:
+    """Like `finish`, but returns an EnvironmentFault in place of an exception."""
+    result, error = await finish(steps, awaitable)
+    return result, None if error is None else fault_of(error)
 
 
 def in_main_thread() -> bool:
@@ -175,7 +203,8 @@ def describe(error: BaseException) -> str:
     line = f"{name}: {text}" if text else name
     if isinstance(error, Exception):
         return line
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
     return f"{line}, in {Path(last.filename).name}, line {last.lineno}"
 
 
@@ -197,7 +226,12 @@ def writable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-Guard = Callable[[str, Callable[[], Any]], Awaitable[Any]]  # guard(name, call) adds a deadline
+class Guard(Protocol):
+    """Makes a call with a deadline; a call of a coroutine function `method` needs no thread."""
+
+    async def __call__(self, name: str, call: Callable[[], Any], method: Any = None) -> Any: ...
+
+
 Work = Callable[[Guard], Coroutine[Any, Any, None]]  # makes calls of one environment
 Key = tuple[str, str]  # (domain, task id)
 
@@ -220,7 +254,7 @@ class Calls:
     def here(self, key: Key, work: Work) -> None:
         """Run the work in this thread; raises EnvironmentFault if a call fails."""
 
-        async def guard(name: str, call: Callable[[], Any]) -> Any:
+        async def guard(name: str, call: Callable[[], Any], method: Any = None) -> Any:
             self.on_call("/".join(key))
             return guarded(name, self.seconds, call)
 
@@ -237,23 +271,33 @@ class Calls:
     def beside(self, key: Key, work: Work) -> Callable[[], None]:
         """Run the work in the background; returns a function that waits and raises like `here`.
 
-        Each call has a daemon thread. A late call ends the work, and the thread of a late call no
-        longer counts against MAX_THREADS.
+        A synchronous call has a daemon thread. A coroutine waits in the event loop, without a
+        thread. A late call ends the work, and the thread of a late call no longer counts against
+        MAX_THREADS.
         """
         begun = 0.0
 
-        async def guard(name: str, call: Callable[[], Any]) -> Any:
+        async def guard(name: str, call: Callable[[], Any], method: Any = None) -> Any:
             nonlocal begun
-            async with self._threads:
+            steps, awaitable = steps_of(call), None
+            is_async = inspect.iscoroutinefunction(method)
+            async with nullcontext() if is_async else self._threads:
                 self._check(key)
                 begun = time.monotonic()
-                thread = in_thread(partial(guarded, name, self.seconds, call))
-                try:
-                    async with asyncio.timeout(self.seconds):
-                        return await asyncio.wrap_future(thread)
-                except TimeoutError:
-                    await environment_loop.replace_if_blocked()
-                    raise too_long(name, self.seconds) from None
+                if not is_async:
+                    first = partial(guarded, name, self.seconds, partial(first_step, steps))
+                    awaitable, result = await self._in_time(name, begun, in_thread(first))
+                    if awaitable is None:
+                        return result
+            rest = environment_loop.run(finish_or_fault(steps, awaitable))
+            try:
+                result, fault = await self._in_time(name, begun, rest)
+            except EnvironmentFault:
+                await environment_loop.replace_if_blocked()
+                raise
+            if fault is not None:
+                raise fault
+            return result
 
         future = work_loop.run(work(guard))
         self._background.add(future)
@@ -267,6 +311,17 @@ class Calls:
                 raise fault
 
         return wait_for_it
+
+    async def _in_time(self, name: str, begun: float, future: Future[Value]) -> Value:
+        deadline = begun + self.seconds
+        try:
+            async with asyncio.timeout_at(deadline):  # `wait_for` may lose a cancellation
+                result = await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise too_long(name, self.seconds) from None
+        if time.monotonic() > deadline:
+            raise too_long(name, self.seconds)
+        return result
 
     def forget(self) -> None:
         """Cancel all work in the background, and allow calls of all domains again."""

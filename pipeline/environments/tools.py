@@ -8,8 +8,6 @@ ends the episode after a tool call. The rollout sets `final_message` before `get
 `difference` (name: [actual, expected]).
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -135,6 +133,13 @@ def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Start
     if addition is not None and not isinstance(addition, str):
         raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
     return Started(environment, writable(addition or ""), may_wait(environment_class, environment))
+
+
+def method_of(environment: Any, *path: str) -> Any:
+    """Return `environment.path[0].path[1]...`, found without running environment code, or None."""
+    for name in path:
+        environment = inspect.getattr_static(environment, name, None)
+    return environment
 
 
 def reply_of(environment: Any, message: str) -> Steps[str | None]:

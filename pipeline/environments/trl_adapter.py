@@ -13,8 +13,6 @@ ends the episode. A transfer does not end the episode, but afterwards every tool
 The model sees the Outage of a tool as an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Blind baselines: the rewards of fixed policies that make no decision."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Stop a run if too many episodes of a domain end in errors of their environment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation on held-out tasks, and validation every `eval_steps` steps of a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean

@@ -5,8 +5,6 @@ Later validations estimate KL(policy at the end of the stage || current policy),
 tokens of these episodes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import chain

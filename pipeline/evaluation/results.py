@@ -1,7 +1,5 @@
 """`results.json`: the results of a run. Checkpoints hold the data for `results.json`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

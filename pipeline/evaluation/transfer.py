@@ -4,8 +4,6 @@
 is a list [value, low, high] with the bounds of the 95 % interval. A missing bound is null.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ number of runs have the same resamples, so that differences between the two curr
 Legend: B samples (the first one is the estimate), S seeds, P points, N tasks, C columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import comb, sqrt

@@ -26,8 +26,6 @@ The result is equal to that of one process with the whole batch. TRL normalises 
 each micro-batch instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ This pipeline replaces a group by a group of the same domain, so that the curric
 domains hold. A step never trains on more than `tasks_per_step` groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Faults of an update: a lack of memory, and a loss or gradient that is not finite."""
 
-from __future__ import annotations
-
 import gc
 import io
 import math

@@ -1,7 +1,5 @@
 """The policy: a model with its rollouts, its updater and its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

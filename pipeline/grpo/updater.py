@@ -4,8 +4,6 @@ Out of memory, an Updater halves the token budget of its micro-batches. All rank
 step whose loss or gradient is not finite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path

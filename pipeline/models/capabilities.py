@@ -1,7 +1,5 @@
 """Checks of how a model can be sampled and trained, and its layers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

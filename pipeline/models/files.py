@@ -1,7 +1,5 @@
 """Checks of a model's name and JSON files. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

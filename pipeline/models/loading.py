@@ -1,7 +1,5 @@
 """Loading of tokenizers and models, with or without weights; device and precision of a run."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -7,8 +7,6 @@ log-probability would then depend on the other sequences. A run therefore uses t
 longest episode in every forward pass, as vLLM does for LongRoPE with `max_model_len`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ template. Prompts contain only the first line of a domain's policy and the names
 model of half a million parameters cannot read prose; demonstrations and rewards teach the rules.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Transfer of trained weights from the trained model to the sampler's copy of the model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of settings, tasks, model and memory before a run, and the plan that `--check` prints."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

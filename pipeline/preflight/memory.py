@@ -1,7 +1,5 @@
 """An estimate of the memory that a rank needs, and the memory that a rank has."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

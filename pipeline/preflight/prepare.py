@@ -1,7 +1,5 @@
 """Preparation of a run without its model: tasks, environments, tokenizer, chat format, stages."""
 
-from __future__ import annotations
-
 import heapq
 import json
 from collections import defaultdict

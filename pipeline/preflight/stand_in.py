@@ -7,8 +7,6 @@ short conversations under the recipe's settings. A training forward pass compute
 log-probabilities again.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable
@@ -116,8 +114,7 @@ def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
     """Sample three conversations of several turns. Two have the same prompt, one a shorter one."""
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])
-    blank = partial(Trajectory, domain="", task_id="")
-    rows = [blank(prompt_ids=prompt) for prompt in prompts]
+    rows = [Trajectory(domain="", task_id="", prompt_ids=prompt) for prompt in prompts]
     for turn in range(TURNS):
         for number, episode in enumerate(episodes if turn else ()):
             reply = _ids(number * turn, REPLY + number, vocabulary)

@@ -3,8 +3,6 @@
 The comparison shows the gain on new domains beside the loss on domains learned before.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Success sampled at the training temperature and success of greedy decoding are t
 the report never compares them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta

@@ -6,8 +6,6 @@ the template of the page escapes the texts or writes them as JSON. The content s
 the page allows only the shipped script.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

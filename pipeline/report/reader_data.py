@@ -4,8 +4,6 @@ The page of a long run has only some of the groups, spread evenly over stages an
 has one chunk of packed episodes, in which each text occurs once.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

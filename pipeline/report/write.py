@@ -4,8 +4,6 @@ Reports are made from the files alone. `python -m pipeline.report FOLDER` makes 
 again. `python -m pipeline.report RUN RUN ... --output FOLDER`, or a folder of runs, compares runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ computes the whole conversation again.
 Legend: B sequences, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

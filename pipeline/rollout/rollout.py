@@ -1,7 +1,5 @@
 """Rollouts: the sampler writes messages; environments and simulated users answer the messages."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -247,17 +245,20 @@ class Rollout:
 
 async def _score(episode: _Episode, guard: Guard) -> None:
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
-    outcome = await guard("get_reward", partial(tools.outcome_of, environment))
+    method = tools.method_of(environment, "get_reward")
+    outcome = await guard("get_reward", partial(tools.outcome_of, environment), method)
     trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     """Let the environment answer the calls, or let the user answer the message."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
+    methods = tools.tool_methods(type(environment))
     for name, arguments in parsed.calls:
-        answer = await guard(name, partial(tools.answer_call, environment, name, arguments))
+        call = partial(tools.answer_call, environment, name, arguments)
+        answer = await guard(name, call, methods.get(name))
         trajectory.num_tool_errors += answer.raised
-        known = name if name in tools.tool_methods(type(environment)) else UNKNOWN_TOOL
+        known = name if name in methods else UNKNOWN_TOOL
         calls, errors = trajectory.tools.get(known, (0, 0))
         trajectory.tools[known] = [calls + 1, errors + answer.is_error]
         episode.replies.append({"role": "tool", "name": name, "content": answer.content})
@@ -266,7 +267,8 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
             return
     if not parsed.calls:
         episode.excused = "reply"
-        reply = await guard("reply", partial(tools.reply_of, environment, parsed.content))
+        method = tools.method_of(environment, "user", "reply")
+        reply = await guard("reply", partial(tools.reply_of, environment, parsed.content), method)
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return

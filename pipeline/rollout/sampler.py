@@ -1,7 +1,5 @@
 """The interface of samplers, and the choice of a sampler for a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

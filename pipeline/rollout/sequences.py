@@ -3,8 +3,6 @@
 Legend: B sequences, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeVar

@@ -5,8 +5,6 @@ loss_mask [1 1 1 1  0 0 0  1 1 1]. Here s is a sampled token, e a sampled end of
 of a tool's reply.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from itertools import groupby

@@ -5,8 +5,6 @@ hosts. A resumed run sends the lines that a tracker lacks. This module imports n
 the package of a tracker only if the settings name the tracker.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

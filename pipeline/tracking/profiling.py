@@ -1,7 +1,5 @@
 """Seconds, tokens, FLOP/s and memory of each step, and profiler traces of chosen steps."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

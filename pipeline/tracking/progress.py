@@ -1,7 +1,5 @@
 """The lines of a run on the terminal: its start, and the progress of a stage."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The files of a run folder as values, for reports, plots and W&B. This module imports no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The metrics of a step that the seed determines: means over the episodes of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

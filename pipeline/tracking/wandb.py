@@ -5,8 +5,6 @@ send. The x axis of every plot is the step of the run. scripts/wandb_sync.sh run
 command, for a run that has ended. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

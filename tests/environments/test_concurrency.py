@@ -6,13 +6,14 @@ barrier then breaks, and the test fails.
 
 import asyncio
 from functools import partial
-from threading import Barrier, Event, current_thread
+from threading import Barrier, Event, active_count, current_thread
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.timeouts import Calls
 from pipeline.environments.tools import (
     answer_call,
     may_wait,
+    method_of,
     outcome_of,
     reply_of,
     settled,
@@ -51,14 +52,14 @@ def test_async_tools_of_several_episodes_run_at_the_same_time():
     assert [t.reward for t in trajectories] == [1.0] * 4
 
 
-def test_calls_of_many_environments_wait_at_the_same_time():
+def test_coroutines_that_wait_hold_no_thread():
     """Each of 200 environments waits until all of them wait, in every kind of async call."""
-    meetings, num_calls = {}, []
+    meetings, num_threads = {}, []
 
     async def meet(kind):
         async with asyncio.timeout(TIMEOUT_S):
             await meetings.setdefault(kind, asyncio.Barrier(200)).wait()
-        num_calls.append(kind)
+        num_threads.append(active_count())
 
     class Client:
         async def reply(self, message):
@@ -80,14 +81,19 @@ def test_calls_of_many_environments_wait_at_the_same_time():
 
     async def work(guard):
         environment, *_ = await guard("reset", partial(started, Remote, {}))
-        assert (await guard("meet", partial(answer_call, environment, "meet", {}))).content == "met"
-        assert await guard("reply", partial(reply_of, environment, "?")) is None
+        call = partial(answer_call, environment, "meet", {})
+        assert (await guard("meet", call, Remote.meet)).content == "met"
+        reply_to = method_of(environment, "user", "reply")
+        reply = await guard("reply", partial(reply_of, environment, "?"), reply_to)
+        assert reply is None
+        # A plain function that returns a coroutine is started in a thread, and waits in none.
         assert await guard("get_reward", partial(outcome_of, environment)) == (1.0, {}, {})
 
-    calls = Calls(TIMEOUT_S, lambda key: None)
+    before, calls = active_count(), Calls(TIMEOUT_S, lambda key: None)
     for wait in [calls.beside(("desk", "t1"), work) for _ in range(200)]:
         wait()
-    assert len(num_calls) == 800
+    assert len(num_threads) == 800
+    assert max(num_threads) <= before + 10
 
 
 def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
@@ -122,31 +128,6 @@ def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
     assert not any(t.error for t in trajectories)
     assert not any(barrier.broken for barrier in barriers.values())
     assert threads and current_thread() not in threads
-
-
-def test_get_reward_may_belong_to_the_instance():
-    class Remote(Desk):
-        get_reward = None
-
-        def reset(self, **row):
-            self.get_reward = lambda: 0.5
-            return super().reset(**row)
-
-    class Proxy:
-        concurrent = True
-
-        def reset(self, **row):
-            self._desk = Desk()
-            return self._desk.reset(**row)
-
-        def __getattr__(self, name):
-            if name != "get_reward":
-                raise AttributeError(name)
-            return lambda: 0.25
-
-    scripts = [("remote", [say("done")]), ("proxy", [say("done")])]
-    trajectories = play({"remote": Remote, "proxy": Proxy}, scripts)
-    assert [(t.reward, t.error) for t in trajectories] == [(0.5, ""), (0.25, "")]
 
 
 def test_other_episodes_go_on_while_one_waits():
@@ -215,3 +196,28 @@ def test_async_calls_share_one_event_loop():
 
     assert settled(loop()) is settled(loop())
     assert settled("text") == "text"
+
+
+def test_get_reward_may_belong_to_the_instance():
+    class Remote(Desk):
+        get_reward = None
+
+        def reset(self, **row):
+            self.get_reward = lambda: 0.5
+            return super().reset(**row)
+
+    class Proxy:
+        concurrent = True
+
+        def reset(self, **row):
+            self._desk = Desk()
+            return self._desk.reset(**row)
+
+        def __getattr__(self, name):
+            if name != "get_reward":
+                raise AttributeError(name)
+            return lambda: 0.25
+
+    scripts = [("remote", [say("done")]), ("proxy", [say("done")])]
+    trajectories = play({"remote": Remote, "proxy": Proxy}, scripts)
+    assert [(t.reward, t.error) for t in trajectories] == [(0.5, ""), (0.25, "")]

@@ -105,6 +105,28 @@ def test_no_alarm_reaches_code_after_its_call():
     assert signal.getitimer(signal.ITIMER_REAL)[1] != timeouts.REPEAT_S
 
 
+@pytest.fixture
+def others_alarm():
+    """Somebody else's handler of SIGALRM and their timer; the handler's calls."""
+    rung = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: rung.append("rung"))
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 1000)
+    yield rung
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, left)
+
+
+def test_the_alarms_of_others_go_on_after_a_call(others_alarm, never):
+    guarded("look", LONG_S, lambda: None)
+    with pytest.raises(EnvironmentFault):
+        guarded("look", SHORT_S, never.wait)
+    left, interval = signal.getitimer(signal.ITIMER_REAL)
+    assert 900 < left < 1000 and interval == 0
+    assert others_alarm == []
+    signal.raise_signal(signal.SIGALRM)
+    assert others_alarm == ["rung"]
+
+
 def test_a_call_that_sets_alarms_of_its_own_leaves_the_next_one_its_deadline(never):
     def own_alarm():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose action is to end the process
@@ -208,6 +230,10 @@ def raises(error):
     return function
 
 
+def fails():
+    pytest.fail("no")
+
+
 def place(function):
     """Of the line that raises, the one below the innermost `def`."""
     return f", in test_timeouts.py, line {function.__code__.co_firstlineno + 1}"
@@ -231,6 +257,7 @@ def awaits(function):
         (raises(SystemExit(3)), f"SystemExit: 3{place(raises(None))}"),
         (raises(GeneratorExit()), f"GeneratorExit{place(raises(None))}"),
         (raises(asyncio.CancelledError()), f"CancelledError{place(raises(None))}"),
+        (fails, f"Failed: no{place(fails)}"),
         (raises(Unspeakable()), "Unspeakable: its text cannot be made"),
         (raises(ValueError("two\nlines and half a \ud800")), "ValueError: two lines and half a ?"),
         (raises(ValueError("x" * 1000)), "ValueError: " + "x" * 500),
@@ -280,7 +307,8 @@ def look(function):
     return work
 
 
-def test_coroutines_in_the_background_may_be_hostile(never, monkeypatch):
+@pytest.mark.parametrize("by_name", [True, False], ids=["in the loop", "from a thread"])
+def test_coroutines_in_the_background_may_be_hostile(by_name, never, monkeypatch):
     monkeypatch.setattr(event_loop, "GRACE_S", 0.1)
     refuses = threading.Event()
 
@@ -300,7 +328,7 @@ def test_coroutines_in_the_background_may_be_hostile(never, monkeypatch):
 
     def look_at(function):
         async def work(guard):
-            assert await guard("look", function) == "seen"
+            assert await guard("look", function, function if by_name else None) == "seen"
 
         return Calls(SHORT_S, lambda key: None).beside(("desk", "t1"), work)
 
