@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from pipeline.environments.experts import Agent, Expert, ScriptedAgent
+from pipeline.environments.experts import Agent, Expert
 from pipeline.environments.tools import ToolError, User, run_steps, started
 
 
@@ -196,7 +196,7 @@ class CaseEnvironment:
 def _expert_steps(environment_class: type[CaseEnvironment], payload: str) -> tuple[str, ...]:
     """Return the expert's steps on a task, played in a new environment."""
     environment = run_steps(started(environment_class, {"payload": payload})).environment
-    environment._expert(ScriptedAgent(environment, Random(0)), environment._goal)
+    environment._expert(Agent(environment, Random(0)), environment._goal)
     return tuple(environment._steps)
 
 

@@ -64,7 +64,6 @@ class Agent:
 
 # (agent, goal of the payload) -> final message, which is ignored if a tool has ended the episode
 Expert = Callable[[Agent, Any], str]
-ScriptedAgent = Agent  # earlier name of the class
 
 
 def goal_of(task: Task) -> Any:
