@@ -139,7 +139,7 @@ class Trainer:
             self.records = read_records(folder, self.ranks.rank, self.ranks.num_ranks)
         else:
             self.errors.load_state_dict({})
-        self._sources = self.parts.sources(stage)
+        self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
         self.validate_when_due(stage)  # a run that was interrupted here has not validated yet
         return max(stage.first_step, self.state.step)
 
@@ -182,8 +182,8 @@ class Trainer:
         """Train on the batch, give the sampler the new weights, return statistics of all ranks."""
         step, updater, settings = self.state.step, self.policy.updater, self.config.grpo
         assert updater is not None
-        done, peak = step - stage.first_step, self.config.peak_learning_rate
-        learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
+        done = step - stage.first_step
+        learning_rate = learning_rate_at(done, stage.num_steps, self._peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
             found = [
                 updater.update_policy(batch.trajectories, advantages, learning_rate, kept)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import wraps
 from random import Random
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -39,6 +39,8 @@ class Answer(BaseModel):
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
+MAX_STEPS = 1024  # largest number of tasks whose expert steps are kept
+_STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (environment class, payload) -> steps
 LOOKUPS = ("find_", "get_")  # name prefixes of tools that change nothing
 # (agent, goal, the tools' argument that names the record, first decision) -> the final message, or
 # the reason of a transfer
@@ -132,8 +134,8 @@ class CaseEnvironment:
     difference: dict[str, list[str]]
 
     def reset(self, **row: Any) -> str | None:
-        self._payload, self._steps = row["payload"], list[str]()
-        payload = json.loads(self._payload)
+        self._row, self._steps = row, list[str]()
+        payload = json.loads(row["payload"])
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
         self._facts = _FACTS.validate_python(payload["facts"])
@@ -148,8 +150,7 @@ class CaseEnvironment:
 
     def get_reward(self) -> float:
         words = re.findall(r"[a-z0-9_]+", self.final_message.lower())
-        kind: Any = type(self)  # mypy does not see that a class is hashable
-        steps = _expert_steps(kind, self._payload) if self._goal else tuple(self._steps)
+        steps = self._expert_steps() if self._goal else tuple(self._steps)
         parts = {
             "ended": self.done or bool(self.final_message),
             "facts": all(fact in words for fact in self._facts),
@@ -167,6 +168,17 @@ class CaseEnvironment:
         self._db.case.transferred = reason
         self.done = True
         return {"ok": "yes"}
+
+    def _expert_steps(self) -> tuple[str, ...]:
+        """Return the expert's steps on this task, played in a new environment."""
+        key = type(self), self._row["payload"]  # the episodes of a group have equal payloads
+        if key not in _STEPS:
+            if len(_STEPS) >= MAX_STEPS:
+                _STEPS.clear()
+            environment = run_steps(started(type(self), self._row)).environment
+            self._expert(Agent(environment, Random(0)), self._goal)
+            _STEPS[key] = tuple(environment._steps)
+        return _STEPS[key]
 
     def _found(self, table: str, kind: str, customer: str) -> dict[str, str]:
         """Return the id of a customer's record. Raise ToolError if the customer has no record."""
@@ -190,14 +202,6 @@ class CaseEnvironment:
         if key not in records:
             raise ToolError(f"no {key}")
         return records[key]
-
-
-@lru_cache(maxsize=1024)  # the episodes of a group have equal payloads
-def _expert_steps(environment_class: type[CaseEnvironment], payload: str) -> tuple[str, ...]:
-    """Return the expert's steps on a task, played in a new environment."""
-    environment = run_steps(started(environment_class, {"payload": payload})).environment
-    environment._expert(Agent(environment, Random(0)), environment._goal)
-    return tuple(environment._steps)
 
 
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:

@@ -26,9 +26,7 @@ def taken(kind, call):
 def test_the_protocol_is_five_calls_and_two_counts():
     methods = [name for name, _ in inspect.getmembers(Sampler, inspect.isfunction)]
     assert sorted(name for name in methods if name[0] != "_") == sorted(CALLS)
-    assert inspect.get_annotations(Sampler) == dict.fromkeys(
-        ("num_tokens", "num_padded_tokens"), "int"
-    )
+    assert inspect.get_annotations(Sampler) == {"num_tokens": int, "num_padded_tokens": int}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, ForcedSampler, ScriptedSampler])
@@ -57,7 +55,7 @@ def test_weights_of_another_model_are_refused_by_name(kind):
 
     lacking = {key: tensor for key, tensor in whole.items() if key != name}
     assert f"{name} is missing" in refused(lacking.items())
-    assert "and 5 more are missing" in refused(list(whole.items())[:-6])
+    assert f"{list(whole)[-6]} is missing" in refused(list(whole.items())[:-6])
     assert "lm_head.bias is not one of" in refused([*whole.items(), ("lm_head.bias", whole[name])])
     assert f"{name} is given twice" in refused([*whole.items(), (name, whole[name])])
     assert f"{name} has the shape [32, 64]" in refused({**whole, name: whole[name].T}.items())
