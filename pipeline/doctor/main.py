@@ -44,8 +44,6 @@ Connect = Callable[[Config], tuple[Accelerator, Ranks]]
 
 
 class Finding(NamedTuple):
-    """The result of one check on all ranks."""
-
     status: Literal["ok", "broken", "note"]
     text: str
     remedy: str = ""
@@ -62,7 +60,6 @@ class Check(NamedTuple):
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks as text: `rank 1`, `ranks 0, 1, 3`."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -239,8 +236,6 @@ def main(
             time.sleep(SILENT_S)  # the launcher ends this rank meanwhile if rank 0 has ended
         text = f"rank {rank} on {platform.node()}: {type(error).__name__}: {reason_of(error)}"
         remedy = remedies[len(findings)] or links_remedy()
-        if isinstance(error, torch.OutOfMemoryError):
-            remedy = "ending what else uses this GPU (nvidia-smi)"
         findings.append(Finding("broken", text, remedy))
         _print_row(name, findings[-1])
     broken = [name for name, f in zip(names, findings, strict=False) if f.status == "broken"]
@@ -278,7 +273,6 @@ def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iter
 
 
 def links_remedy() -> str:
-    """Return the remedy if ranks cannot reach each other."""
     gloo = "GLOO_SOCKET_IFNAME=eth0 (a name that `ip addr` shows) chooses the network interface"
     if not on_gpu():
         return f"{gloo}; every host must reach MASTER_ADDR (firewall, /etc/hosts)"
