@@ -236,6 +236,8 @@ def main(
             time.sleep(SILENT_S)  # the launcher ends this rank meanwhile if rank 0 has ended
         text = f"rank {rank} on {platform.node()}: {type(error).__name__}: {reason_of(error)}"
         remedy = remedies[len(findings)] or links_remedy()
+        if isinstance(error, torch.OutOfMemoryError):
+            remedy = "ending what else uses this GPU (nvidia-smi)"
         findings.append(Finding("broken", text, remedy))
         _print_row(name, findings[-1])
     broken = [name for name, f in zip(names, findings, strict=False) if f.status == "broken"]
