@@ -66,7 +66,7 @@ class Meter:
         return {**metrics, "perf/peak_memory_mb": max(memories)}
 
     def _counters(self) -> dict[str, float]:
-        phases = {"sample": self._rollout.sampler, "update": self._updater}
+        phases: dict[str, Any] = {"sample": self._rollout.sampler, "update": self._updater}
         return {
             **{f"{name}_s": self._ranks.seconds[name] for name in ("sample", "update", "wait")},
             "environment_s": self._rollout.environment_s,
