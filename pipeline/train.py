@@ -109,7 +109,7 @@ class Training(Trainer):
             self._write_results()
             with may_fail("report", f"python -m pipeline.report {self.folder} makes it again"):
                 write_report(self.folder)
-            self.log.finish_with(self.folder)
+            self.log.results = self.folder
             with may_fail("table", f"python -m pipeline.report {self.folder} has it"):
                 results = json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
                 print(final_table(results))

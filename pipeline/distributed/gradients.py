@@ -53,7 +53,6 @@ def sum_gradients(module: Any) -> Any:
 
 
 def skip_gradient_sync(module: Any) -> None:
-    """Make DDP leave the gradients of each rank unchanged."""
     if isinstance(module, DistributedDataParallel):
         from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 

@@ -64,8 +64,6 @@ def meet_again(timeout_s: float, device_type: str) -> None:
 
 
 class Ranks:
-    """The collectives between the ranks of a run, and the progress of this rank."""
-
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks, self.is_main = rank, num_ranks, rank == 0
         self._timeout = timedelta(seconds=timeout_s)
@@ -167,7 +165,6 @@ class Ranks:
         return values
 
     def max(self, number: float) -> float:
-        """Return the largest number of all ranks."""
         return max(numbers[0] for numbers in self.all_gather_numbers([number]))
 
     def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -247,7 +244,6 @@ class Ranks:
 
 
 def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the SHA-256 over the names and bytes of parameters."""
     digest = hashlib.sha256()
     for name, parameter in parameters:
         digest.update(name.encode())

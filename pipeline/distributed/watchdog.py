@@ -50,8 +50,6 @@ class ToldElsewhere(Exception):
 
 @dataclass(kw_only=True)
 class Heartbeat:
-    """The state of a rank."""
-
     rank: int
     host: str
     pid: int

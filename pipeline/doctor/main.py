@@ -44,8 +44,6 @@ Connect = Callable[[Config], tuple[Accelerator, Ranks]]
 
 
 class Finding(NamedTuple):
-    """The result of one check on all ranks."""
-
     status: Literal["ok", "broken", "note"]
     text: str
     remedy: str = ""
@@ -62,7 +60,6 @@ class Check(NamedTuple):
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks as text: `rank 1`, `ranks 0, 1, 3`."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -278,7 +275,6 @@ def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iter
 
 
 def links_remedy() -> str:
-    """Return the remedy if ranks cannot reach each other."""
     gloo = "GLOO_SOCKET_IFNAME=eth0 (a name that `ip addr` shows) chooses the network interface"
     if not on_gpu():
         return f"{gloo}; every host must reach MASTER_ADDR (firewall, /etc/hosts)"

@@ -18,12 +18,10 @@ class ErrorRates:
             self.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, for a checkpoint."""
         return {"error_counts": {domain: list(pair) for domain, pair in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        counts = state.get("error_counts", {})
-        self.counts = {domain: list(pair) for domain, pair in counts.items()}
+        self.counts = {d: list(pair) for d, pair in state.get("error_counts", {}).items()}
 
     def add(self, domain: str, episodes: int, errors: int) -> None:
         before = self.counts.get(domain, [0, 0])

@@ -61,7 +61,6 @@ def evaluate(
 
 
 def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """Return the records of trials that ended in an environment error."""
     return [record for record in records if record.stop_reason == StopReason.ENVIRONMENT_ERROR]
 
 
@@ -87,7 +86,6 @@ def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunReco
 
 
 def tool_counts(records: Iterable[RunRecord]) -> dict[str, list[int]]:
-    """Return the numbers of calls and of failed calls of each tool."""
     sums: dict[str, list[int]] = {}
     for name, (calls, errors) in chain(*(record.tools.items() for record in records)):
         before = sums.get(name, [0, 0])
@@ -142,12 +140,8 @@ def success(
 
 def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
     """Return the `eval/` metrics from the success of each domain."""
-    return {
-        f"eval/{domain}/{name}": rate[key]
-        for key, name in METRICS.items()
-        for domain, rate in rates.items()
-        if key in rate
-    }
+    found = [(d, key) for key in METRICS for d, of in rates.items() if key in of]
+    return {f"eval/{domain}/{METRICS[key]}": rates[domain][key] for domain, key in found}
 
 
 def in_words(rates: Mapping[str, Success]) -> str:
@@ -192,10 +186,8 @@ def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Conf
     All ranks have the same validations and return the same value.
     """
     settings, threshold = config.curriculum, config.evaluation.success_threshold
-    history = [
-        fmean(_rate(v["success"][d], threshold) for d in stage.own)
-        for v in validations
-        if v["step"] >= stage.first_step and set(stage.own) <= set(v["success"])
-    ]
+    of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
+    complete = (of for of in of_stage if set(stage.own) <= set(of))
+    history = [fmean(_rate(of[d], threshold) for d in stage.own) for of in complete]
     is_on = on_plateau(history, settings.plateau_patience, settings.plateau_delta)
     return max(history) if is_on else None

@@ -50,7 +50,6 @@ class KLProbe:
         self._add(ordered)
 
     def load(self, stages: Sequence[Stage]) -> None:
-        """Read the episodes of finished stages after a resume."""
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
             before = path.parent.with_name("anchors") / path.name  # of earlier versions
@@ -88,7 +87,6 @@ class KLProbe:
 
     @torch.no_grad()
     def _sums(self, trajectories: Sequence[Trajectory], updater: Updater) -> list[float]:
-        """Return the sum of the KL estimates of each episode's sampled tokens."""
         order = sorted(range(len(trajectories)), key=lambda i: -trajectories[i].num_tokens)
         # With one episode per forward pass, shapes do not depend on the number of ranks.
         budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch

@@ -58,7 +58,6 @@ class Runs:
         return self.by_task(domain, counts)
 
     def means(self, domain: str, totals: Floats) -> list[Number | None]:
-        """Return the mean over tasks at each point, from [S, P, N]."""
         samples = resampled(totals, np.ones_like(totals), domain, self.over_seeds)
         return [*map(estimate, samples.T)]
 
@@ -79,7 +78,6 @@ class Matrix(NamedTuple):
     num_episodes: int  # number of training episodes, mean over seeds
 
     def numbers(self) -> dict[str, Floats]:
-        """Return samples [B] of every number of the whole matrix that is defined."""
         return metrics.of_matrix(self.samples, self.own, self.num_episodes)
 
 
@@ -116,16 +114,14 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
 
 def _of_columns(matrix: Matrix) -> dict[str, Any]:
     """Return the cells of a matrix, the differences of its rows, and metrics by column name."""
-    names, points, samples, own, num_tasks, _ = matrix
-    columns = range(len(names))
-    gain, steps = samples[:, len(own)] - samples[:, 0], np.diff(samples, axis=1)
+    names, _, samples, own, num_tasks, _ = matrix
+    gain = zip(names, (samples[:, len(own)] - samples[:, 0]).T, strict=True)
+    rows, steps = np.moveaxis(samples, 0, -1), np.diff(np.moveaxis(samples, 0, -1), axis=0)
     return {
         "names": names,
-        "gain": {names[c]: estimate(gain[:, c]) for c in columns if own},
-        "matrix": [
-            [_cell(samples[:, p, c], num_tasks[c]) for c in columns] for p in range(len(points))
-        ],
-        "effects": [[estimate(of[:, c]) for c in columns] for of in np.moveaxis(steps, 1, 0)],
+        "gain": {name: estimate(of) for name, of in gain if own},
+        "matrix": [[*map(_cell, row, num_tasks)] for row in rows],
+        "effects": [[*map(estimate, row)] for row in steps],
         **{
             metric: _estimates({names[c]: of for c, of in found.items()})
             for metric, found in metrics.of_columns(samples, own).items()
@@ -151,9 +147,8 @@ def _of_stages(runs: Runs, matrix: Matrix) -> list[dict[str, Any]]:
     for name, own, of_domains in zip(matrix.points[1:], matrix.own, gains, strict=True):
         episodes, gain = runs.num_episodes([name]), np.asarray(np.mean(of_domains, axis=0))
         efficiency = estimate(gain / (episodes / 1000)) if episodes else None
-        names = [matrix.names[c] for c in sorted(own)]
-        stage = {"name": name, "own": names, "episodes": episodes, "gain": estimate(gain)}
-        stages.append({**stage, "efficiency": efficiency})
+        stage = {"name": name, "own": [matrix.names[c] for c in sorted(own)], "episodes": episodes}
+        stages.append({**stage, "gain": estimate(gain), "efficiency": efficiency})
     return stages
 
 
@@ -196,8 +191,7 @@ def _columns(runs: Runs, kind: str, domain: str) -> Iterator[tuple[str, Floats, 
             )
             yield f"{domain}/{tool}", calls - errors, calls
         return
-    num_successes, num_trials = runs.successes(domain)
-    solved = num_successes / num_trials
+    solved = np.divide(*runs.successes(domain))
     if kind == "domains":
         yield domain, solved, np.ones_like(solved)
         return

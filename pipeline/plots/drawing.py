@@ -1,15 +1,15 @@
 """Colours, axes, intervals and legends of all pictures; matplotlib is imported only to draw."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pipeline.tracking.run_files import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    Axes = Figure = Any
 
 WIDTH = 5.4  # inches; text is legible in a paper and on a phone
 FONT_SIZE = 8.5
@@ -23,13 +23,31 @@ DARK_INK, LIGHT_INK = "#010101", "#fffffe"
 BELOW: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
 
 Number = Sequence[float | None]  # value, low, high
-Handle = tuple[str, dict[str, Any]]  # text and line style of a legend entry
+Handle = Sequence[Any]  # text and line style of a legend entry
 
 
-def new_figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
+def new_figure(run: RunData | None, words: str, width: float, height: float) -> Figure:
+    """Make a figure (size in inches); with a run, the title names the recipe and the seed."""
+    from matplotlib import figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    made = figure.Figure(figsize=(width, height), layout="constrained")
+    name = f"{run.config['recipe']}, seed {run.config['run']['seed']}: " if run else ""
+    made.suptitle(name + words, wrap=True, fontsize="medium")
+    return made
+
+
+def panels_over_steps(
+    run: RunData, words: str, heights: Sequence[int], height: float
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure with a panel over the optimizer steps for each of the relative `heights`."""
+    figure = new_figure(run, words, WIDTH, height)
+    grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
+    panels: list[Axes] = list(grid.flat)
+    for axes in panels:
+        tidy(axes)
+        _mark_stages(axes, run, with_names=axes is panels[0])
+    panels[-1].set_xlabel("optimizer step")
+    return figure, panels
 
 
 def percent(number: Number | None) -> list[float]:
@@ -42,15 +60,14 @@ def error_bar(value: float, low: float, high: float) -> list[list[float]]:
     return [[max(0.0, value - low)], [max(0.0, high - value)]]
 
 
-def tidy(axes: Axes, grid: Literal["x", "y", "both"] = "y") -> None:
+def tidy(axes: Axes, grid: Any = "y") -> None:
     """Draw fine grid lines behind the data, and hide the top and right borders."""
     axes.set_axisbelow(True)
     axes.grid(axis=grid, linewidth=0.5, alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def mark_stages(axes: Axes, run: RunData, with_names: bool = True) -> None:
-    """Draw a line between two stages, and the name of each stage above the axes."""
+def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
     last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
     for stage in run.stages:
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
@@ -61,11 +78,6 @@ def mark_stages(axes: Axes, run: RunData, with_names: bool = True) -> None:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
             above, middle = axes.get_xaxis_transform(), (first + end) / 2
             axes.text(middle, 1.02, name, transform=above, ha="center", fontsize="small")
-
-
-def title(figure: Figure, run: RunData, words: str) -> None:
-    name = f"{run.config['recipe']}, seed {run.config['run']['seed']}"
-    figure.suptitle(f"{name}: {words}", wrap=True, fontsize="medium")
 
 
 def legend(figure: Figure, handles: Sequence[Handle]) -> None:

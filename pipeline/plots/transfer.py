@@ -1,26 +1,20 @@
 """Success after each stage, accuracy matrix, transfer, tool calls, and gain against forgetting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.evaluation.transfer import BEFORE_GRPO
 from pipeline.plots import drawing
-from pipeline.plots.drawing import COLOURS, WIDTH, Handle, Number, error_bar, percent
+from pipeline.plots.drawing import COLOURS, WIDTH, Axes, Figure, Number, error_bar, percent
 from pipeline.plots.training import BASELINE, SQUARE, draw_baseline, draw_rate
-from pipeline.tracking.run_files import Evaluation, RunData
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from pipeline.tracking.run_files import RunData
 
 INTERVAL: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "elinewidth": 1}
 DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "linestyle": "none"}
-RATES: list[Handle] = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
+RATES = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
 FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
 DIRECTIONS = {  # panel titles of the transfer picture, and the meaning of signs
     "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
@@ -39,15 +33,15 @@ def stage_performance(run: RunData) -> Figure:
     columns = min(3, len(run.domains))
     rows = math.ceil(len(run.domains) / columns)
     width = max(WIDTH / columns, 0.28 * len(names) + 0.4)
-    figure = drawing.new_figure(columns * width, rows * 3.0 + 1.2)
-    drawing.title(figure, run, "held-out success after each stage")
+    words = "held-out success after each stage"
+    figure = drawing.new_figure(run, words, columns * width, rows * 3.0 + 1.2)
     for index, (domain, colour) in enumerate(zip(run.domains, cycle(COLOURS), strict=False), 1):
         axes = figure.add_subplot(rows, columns, index)
         axes.set_ylim(-0.03, 1.03)
         drawing.tidy(axes)
         for x, evaluation in enumerate(run.evaluations):
-            if domain in evaluation["success"]:
-                _draw_rates(axes, x, evaluation, domain, colour)
+            if of := evaluation["success"].get(domain):
+                _draw_rates(axes, x, of, colour, pale=evaluation["after"] in BEFORE_GRPO)
         if not run.is_graded(domain):  # a baseline of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
@@ -59,9 +53,7 @@ def stage_performance(run: RunData) -> Figure:
     return figure
 
 
-def _draw_rates(axes: Axes, x: float, evaluation: Evaluation, domain: str, colour: str) -> None:
-    of = evaluation["success"][domain]
-    pale = evaluation["after"] in BEFORE_GRPO
+def _draw_rates(axes: Axes, x: float, of: Mapping[str, Any], colour: str, pale: bool) -> None:
     axes.bar(x, of["mean"], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
     if of["mean"] >= 0.15:
         ink = drawing.LIGHT_INK if colour in drawing.DARK and not pale else "black"
@@ -78,9 +70,8 @@ def accuracy_matrix(run: RunData) -> Figure | None:
     trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
     framed = [(points.index(stage), of["names"].index(name)) for stage, name in trained]
     words = "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
-    figure = _heat_map(run.points, of["names"], of["matrix"], words, height=0.5, framed=framed)
-    drawing.title(figure, run, "accuracy matrix")
-    return figure
+    title, rows = "accuracy matrix", run.points
+    return _heat_map(run, title, rows, of["names"], of["matrix"], words, height=0.5, framed=framed)
 
 
 def tools(run: RunData) -> Figure | None:
@@ -92,12 +83,13 @@ def tools(run: RunData) -> Figure | None:
     columns = [point.replace(" the ", " ") for point in run.points]
     numbers = [[row[c] for row in of["matrix"]] for c in known]
     words = "held-out calls answered without an error, %, with 95 % interval"
-    figure = _heat_map([of["names"][c] for c in known], columns, numbers, words, height=0.25)
-    drawing.title(figure, run, "success of tool calls")
-    return figure
+    title, names = "success of tool calls", [of["names"][c] for c in known]
+    return _heat_map(run, title, names, columns, numbers, words, height=0.25)
 
 
 def _heat_map(
+    run: RunData,
+    title: str,
     rows: Sequence[str],
     columns: Sequence[str],
     numbers: Sequence[Sequence[Number | None]],
@@ -107,10 +99,10 @@ def _heat_map(
     framed: Sequence[tuple[int, int]] = (),
 ) -> Figure:
     """Draw numbers in per cent as coloured cells; a dash is a number without an interval."""
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
+    from matplotlib import colormaps, patches
 
-    figure = drawing.new_figure(max(WIDTH, 0.95 * len(columns) + 1.9), height * len(rows) + 1.1)
+    width = max(WIDTH, 0.95 * len(columns) + 1.9)
+    figure = drawing.new_figure(run, title, width, height * len(rows) + 1.1)
     axes = figure.subplots()
     apart, size = ("\n", "small") if height > 0.3 else (" ", "x-small")
     for r, row in enumerate(numbers):
@@ -119,12 +111,12 @@ def _heat_map(
             if points := percent(number):
                 value, low, high = points
                 fill_colour = colormaps["cividis"](value / 100)
-                axes.add_patch(Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
+                axes.add_patch(patches.Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
                 ink = drawing.DARK_INK if value > 55 else drawing.LIGHT_INK
                 text = f"{value:.0f}{apart}[{low:.0f}, {high:.0f}]"
             axes.text(c, r, text, ha="center", va="center", color=ink, fontsize=size)
     for r, c in framed:
-        axes.add_patch(Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **FRAME))
+        axes.add_patch(patches.Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **FRAME))
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xticks(range(len(columns)), [fill(name, 13) for name in columns])
@@ -155,14 +147,14 @@ def transfer(run: RunData) -> Figure | None:
         if bars:
             panels.append((bars, *words))
     rows = [len(bars) for bars, _, _ in panels]
-    figure = drawing.new_figure(WIDTH, 0.2 * sum(rows) + 0.65 * len(rows) + 0.4)
+    title, height = "changes, with 95 % intervals", 0.2 * sum(rows) + 0.65 * len(rows) + 0.4
+    figure = drawing.new_figure(run, title, WIDTH, height)
     many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
     for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
         _draw_bars(axes, bars)
         # A title that ends on the right can extend over the names on the left.
         axes.set_title(words_above, loc="right", fontsize="medium", fontweight="bold")
         axes.set_xlabel(f"percentage points; {directions}", fontsize="small")
-    drawing.title(figure, run, "changes, with 95 % intervals")
     return figure
 
 
@@ -202,7 +194,8 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
     where labels never overlap.
     """
     shown = [c for c in configurations if percent(c.transfer["metrics"].get("stage_gain"))]
-    figure = drawing.new_figure(WIDTH, 3.6 + 0.17 * len(shown))
+    words = "gain against forgetting, 95 % intervals over tasks and seeds"
+    figure = drawing.new_figure(None, words, WIDTH, 3.6 + 0.17 * len(shown))
     axes = figure.subplots()
     styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
     for configuration in shown:
@@ -226,8 +219,6 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
     axes.set_xlabel("forgetting, percentage points (+ lost, - gained)")
     axes.set_ylabel("new-domain gain, percentage points")
     drawing.tidy(axes, grid="both")
-    name = "gain against forgetting, 95 % intervals over tasks and seeds"
-    figure.suptitle(name, fontsize="medium")
     columns = 2 if max((len(c.label) for c in shown), default=0) < 34 else 1
     figure.legend(ncols=columns, **drawing.BELOW)
     return figure

@@ -72,7 +72,6 @@ def _cached_per_token(shape: Any) -> int:
 
 
 def _keys_per_token(shape: Any) -> int:
-    """How many numbers the keys of one token have in a layer."""
     heads = widest(shape, "num_attention_heads")
     head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return (widest(shape, "num_key_value_heads") or heads) * head_dim
@@ -88,10 +87,9 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
         memory["reference policy (fp32)"] = trained
     if not config.warm_start.steps:
         return memory
-    warm_start = {  # The warm start trains all weights and shards nothing.
-        "gradients of the warm start": 4.0 * num_parameters,
-        "AdamW of the warm start": 8.0 * num_parameters,
-    }
+    # The warm start trains all weights and shards nothing.
+    gradients, adamw = "gradients of the warm start", "AdamW of the warm start"
+    warm_start = {gradients: 4.0 * num_parameters, adamw: 8.0 * num_parameters}
     return max(memory, warm_start, key=lambda needs: sum(needs.values()))
 
 

@@ -25,10 +25,8 @@ NUM_TRIED = 1000  # tasks of a source that are tried in their environment
 NUM_LONGEST = 64  # prompts of a domain that are tokenized to find the longest
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Prepared:
-    """The parts of a run without weights."""
-
     domains: dict[str, Domain]
     train: dict[str, Sequence[Task]]
     validation: dict[str, list[Task]]  # tasks for validations within a stage
@@ -41,19 +39,15 @@ class Prepared:
 
     @property
     def environments(self) -> dict[str, type[Any]]:
-        """The environment class of each domain."""
         return {name: domain.environment for name, domain in self.domains.items()}
 
     def sources(self, stage: Stage) -> dict[str, Sequence[Task]]:
-        """The training tasks of a stage's domains."""
         return {d: self.graded.get((d, stage.difficulty), self.train[d]) for d in stage.groups}
 
     def prompt_ids(self, domain: str, task: Task) -> list[int]:
-        """The tokens of a task's prompt, with the tools of its domain."""
         return self.chat.prompt_ids(task.prompt, tool_schemas(self.domains[domain].environment))
 
     def longest_prompts(self) -> dict[str, int]:
-        """Tokens of the longest prompt of each domain."""
         return {d: max(len(self.prompt_ids(d, t)) for t in ts) for d, ts in self.longest.items()}
 
 
@@ -80,17 +74,8 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     tokenizer = load_tokenizer(settings, domains.values())
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
     check_demonstrations(config, domains, chat)
-    prepared = Prepared(
-        domains=domains,
-        train=train,
-        validation=validation,
-        held_out=held_out,
-        graded=graded,
-        longest=longest,
-        stages=make_stages(config, sizes),
-        tokenizer=tokenizer,
-        chat=chat,
-    )
+    task_sets, stages = (train, validation, held_out, graded, longest), make_stages(config, sizes)
+    prepared = Prepared(domains, *task_sets, stages, tokenizer, chat)
     for name, tokens in prepared.longest_prompts().items():
         if tokens + limits.max_tokens_per_turn > limits.max_tokens:
             raise UserError(
@@ -155,7 +140,6 @@ def _num_characters(prompt: Sequence[Message]) -> int:
 
 
 def _longest(tasks: Sequence[Task], lengths: Sequence[int] | None = None) -> list[Task]:
-    """The tasks whose prompts have the most characters, as `lengths` or the prompts show."""
     lengths = lengths or [_num_characters(task.prompt) for task in tasks]
     order = heapq.nlargest(NUM_LONGEST, range(len(tasks)), key=lengths.__getitem__)
     return [tasks[index] for index in order]

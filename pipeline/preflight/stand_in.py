@@ -140,8 +140,8 @@ def _check_positions(config: Config, model: Any) -> str:
     UserError if `max_tokens` exceeds the model's learned positions.
     """
     limit, ids = config.rollout.max_tokens, torch.ones((1, 1), dtype=torch.int64)
-    text = model.config.get_text_config(decoder=True)
-    trained = getattr(text, "max_position_embeddings", None)
+    shape = model.config.get_text_config(decoder=True)
+    trained = getattr(shape, "max_position_embeddings", None)
     for position in (0, limit - 1):
         try:
             model.get_decoder()(ids, position_ids=position * ids, use_cache=False)

@@ -10,8 +10,9 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pipeline.config.former import read_metrics
 from pipeline.config.settings import Config
@@ -52,7 +53,7 @@ class TensorBoard:
         self._tracker.finish()
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """The metrics files of a run folder and the trackers; only rank 0 writes.
 
     Every line has `kind`, `stage` and `step`, the number of GRPO optimizer steps done. Make a
@@ -66,7 +67,7 @@ class RunLog:
         self, folder: Path, config: Config, *, is_main: bool, state: Line | None = None
     ) -> None:
         self._folder = folder
-        self._results: Path | None = None
+        self.results: Path | None = None  # the folder whose results `close` sends to the trackers
         self._files: dict[str, LinesFile] = {}
         self._trackers: list[TensorBoard | WandbFeed] = []
         for package in config.tracking.report_to:
@@ -103,7 +104,6 @@ class RunLog:
 
     @property
     def tracker_run_id(self) -> str | None:
-        """W&B's id of the run, which a resumed run keeps."""
         return feed.known_id(self._folder)
 
     def metrics(self, line: Line) -> None:
@@ -121,19 +121,12 @@ class RunLog:
         sizes = {name: file.size for name, file in self._files.items()}
         return {"sizes": sizes, "tracker_run_id": self.tracker_run_id}
 
-    def finish_with(self, folder: Path) -> None:
-        """Make `close` send the results in the run folder to the trackers."""
-        self._results = folder
-
     def close(self, failed: bool = False) -> None:
         """Finish the trackers and close the files; a second call does nothing."""
-        self._feed("close", failed, self._results)
+        self._feed("close", failed, self.results)
         self._trackers = []
         for file in self._files.values():
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)

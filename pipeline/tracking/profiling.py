@@ -23,8 +23,6 @@ from pipeline.rollout.trajectory import Trajectory
 
 
 class Meter:
-    """Measures the steps of this rank."""
-
     def __init__(
         self, ranks: Ranks, rollout: Rollout, updater: Updater, model: Any, settings: ModelSettings
     ) -> None:
@@ -36,7 +34,6 @@ class Meter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the code inside this context."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before = self._counters()
@@ -44,7 +41,7 @@ class Meter:
         self._spent = {name: value - before[name] for name, value in self._counters().items()}
 
     def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the `perf/` numbers of the measured step; `trajectories` are this rank's.
+        """Return the `perf/` numbers of the measured step from this rank's trajectories.
 
         Seconds are means over the ranks. `sample` contains `environment`, and `update` contains the
         all-reduce of gradients; neither contains `wait`, the time spent waiting for other ranks.
@@ -69,17 +66,13 @@ class Meter:
         return {**metrics, "perf/peak_memory_mb": max(memories)}
 
     def _counters(self) -> dict[str, float]:
-        sampler, updater, seconds = self._rollout.sampler, self._updater, self._ranks.seconds
+        phases: dict[str, Any] = {"sample": self._rollout.sampler, "update": self._updater}
         return {
-            "sample_s": seconds["sample"],
+            **{f"{name}_s": self._ranks.seconds[name] for name in ("sample", "update", "wait")},
             "environment_s": self._rollout.environment_s,
-            "update_s": seconds["update"],
-            "wait_s": seconds["wait"],
-            "sample_tokens": sampler.num_tokens,
-            "sample_padded": sampler.num_padded_tokens,
-            "update_tokens": updater.num_tokens,
-            "update_padded": updater.num_padded_tokens,
-            "update_sampled": updater.num_sampled_tokens,
+            **{f"{name}_tokens": of.num_tokens for name, of in phases.items()},
+            **{f"{name}_padded": of.num_padded_tokens for name, of in phases.items()},
+            "update_sampled": self._updater.num_sampled_tokens,
             "bytes": sum(self._ranks.bytes.values()),
             "step_s": time.perf_counter(),
         }
@@ -87,21 +80,16 @@ class Meter:
 
 def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dict[str, float]:
     """Return the `perf/` numbers from sums over the ranks; `peak` is the FLOP/s of one GPU."""
-
-    def ratio(part: float, whole: float) -> float:
-        return part / whole if whole else 0.0
-
     metrics = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
     metrics["episodes_per_s"] = total["episodes"] / metrics["step_s"]
     metrics["tokens_per_s"] = total["sampled"] / metrics["step_s"]
-    metrics["sample_tokens_per_s"] = ratio(total["sampled"], metrics["sample_s"])
-    metrics["update_tokens_per_s"] = ratio(total["update_tokens"], metrics["update_s"])
-    for phase in ("sample", "update"):
-        padded = total[f"{phase}_padded"]
-        metrics[f"{phase}_padding_share"] = ratio(padded - total[f"{phase}_tokens"], padded)
-        metrics[f"{phase}_flops_per_s"] = ratio(total[f"{phase}_flops"], total[f"{phase}_s"])
     metrics["flops_per_s"] = (total["sample_flops"] + total["update_flops"]) / total["step_s"]
     metrics["exchanged_bytes"] = total["bytes"]
+    for phase, tokens in (("sample", total["sampled"]), ("update", total["update_tokens"])):
+        seconds, padded = total[f"{phase}_s"] or 1, total[f"{phase}_padded"]
+        metrics[f"{phase}_tokens_per_s"] = tokens / (seconds / num_ranks)
+        metrics[f"{phase}_padding_share"] = (padded - total[f"{phase}_tokens"]) / (padded or 1)
+        metrics[f"{phase}_flops_per_s"] = total[f"{phase}_flops"] / seconds
     if peak is not None:
         for kind in ("", "sample_", "update_"):
             metrics[f"{kind}mfu"] = metrics[f"{kind}flops_per_s"] / peak
@@ -170,10 +158,8 @@ class Work(NamedTuple):
 
 
 def work_of(model: Any) -> Work:
-    """Count the parameters of a causal language model, with or without LoRA."""
-    named = dict(model.named_parameters())
-    base = [parameter for name, parameter in named.items() if ".lora_" not in name]
-    num_base = sum(parameter.numel() for parameter in base)
+    base = [p for name, p in model.named_parameters() if ".lora_" not in name]
+    num_base = sum(p.numel() for p in base)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
     shape = model.config.get_text_config(decoder=True)
@@ -183,14 +169,13 @@ def work_of(model: Any) -> Work:
     return Work(
         body=num_base - outside,
         head=head.numel(),
-        lora=sum(parameter.numel() for parameter in named.values()) - num_base,
+        lora=sum(p.numel() for p in model.parameters()) - num_base,
         attention=int(shape.num_hidden_layers * heads * size),
-        trains_all=any(parameter.requires_grad for parameter in base),
+        trains_all=any(p.requires_grad for p in base),
     )
 
 
 def machine(num_ranks: int) -> dict[str, Any]:
-    """Return the hardware, the numbers of threads and ranks, and the version of torch."""
     return {
         "host": platform.node(),
         "device": torch.cuda.get_device_name() if on_gpu() else platform.machine(),

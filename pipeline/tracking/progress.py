@@ -3,7 +3,8 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,7 +14,7 @@ from pipeline.data.curriculum import Stage
 from pipeline.files.console import say
 
 
-class StageProgress:
+class StageProgress(AbstractContextManager["StageProgress"]):
     """The progress of a stage on rank 0's standard error: a bar on a terminal, else lines."""
 
     def __init__(self, stage: str, num_steps: int, *, is_main: bool, done: int = 0) -> None:
@@ -23,7 +24,6 @@ class StageProgress:
         self._bar = tqdm(desc=stage, total=num_steps, initial=done, unit="step", disable=is_hidden)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Count one optimizer step with these metrics."""
         self._done += 1
         names = [key for key in metrics if key.startswith("reward/") and key != "reward/mean"]
         rewards = [f" {name.removeprefix('reward/')} {metrics[name]:.2f}" for name in names]
@@ -41,9 +41,6 @@ class StageProgress:
             self._last_print = now
             name = f"{self._stage} {self._done}/{self._num_steps}"
             say("  ".join([name, *parts, f"{now - self._start:.1f} s"]))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()

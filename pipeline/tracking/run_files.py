@@ -1,6 +1,7 @@
 """The files of a run folder as values, for reports, plots and W&B. This module imports no torch."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -45,7 +46,6 @@ class RunData:
 
     @property
     def points(self) -> list[str]:
-        """Titles of the evaluations in the accuracy matrix."""
         return [after_name(after) for after in self.transfer.get("points", [])]
 
     @property
@@ -57,7 +57,6 @@ class RunData:
         return threshold_of([self.results])
 
     def is_graded(self, domain: str) -> bool:
-        """Return whether the domain has a reward other than 0 and 1."""
         means = [line.get(f"reward/{domain}") for line in self.train]
         outside = any(mean is not None and not 0 <= mean <= 1 for mean in means)
         return outside or domain in self.transfer.get("rewards", {})
@@ -97,7 +96,6 @@ def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
 
 
 def _of_training(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last line of each training step, in order of steps."""
     of_steps = {line["step"]: line for line in lines if line["kind"] == "train"}
     return [of_steps[step] for step in sorted(of_steps)]
 
@@ -112,10 +110,9 @@ def _transfer(results: dict[str, Any]) -> dict[str, Any]:
 
 def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
     """Return the transcript files by (stage or `evaluation-<after>`, step), in order of time."""
-    files: dict[tuple[str, int], list[Path]] = {}
+    files = defaultdict[tuple[str, int], list[Path]](list)
     for path in sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")):
-        step = int(path.name.split(".")[0].removeprefix("step-"))
-        files.setdefault((path.parent.name, step), []).append(path)
+        files[path.parent.name, int(path.name.split(".")[0].removeprefix("step-"))].append(path)
     first = {f"evaluation-{after}": i - len(BEFORE_GRPO) for i, after in enumerate(BEFORE_GRPO)}
 
     def order(key: tuple[str, int]) -> tuple[int, bool]:
@@ -171,13 +168,11 @@ def domains_of(evaluations: Iterable[Evaluation]) -> list[str]:
     return list(dict.fromkeys(domain for e in evaluations for domain in e["success"]))
 
 
-def before_and_after(
-    evaluations: Sequence[Evaluation],
-) -> tuple[Evaluation | None, Evaluation | None]:
+def before_and_after(evaluations: Sequence[Evaluation]) -> list[Evaluation | None]:
     """Return the last evaluation before GRPO and the last evaluation after a stage of GRPO."""
     before = [e for e in evaluations if e["after"] in BEFORE_GRPO]
     after = [e for e in evaluations if e["after"] not in BEFORE_GRPO]
-    return before[-1] if before else None, after[-1] if after else None
+    return [of[-1] if of else None for of in (before, after)]
 
 
 def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:

@@ -129,16 +129,16 @@ def _row(line: Line) -> dict[str, float]:
 def rows_of(metrics: Sequence[Line], timings: Sequence[Line]) -> list[dict[str, float]]:
     """Return a row for each line of metrics, joined with timings of the same evaluation or step."""
     rows = [_row(line) for line in metrics]
-    of_line = {_key(line): row for line, row in zip(metrics, rows, strict=True)}
+
+    def key(line: Line) -> tuple[Any, ...]:
+        return line.get("kind"), line["step"], line.get("after")
+
+    of_line = {key(line): row for line, row in zip(metrics, rows, strict=True)}
     of_step = {row["step"]: row for row in rows}
     for line in timings:
-        row = of_line.get(_key(line)) or of_step.get(line["step"], {})
+        row = of_line.get(key(line)) or of_step.get(line["step"], {})
         row |= numbers(line)
     return rows
-
-
-def _key(line: Line) -> tuple[Any, ...]:
-    return line.get("kind"), line["step"], line.get("after")
 
 
 def _start(folder: Path, config: Config) -> Any:

@@ -469,7 +469,7 @@ def test_results_make_no_row_and_their_numbers_are_the_summary(tmp_path, server,
     with RunLog(tmp_path, config(), is_main=True) as log:
         write(log, train(1), times(1), AFTER)
         results_in(tmp_path)
-        log.finish_with(tmp_path)
+        log.results = tmp_path
         run_id = log.tracker_run_id
     assert server.steps == [(0, 1), (1, 2)]
     assert sorted(server.artifacts) == [f"report-{run_id}", f"run-{run_id}-trajectories"]
@@ -518,7 +518,7 @@ def test_what_of_the_results_cannot_be_sent_is_said_and_the_rest_is_sent(tmp_pat
         write(log, train(1))
         results_in(tmp_path)
         (tmp_path / "results.json").write_text("{")
-        log.finish_with(tmp_path)
+        log.results = tmp_path
     assert server.steps == [(0, 1)]
     assert len(server.artifacts) == 2
     assert "W&B did not get the final numbers: JSONDecodeError: " in capfd.readouterr().out
@@ -528,7 +528,7 @@ def test_a_run_that_failed_sends_no_results(tmp_path, server):
     log = RunLog(tmp_path, config(), is_main=True)
     write(log, train(1))
     results_in(tmp_path)
-    log.finish_with(tmp_path)
+    log.results = tmp_path
     log.close(failed=True)
     assert (server.steps, server.artifacts) == ([(0, 1)], [])
 
