@@ -302,7 +302,7 @@ class Trainer:
         self.checkpointer.check_folder()
         folder, step = self.folder / "trajectories" / name, self.state.step
         path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
-        self.checkpointer.remember(path)
+        self.checkpointer.unsynced.append(path)
 
     @cached_property
     def _baselines(self) -> dict[str, dict[str, float]]:

@@ -42,15 +42,12 @@ MAX_CACHED_TOKENS = 1 << 21  # about 80 MB
 ENTRY = 8  # memory of a cache entry besides its ids, counted in ids
 
 
-class TokenCache:
+class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
     """A cache of function results. Above `max_tokens`, old results are removed."""
 
     def __init__(self, max_tokens: int) -> None:
+        super().__init__()
         self.max_tokens, self.num_tokens = max_tokens, 0
-        self._results: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._results)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the cached result itself, not a copy. The arguments must be JSON values.
@@ -60,15 +57,15 @@ class TokenCache:
         """
         text = json.dumps([function.__name__, *arguments])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        if key in self._results:
-            self._results.move_to_end(key)
-            return self._results[key][0]
+        if key in self:
+            self.move_to_end(key)
+            return self[key][0]
         result = function(*json.loads(text)[1:])
         size = ENTRY + len(result if isinstance(result, list) else arguments[0])
-        self._results[key] = result, size
+        self[key] = result, size
         self.num_tokens += size
         while self.num_tokens > self.max_tokens:
-            self.num_tokens -= self._results.popitem(last=False)[1][1]
+            self.num_tokens -= self.popitem(last=False)[1][1]
         return result
 
 
@@ -88,10 +85,8 @@ class Chat:
         tool_call_format: str = "auto",
     ) -> None:
         if not tokenizer.chat_template:
-            raise UserError(
-                "model: its tokenizer has no chat template; use a chat model or set "
-                "tokenizer.chat_template"
-            )
+            missing = "its tokenizer has no chat template"
+            raise UserError(f"model: {missing}; use a chat model or set tokenizer.chat_template")
         self.tokenizer, self._kwargs = tokenizer, template_kwargs or {}
         self.cache = TokenCache(MAX_CACHED_TOKENS)
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
@@ -101,26 +96,23 @@ class Chat:
         self._control = Special({token.content for token in added.values() if token.special})
         # Some tokenizers put a space before a text, but not after a line break.
         self._line_break: list[int] = []
-        line_break = self._encode("\n")
-        if self._encode("\n<") != line_break + self._encode("<"):
-            self._line_break = line_break
+        ids, line_break = self._encode("\n<"), self._encode("\n")
+        self._line_break = [] if ids == line_break + self._encode("<") else line_break
         self.end_of_turn = checks.end_of_turn_of(self._template, self._special)
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         checks.check_deltas(self._template, self._after_stub)
         self._opening = self._template([ASKED], add_generation_prompt=True)
         self._reader: ResponseTemplate | None = None  # None: `parse_hermes` reads calls
         self._prefix = ""  # start of each message, for the response template
-        is_hermes = tool_call_format == "hermes"
-        if not is_hermes:
+        if tool_call_format == "auto":
             self._find_reader()
         self._renders_calls = "probe_tool" in self._template([ASKED, checks.CALL])
         if self._renders_calls:
-            checks.check_calls(self._read_back, self._reader is not None, is_hermes)
-        elif not (self._reader or is_hermes):
+            checks.check_calls(self._read_back, self._reader is not None, tool_call_format)
+        elif not self._reader and tool_call_format == "auto":
             checks.warn_once(
-                "the chat template leaves tool calls out and the tokenizer carries no response "
-                "template: tool calls are read as <tool_call>{...}</tool_call>; set "
-                "tool_call_format: hermes to silence this"
+                "the chat template leaves tool calls out and the tokenizer has no response template"
+                ": calls are read as Hermes; set tool_call_format: hermes to silence this"
             )
         checks.warn_of_lost_thoughts(self._template, self._opening)
 
@@ -128,7 +120,7 @@ class Chat:
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the ids of a conversation and of the header of the next assistant message."""
-        return list(self.cache.call(self._prompt_ids, list(messages), tools))
+        return list(self.cache.call(self._prompt_ids, messages, tools))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
         """Return the ids between two sampled messages: the replies and the next header.
@@ -137,7 +129,7 @@ class Chat:
         sampled message, even if that token is not the template's end of turn (Llama's <|eom_id|>).
         A server that renders the whole conversation again would write the end of turn instead.
         """
-        return list(self.cache.call(self._reply_ids, list(replies)))
+        return list(self.cache.call(self._reply_ids, replies))
 
     def message_ids(self, message: Message) -> list[int]:
         """Return the ids that a policy must sample for `message`, with the end of turn."""
@@ -169,16 +161,11 @@ class Chat:
     def _message_ids(self, message: Message) -> list[int]:
         text, guards = self._continued(message)
         if not text:
-            raise UserError(
-                "model: its chat template renders an assistant message differently from what "
-                "it asks the model to continue; try chat_template_kwargs such as "
-                "{enable_thinking: false}"
-            )
+            fault = "renders an assistant message differently from what it asks to continue"
+            raise UserError(f"model: its chat template {fault}; set other chat_template_kwargs")
         if message.get("tool_calls") and not self._renders_calls:
-            raise UserError(
-                "model: its chat template leaves tool calls out, so a demonstration would teach "
-                "none; write them into the content, or set warm_start.steps 0"
-            )
+            fault = "leaves tool calls out, so a demonstration would teach none"
+            raise UserError(f"model: its chat template {fault}; set warm_start.steps 0")
         return self._encode_guarded(text, guards)
 
     def _continued(self, message: Message) -> tuple[str, Guards]:
@@ -215,35 +202,30 @@ class Chat:
         except Exception as error:  # a chat template may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(
-                f"model: its chat template refuses a conversation of {roles} ({reason}); "
-                "use a model whose template takes tools"
-            ) from None
+            fault = f"refuses a conversation of {roles} ({reason})"
+            raise UserError(f"model: its chat template {fault}; use a model for tools") from None
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
         """Return the ids of a rendered text. Only special strings of the template are special."""
         tokens, ids = self._special.tokens, list[int]()
         for number, piece in enumerate(GUARD.split(text)):
-            if is_guarded := number % 2 == 1:
-                piece = guards.texts[int(piece)]
-                if tokens.search(piece):
-                    ids += self.cache.call(self._spell, piece)
-                    continue
-            elif not piece:
+            is_guarded = number % 2 == 1
+            piece = guards.texts[int(piece)] if is_guarded else piece
+            if is_guarded and tokens.search(piece):
+                ids += self.cache.call(self._spell, piece)
                 continue
             piece_ids = self._encode(piece, inside=is_guarded or bool(ids) or not at_start)
             if sum(i in self._special_ids for i in piece_ids) > len(tokens.findall(piece)):
                 # The tokenizer's normalizer made a special token from plain text. NFKC, for
                 # example, turns wide letters into ASCII.
-                parts = re.split(f"({tokens.pattern})", piece)
-                piece_ids = [i for n, part in enumerate(parts) for i in self._plain(part, n % 2)]
+                piece_ids = []
+                for n, part in enumerate(re.split(f"({tokens.pattern})", piece)):
+                    plain = self._encode(part)
+                    is_whole = n % 2 == 1 or self._special_ids.isdisjoint(plain)
+                    piece_ids += plain if is_whole else self._spell(part)
             ids += piece_ids
         return ids
-
-    def _plain(self, text: str, is_special: int) -> list[int]:
-        ids = self._encode(text)
-        return ids if is_special or self._special_ids.isdisjoint(ids) else self._spell(text)
 
     def _spell(self, text: str) -> list[int]:
         """Return the ids of a special string as plain text, character by character.
@@ -264,10 +246,7 @@ class Chat:
     # -- tokens to messages --
 
     def parse(
-        self,
-        ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] = (),
-        finished: bool | None = None,
+        self, ids: Sequence[int], tools: Sequence[dict[str, Any]] = (), finished: bool | None = None
     ) -> Parsed:
         """Parse a sampled message. The content excludes the token that ended the message.
 
@@ -300,10 +279,8 @@ class Chat:
                 nothing = parse_response(self.end_of_turn, self._reader, prefix=self._opening)
                 self._prefix = "" if nothing.get("content") else self._opening
         except Exception as error:  # a response template may raise any exception
-            raise UserError(
-                f"model: its tokenizer's response template cannot be used ({reason_of(error)}); "
-                "set tool_call_format: hermes, or mend it"
-            ) from None
+            fault = f"its tokenizer's response template cannot be used ({reason_of(error)})"
+            raise UserError(f"model: {fault}; set tool_call_format: hermes, or mend it") from None
 
     def _read_back(self, message: Message) -> Parsed | None:
         """Encode a message as a policy must sample it, and parse the ids.

@@ -11,12 +11,11 @@ from pipeline.data.tasks import Message
 from pipeline.errors import UserError
 
 Render = Callable[..., str]  # (messages, options of `apply_chat_template`) -> text
-ReadBack = Callable[[Message], Parsed | None]
-Calls = list[tuple[str, dict[str, Any]]]
+ReadBack = Callable[[Message], Parsed | None]  # None: the template cannot write the message
 
 
-def _say(content: str, calls: Calls | None = None) -> Message:
-    return Parsed(content=content, calls=calls or []).message()
+def _say(content: str, *calls: tuple[str, dict[str, Any]]) -> Message:
+    return Parsed(content=content, calls=list(calls)).message()
 
 
 def _tool(name: str, **types: str) -> dict[str, Any]:
@@ -33,7 +32,7 @@ STUB_TURN = [ASKED, _say(STUB)]
 _REQUEST: Message = {"role": "user", "content": "a longer request"}
 _POLICY: Message = {"role": "system", "content": "a policy"}
 _ANSWER = _say("an answer")
-CALL = _say("", [("probe_tool", {"x": "y"})])
+CALL = _say("", ("probe_tool", {"x": "y"}))
 _RESULT: Message = {"role": "tool", "name": "probe_tool", "content": "probe_result"}
 _LONG = [_POLICY, _REQUEST, *[CALL, _RESULT, CALL, _RESULT, _ANSWER, _REQUEST] * 6]
 _ANSWERS = {
@@ -78,14 +77,14 @@ _VALUES = {name: value for name, (_, value) in _ARGUMENTS.items()}
 _TYPES = {name: kind for name, (kind, _) in _ARGUMENTS.items()}
 CALLED = [_tool("probe_tool", **_TYPES), _tool("probe_other", **_TYPES)]
 _CALLS = {
-    "one with arguments": _say("", [("probe_tool", _VALUES)]),
-    "one without arguments": _say("", [("probe_tool", {})]),
-    "one after text": _say("One moment.", [("probe_tool", _VALUES)]),
-    "two at once": _say("", [("probe_tool", _VALUES), ("probe_other", {"text": "b"})]),
+    "one with arguments": _say("", ("probe_tool", _VALUES)),
+    "one without arguments": _say("", ("probe_tool", {})),
+    "one after text": _say("One moment.", ("probe_tool", _VALUES)),
+    "two at once": _say("", ("probe_tool", _VALUES), ("probe_other", {"text": "b"})),
 }
 _RARE_CALLS = {  # a template that cannot write these calls causes only a warning
-    "quotes": _say("", [("probe_tool", {"text": 'it\'s "so"'})]),
-    "line breaks": _say("", [("probe_tool", {"text": "one\n\ntwo"})]),
+    "quotes": _say("", ("probe_tool", {"text": 'it\'s "so"'})),
+    "line breaks": _say("", ("probe_tool", {"text": "one\n\ntwo"})),
 }
 
 
@@ -94,9 +93,8 @@ def end_of_turn_of(render: Render, special: Special) -> str:
     text = render(STUB_TURN)
     token = special.tokens.search(text, text.rindex(STUB) if STUB in text else len(text))
     if not token:
-        raise UserError(
-            "model: its chat template does not close an assistant message with a special token"
-        )
+        fault = "does not close an assistant message with a special token"
+        raise UserError(f"model: its chat template {fault}")
     return token.group()
 
 
@@ -105,10 +103,8 @@ def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
     offered = render([ASKED], tools=_TOOLS)
     answered = render([ASKED, _ANSWER, _RESULT])
     if "probe_tool" not in offered or "probe_result" not in answered:
-        raise UserError(
-            "model: its chat template ignores tools or their results; use a model whose "
-            "template renders them"
-        )
+        remedy = "use a model whose template renders them"
+        raise UserError(f"model: its chat template ignores tools or their results; {remedy}")
     for replies in _REPLIES:
         delta = after_stub(render([*STUB_TURN, *replies], add_generation_prompt=True))
         is_whole = all(reply["content"] in delta for reply in replies)
@@ -118,38 +114,31 @@ def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
             text = render([*before, *replies], tools=tools, add_generation_prompt=True)
             if not (is_whole and text.endswith(delta)):
                 what = "tools" if tools and what == "another answer" else what
-                raise UserError(
-                    "model: its chat template renders a reply differently after other "
-                    f"conversations ({what}), so sampled tokens could not be kept; use another "
-                    "template"
-                )
+                fault = f"renders a reply differently after other conversations ({what})"
+                raise UserError(f"model: its chat template {fault}; use another template")
 
 
-def check_calls(read_back: ReadBack, has_reader: bool, is_hermes: bool) -> None:
-    """Raise UserError if calls that the template writes are parsed as other calls.
-
-    `read_back` returns None for a message that the template cannot write, such as two calls at
-    once.
-    """
+def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) -> None:
+    """Raise UserError if calls that the template writes are parsed as other calls."""
     if unread := next(_unread(read_back, _CALLS), None):
-        remedy = "set tokenizer.response_template to one that reads them"
+        reader, remedy = "as Hermes", "leave tool_call_format at auto"
+        if tool_call_format == "auto":
+            remedy = "set tokenizer.response_template to one that reads them"
         if has_reader:
+            reader = "by its response template"
             remedy = f"set tool_call_format: hermes if it reads them, {remedy}"
         raise UserError(
-            "model: its chat template writes tool calls that are not read back "
-            f"{'by its response template' if has_reader else 'as Hermes'} ({unread}), so none "
-            f"would work; {'leave tool_call_format at auto' if is_hermes else remedy}, or use "
-            "another template"
+            f"model: its chat template writes tool calls that are not read back {reader} "
+            f"({unread}); {remedy}, or use another template"
         )
     if lost := [problem.partition(":")[0] for problem in _unread(read_back, _RARE_CALLS)]:
         warn_once(
             f"the chat template's tool calls cannot hold {' or '.join(lost)} in arguments: "
-            "where a model writes them, a tool is given something else"
+            "a tool gets other text than the model writes"
         )
 
 
 def _unread(read_back: ReadBack, messages: dict[str, Message]) -> Iterator[str]:
-    """Yield the name of each message whose calls are not parsed as written, and the reason."""
     for what, message in messages.items():
         parsed, calls = read_back(message), message["tool_calls"]
         if parsed is not None and (read := parsed.message().get("tool_calls", [])) != calls:

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import regex  # type: ignore[import-untyped]  # the engine of transformers' response templates
-from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.response_templates import (
-    ResponseTemplate,
-    load_response_template,
-)
+from transformers.utils.chat_parsing import parse_response, response_templates
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from pipeline.data.tasks import Message
 from pipeline.files.untrusted import is_plain, parse_json
@@ -83,8 +80,6 @@ def parse_with(
         if not isinstance(content, str) or not isinstance(values, list):
             raise ValueError("the response template gives no message")
         calls = [_call_of(v.get("function", v) if isinstance(v, dict) else v) for v in values]
-    except RecursionError:
-        return Parsed(content=text, malformed="nested too deeply")
     except Exception as error:  # a response template may raise any exception
         reason = str(error).partition("\n")[0].rstrip(".")
         return Parsed(content=text, malformed=reason or type(error).__name__)
@@ -104,8 +99,7 @@ def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
         try:
             for name, text in vars(known).items():
                 if name.endswith("_training_chat_template") and text == template:
-                    plain = getattr(known, name.replace("_training_", "_"), None)
-                    tokenizer.chat_template = plain or template
+                    tokenizer.chat_template = getattr(known, name.replace("_training_", "_"), text)
             known.add_response_schema(tokenizer)
         except ValueError:
             return None
@@ -122,7 +116,7 @@ def values_are_text(template: ResponseTemplate | None) -> bool:
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:
     """Return a response template that parses a text in time proportional to the text's length."""
-    loaded, fields = load_response_template(template), {}
+    loaded, fields = response_templates.load_response_template(template), {}
     for name, part in loaded.fields.items():
         is_notation = part.content == "xml-inline" or "string_delims" in part.content_args
         close = part.close_re and _Mark(part.close_re, MAX_NOTATION if is_notation else None)

@@ -79,8 +79,7 @@ def save(
     shutil.rmtree(writing, ignore_errors=True)
     number = 1 + max(map(manifest.number_of, manifest.newest_first(folder)), default=0)
     config = json.dumps(state.get("config", {}), sort_keys=True).encode()
-    config_hash = hashlib.sha256(config).hexdigest()
-    content = {"format": FORMAT, **state, "config_hash": config_hash}
+    content = {"format": FORMAT, **state, "config_hash": hashlib.sha256(config).hexdigest()}
     try:
         if has_adapters(model):
             lora.save(model, writing)
@@ -135,7 +134,7 @@ class Checkpointer:
         self.owners: list[Any] = [state]
         self._settings, self._ranks, self._state = settings, ranks, state
         self._tokenizer, self._lock = tokenizer, lock
-        self._unsynced: list[Path] = []
+        self.unsynced: list[Path] = []  # files to sync before the next checkpoint
         self._saved = None if resumed is None else state.position
         self._begun = self._saved_at = time.perf_counter()
         self._warned = False
@@ -166,7 +165,7 @@ class Checkpointer:
             current = os.stat(self.run_folder / ".lock")
             if self._lock is None or os.path.samestat(current, os.fstat(self._lock.fileno())):
                 return
-        why = "was removed or replaced during the run, which ends; start again"
+        why = "was removed or replaced during the run; start again"
         raise MachineError(f"output_dir: {self.run_folder} {why}")
 
     def machine_fault(self, error: BaseException) -> MachineError | None:
@@ -179,23 +178,17 @@ class Checkpointer:
         messages = f"{error} {error.__cause__} {error.__context__}"
         for number in (errno.ENOSPC, errno.EDQUOT):
             if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
-                return MachineError(
-                    f"output_dir: the disk of {self.run_folder} is full ({os.strerror(number)}); "
-                    "the last whole checkpoint stands; free some space, then resume with "
-                    "--resume-from-checkpoint latest"
-                )
+                full = f"the disk of {self.run_folder} is full ({os.strerror(number)})"
+                remedy = "free some space, then resume with --resume-from-checkpoint latest"
+                return MachineError(f"output_dir: {full}; {remedy}")
         return None
-
-    def remember(self, path: Path) -> None:
-        """Sync this file to the disk before the next checkpoint."""
-        self._unsynced.append(path)
 
     def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
         """Save a checkpoint; returns the seconds. Raises RuntimeError if ranks differ."""
         begun = time.perf_counter()
         self.check_folder()
-        while self._unsynced:
-            sync(self._unsynced.pop())
+        while self.unsynced:
+            sync(self.unsynced.pop())
         self._ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
         rank = self._ranks.rank
         moments = None if optimizer is None else consolidated_state_dict(optimizer, rank)
@@ -209,8 +202,7 @@ class Checkpointer:
         if is_launched and seconds > limit_s and not self._warned:
             self._warned = True
             why = f"took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
-            remedy = f"set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}"
-            print(f"warning: a checkpoint {why}; {remedy}", flush=True)
+            print(f"warning: a save {why}; set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}", flush=True)
         return seconds
 
     def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:

@@ -24,12 +24,12 @@ def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Pa
     """
     opened: Opened | None = None
     result: Any = None
-    if ranks.is_main:
-        try:
+    try:
+        if ranks.is_main:
             opened = open_folder(config)
             result = opened.folder, opened.checkpoint
-        except UserError as error:
-            result = error
+    except UserError as error:
+        result = error
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
@@ -76,7 +76,6 @@ def folder_of_reference(
 
 
 def _whole(path: Path) -> Path:
-    """Return the path of a needed checkpoint; raises UserError if the checkpoint is damaged."""
     if why := problem(path):
         needed = f"{path.name}, which the run needs, is damaged ({why})"
         raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")

@@ -108,25 +108,17 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
         notes.append(f"warning: checkpoint {path.name} is passed over: {why}")
     if name == "auto":
         return None, notes
-    why = notes[0].removeprefix("warning: checkpoint ")
-    raise UserError(
-        f"resume_from_checkpoint: got {name!r}, but {folder} holds no whole checkpoint of that "
-        f"name ({why}); give latest or an earlier one, or start anew"
-    )
+    why = f"{folder} holds no whole checkpoint of that name ({notes[0]})"
+    remedy = "give latest or an earlier one, or start anew"
+    raise UserError(f"resume_from_checkpoint: got {name!r}, but {why}; {remedy}")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of state.json, with the settings of earlier versions renamed.
-
-    Raises UserError if the format is newer than FORMAT.
-    """
+    """Return state.json, with settings renamed as now; UserError for a newer format."""
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if (number := state.get("format", 1)) > FORMAT:
-        raise UserError(
-            f"resume_from_checkpoint: {checkpoint.name} has format {number}, and this version of "
-            f"the pipeline reads formats up to {FORMAT}; resume it with the version that wrote it, "
-            "or a newer one"
-        )
+        why = f"{checkpoint.name} has format {number}, and this version reads up to {FORMAT}"
+        raise UserError(f"resume_from_checkpoint: {why}; resume it with a newer version")
     return {**state, "config": former.translated(state.get("config", {}))}
 
 
@@ -187,7 +179,5 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
         return []
     if config.run.override:
         return [f"overridden since {name}: {', '.join(changes)}"]
-    raise UserError(
-        f"resume_from_checkpoint: {name} was made with other settings ({', '.join(changes)}); "
-        "resume with its settings, or add --override"
-    )
+    why = f"{name} was made with other settings ({', '.join(changes)})"
+    raise UserError(f"resume_from_checkpoint: {why}; resume with its settings, or add --override")

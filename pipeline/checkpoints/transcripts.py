@@ -56,8 +56,6 @@ def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
                 for line in map(json.loads, file):
                     records.append(RunRecord(**{name: line[name] for name in names & line.keys()}))
         except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
-            raise UserError(
-                f"resume_from_checkpoint: {path} cannot be read as transcripts "
-                f"({reason_of(error)}); restore it, or start anew"
-            ) from None
+            why = f"{path} cannot be read as transcripts ({reason_of(error)})"
+            raise UserError(f"resume_from_checkpoint: {why}; restore it, or start anew") from None
     return records

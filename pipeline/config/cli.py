@@ -1,7 +1,6 @@
 """The command line. Each setting has one flag, which overrides the recipe."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -33,10 +32,8 @@ def parse(argv: list[str]) -> Config:
         sys.exit(0)
     if unknown:
         raise UserError(one_line(_unknown_argument(unknown[0], parser)))
-    resumed = None
-    if checkpoint := given.get("run.resume_from_checkpoint"):
-        folder = given.get("run.output_dir")
-        resumed = run_of_checkpoint(checkpoint) if folder is None else Path(folder)
+    folder, checkpoint = given.get("run.output_dir"), given.get("run.resume_from_checkpoint")
+    resumed = Path(folder) if folder and checkpoint else run_of_checkpoint(checkpoint)
     if source is None and resumed is not None and (resumed / RUN_SETTINGS).is_file():
         source = resumed / RUN_SETTINGS
     path = recipe.find_recipe(source or DEFAULT_RECIPE)
@@ -47,12 +44,7 @@ def parse(argv: list[str]) -> Config:
         section, name = dest.split(".")
         tree[section][name] = _value(text, SETTINGS[section, name].annotation)
         flags[section, name] = flag(section, name)
-    config = recipe.resolve(path, tree, flags)
-    data = config.warm_start.data
-    if data is not None and not os.path.isfile(data):
-        where = flags.get(("warm_start", "data"), f"{path}: warm_start.data")
-        raise UserError(one_line(f"{where}: got '{data}', which is no file; give an existing file"))
-    return config
+    return recipe.resolve(path, tree, flags)
 
 
 def flag(section: str, name: str) -> str:
@@ -97,8 +89,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Switch(argparse.Action):
-    """Stores true for `--x` and false for `--no-x`."""
-
     def __call__(self, _: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, not str(option).startswith("--no-"))
 
@@ -130,7 +120,7 @@ def _value(text: str | bool, annotation: Any) -> Any:
     if base in (str, Path) or get_origin(base) is Literal:
         return text
     try:
-        return recipe.parse_yaml(text)
+        return yaml.load(text, recipe.Loader)
     except (ValueError, yaml.YAMLError):
         return text  # `recipe.resolve` refuses the text.
 

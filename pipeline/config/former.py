@@ -35,10 +35,8 @@ def instead(name: str) -> str:
     if plain.startswith("per_device_") or plain in PER_DEVICE:
         now = "tasks_per_step groups of num_generations over all ranks"
         return f"{name}: a step is {now}, in passes of max_tokens_per_microbatch; set these"
-    if plain.removeprefix("no_") in SETTINGS:
-        no = "no_" if plain.startswith("no_") else ""
-        now = no + SETTINGS[plain.removeprefix("no_")]
-        return f"{name} has another name; write {'--' + now.replace('_', '-') if is_flag else now}"
+    if new := SETTINGS.get(plain.removeprefix("no_")):
+        return f"{name} has another name; see {'--' + new.replace('_', '-') if is_flag else new}"
     if plain not in TASK_FILES:
         return ""
     entry = f"{{{TASK_FILES[plain]}: SOURCE}}"

@@ -65,7 +65,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     Every section is present. Former names in the `config.yaml` of a run folder are translated.
     """
     try:
-        tree = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
+        tree = yaml.load(read_file(path, MAX_BYTES).decode("utf-8-sig"), Loader)
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
         mark, reason = getattr(error, "problem_mark", None), getattr(error, "problem", error)
         line = f", line {mark.line + 1}" if mark else ""
@@ -114,7 +114,6 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
 
 
 def _unknown(name: str, section: str = "") -> str:
-    """The error message for an unknown setting of a section, or for an unknown section."""
     if reason := former.instead(name):
         return reason
     plain = name.replace("-", "_").replace("group_size", "num_generations")
@@ -128,12 +127,7 @@ def _unknown(name: str, section: str = "") -> str:
     return f"unknown {kind}; {hint}" + ("?" if near else "")
 
 
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML 1.2 text. Raises `yaml.YAMLError` or `ValueError`."""
-    return yaml.load(text, Loader=_Loader)
-
-
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text. Keys must be unique."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -151,7 +145,7 @@ class _Dumper(yaml.SafeDumper):
     """A dumper that quotes each text that YAML 1.1 or 1.2 would read as another type."""
 
 
-_Loader.yaml_implicit_resolvers = {}  # removes YAML 1.1's types: `no` is false, `1e-6` is text
+Loader.yaml_implicit_resolvers = {}  # removes YAML 1.1's types: `no` is false, `1e-6` is text
 _FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -159,7 +153,7 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
     ("float", rf"{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.0123456789")),
 ):
-    for _class in (_Loader, _Dumper):
+    for _class in (Loader, _Dumper):
         _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first
         )

@@ -35,9 +35,6 @@ def _environments(config: Config) -> Iterator[str]:
 def _names(config: Config) -> Iterator[str]:
     data, curriculum = config.data, config.curriculum
     known, used = list(data.import_strings), data.domains
-    if "telecom_chat" in set(used).difference(known):
-        entry = "{telecom_chat: examples.telecom_chat:TelecomChatEnvironment}"
-        yield f"domains: telecom_chat is an example now; set environments: {entry}"
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     for setting, given, choices, kind in (
@@ -47,8 +44,8 @@ def _names(config: Config) -> Iterator[str]:
         ("domain_weights", curriculum.domain_weights, known, "domains"),
         ("domain_advantage_scale", scales, known, "domains"),
         ("stage_weights", curriculum.stage_weights, stages, "stages"),
-        ("stage_steps", curriculum.stage_steps, stages, "stages"),
-        ("stage_tasks", curriculum.stage_tasks, stages, "stages"),
+        ("stage_steps", curriculum.stage_steps, config.stage_names, "stages"),
+        ("stage_tasks", curriculum.stage_tasks, config.stage_names, "stages"),
     ):
         for name in [*given]:
             if name not in choices:
@@ -56,9 +53,6 @@ def _names(config: Config) -> Iterator[str]:
     for setting, names in (("domains", used), ("difficulties", curriculum.difficulties)):
         if len(set(names)) < len(names):
             yield f"{setting}: got {','.join(names)}; name each once"
-    for name, source in data.tasks.items():
-        if not source:
-            yield f"tasks: {name}: got ''; give a file, a folder or a hub id"
 
 
 def _curriculum(config: Config) -> Iterator[str]:
@@ -72,11 +66,6 @@ def _curriculum(config: Config) -> Iterator[str]:
         yield "plateau_patience: give eval_steps more than 0, or take it out"
     if doubles := [name for name in stages if stages.count(name) > 1]:
         yield f"order: two stages are called {doubles[0]}; rename that domain"
-    for setting in ("stage_steps", "stage_tasks"):
-        for name in getattr(curriculum, setting):
-            if name in config.data.domains and name not in stages:
-                hint = f"name stages ({', '.join(stages)})"
-                yield f"{setting}: got {name!r}, which is no stage of this curriculum; {hint}"
 
 
 def _loss(config: Config) -> Iterator[str]:

@@ -8,17 +8,8 @@ against each other.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 DEFAULT_DOMAINS = ["airline", "retail", "telecom"]
@@ -31,6 +22,7 @@ MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
 Weights = dict[str, PositiveFloat]
 Difficulty = Literal["easy", "medium", "hard"]
 # mixed: each step has groups of every domain; interleaved: each step has groups of one domain.
@@ -83,7 +75,7 @@ class DataSettings(Section):
     eval_split: Literal["validation", "test"] = field("test", "split of the held-out tasks")
     difficulty: Difficulty = field("medium", "difficulty of generated tasks")
     task_seed: int = field(0, "seed of the generated tasks")
-    tasks: dict[str, str] = field({}, "files or datasets of training tasks: {bank: SOURCE}")
+    tasks: dict[str, Text] = field({}, "files or datasets of training tasks: {bank: SOURCE}")
     dataset_train_split: str = field("train", "split of the datasets in `tasks`")
 
     @property

@@ -6,10 +6,9 @@ from pipeline.errors import UserError
 
 # Accelerate's ways to shard a model, which the update does not support.
 _WAYS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")
-_OFF = ("", "0", "false", "no", "off")
 # Variables of Accelerate 1.15, torch 2.13 and their libraries, with the values that have no effect.
 REFUSED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((f"ACCELERATE_USE_{name}" for name in _WAYS), _OFF),
+    **dict.fromkeys((f"ACCELERATE_USE_{name}" for name in _WAYS), ("", "0", "false", "no", "off")),
     "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # This variable compiles only the training forward.
     "ACCELERATE_TORCH_DEVICE": ("",),  # This variable puts all ranks on one device.
     # With these variables, torch cannot restore float32 precision of matrix products.
@@ -24,10 +23,8 @@ def refuse() -> None:
     for name, harmless in REFUSED.items():
         value = os.environ.get(name, "")
         if value.lower() not in harmless:
-            raise UserError(
-                f"{name}: got {value!r} in the environment, which would change what is computed; "
-                "unset it"
-            )
+            got = f"got {value!r} in the environment, which would change what is computed"
+            raise UserError(f"{name}: {got}; unset it")
 
 
 def pin(mixed_precision: str) -> None:

@@ -53,10 +53,8 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
         turns = tuple(quota(shares, steps)) if takes_turns else ()
         without_groups = set(own) - set(turns or groups)
         if curriculum.curriculum != "sequential" and without_groups:
-            raise UserError(
-                f"domain_weights: {min(without_groups)} would have no group in stage {name}; "
-                "give it more weight, or raise tasks_per_step or max_steps"
-            )
+            why = f"{min(without_groups)} would have no group in stage {name}"
+            raise UserError(f"domain_weights: {why}; give it more weight, or raise tasks_per_step")
         stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
         stages.append(replace(stage, turns=turns, num_steps=steps))
     return one_after_another(stages)
@@ -78,7 +76,6 @@ def one_after_another(
 
 
 def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
-    """Return each stage's own domains and the share of each domain, at all difficulties."""
     domains, curriculum = config.data.domains, config.curriculum
     if curriculum.curriculum != "sequential":
         weights = {domain: curriculum.domain_weights.get(domain, 1.0) for domain in domains}
@@ -102,14 +99,11 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
     total, names = sum(steps.values()), config.stage_names
     rest = {name: own for name, own in zip(names, owns, strict=True) if name not in steps}
     if total > max_steps or (not rest and total < max_steps):
-        raise UserError(
-            f"stage_steps: the stages have {total} steps, and max_steps is {max_steps}; give "
-            f"max_steps {total}, or change theirs"
-        )
-    weights = []
+        given = f"the stages have {total} steps, and max_steps is {max_steps}"
+        raise UserError(f"stage_steps: {given}; give max_steps {total}, or change theirs")
+    weights, known = list[float](), curriculum.stage_weights
     for name, own in rest.items():  # a weight belongs to a stage's name or only domain
-        weight = curriculum.stage_weights.get(own[0] if len(own) == 1 else "", 1.0)
-        weights.append(curriculum.stage_weights.get(name, weight))
+        weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
     return [steps[name] for name in names]
 
@@ -189,7 +183,7 @@ def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
 def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
     """Return the content of `curriculum.json`."""
     keys = ("name", "own", "difficulty", "first_step", "num_steps")
-    has_replay = any(set(stage.groups) - set(stage.own) for stage in stages)
+    has_replay = any(stage.groups.keys() - stage.own for stage in stages)
     described = [
         {key: getattr(stage, key) for key in keys}
         | {"domains": stage.groups, "in_turns": bool(stage.turns)}

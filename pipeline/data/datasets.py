@@ -26,23 +26,19 @@ def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
     if path.is_file():
         return load_tasks(path, domain, visit)
     where = f"tasks: {domain}: got {shown(source)}, which is no file"
-    is_named_file = path.suffix in (".json", ".jsonl") or os.path.lexists(source)
-    if is_named_file and not path.is_dir():
+    if not path.is_dir() and (path.suffix in (".json", ".jsonl") or os.path.lexists(source)):
         raise UserError(f"{where}; give an existing file")
     try:
-        rows = _dataset(source, split)
-    except UserError:
-        raise
+        dataset, name = _dataset(source, split)
     except Exception as error:  # `datasets` raises errors of many types
-        raise UserError(
-            f"{where}, nor a dataset that can be loaded with dataset_train_split {split} "
-            f"({reason_of(error)}); give a file, a folder or a hub id"
-        ) from None
-    return tasks_of(rows, domain, visit)
+        fault = f"can be loaded with dataset_train_split {split} ({reason_of(error)})"
+        remedy = "give a file, a folder or a hub id"
+        raise UserError(f"{where}, nor a dataset that {fault}; {remedy}") from None
+    return tasks_of(DatasetRows(dataset, name), domain, visit)
 
 
-def _dataset(source: str, split: str) -> DatasetRows:
-    """Return the rows of a folder made by `save_to_disk`, or of a source for `load_dataset`.
+def _dataset(source: str, split: str) -> tuple[Any, str]:
+    """Return a dataset and its name: a `save_to_disk` folder, or a source for `load_dataset`.
 
     A folder of one `Dataset` has no splits, so `split` has no effect on it.
     """
@@ -55,13 +51,13 @@ def _dataset(source: str, split: str) -> DatasetRows:
     for folder in (path, *(path / name for name in _named(path / "dataset_dict.json", "splits"))):
         _named(folder / "state.json", "_data_files")
     if (path / "state.json").is_file():
-        return DatasetRows(load_from_disk(source), source)
+        return load_from_disk(source), source
     if (path / "dataset_dict.json").is_file():
         splits = load_from_disk(source)
         if split not in splits:
             raise ValueError(f"it has no split {split!r} but {', '.join(splits)}")
-        return DatasetRows(splits[split], f"{source}, {split}")
-    return DatasetRows(_load_dataset(source, split), f"{source}, {split}")
+        return splits[split], f"{source}, {split}"
+    return _load_dataset(source, split), f"{source}, {split}"
 
 
 def _named(path: Path, key: str) -> list[str]:
@@ -72,8 +68,8 @@ def _named(path: Path, key: str) -> list[str]:
     if not path.is_file():
         return []
     state = parse_json(read_file(path, MAX_STATE_BYTES).decode())
-    listed = state.get(key) if isinstance(state, dict) else None
-    items = listed if isinstance(listed, list) else [listed]
+    items: Any = state.get(key) if isinstance(state, dict) else None
+    items = items if isinstance(items, list) else [items]
     names: list[Any] = [item.get("filename") if isinstance(item, dict) else item for item in items]
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:

@@ -12,12 +12,13 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_json, read_file
 
 TaskRow = dict[str, Any]
+Rows: TypeAlias = "JsonArray | JsonLines | DatasetRows"
 
 MAX_ARRAY_BYTES = 256 << 20  # largest file that is read into memory
 # types of columns without references to files; a column of images, for example, may name files
@@ -49,11 +50,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, int, bytes, Any]]:
 def _parsed(text: str, where: str, what: str) -> Any:
     try:
         return parse_json(text)
-    except json.JSONDecodeError as error:
-        reason, line = error.msg, f", line {error.lineno}" if what == "file" else ""
     except ValueError as error:
-        reason, line = str(error), ""
-    raise UserError(f"{where}{line}: not JSON ({reason}); mend the {what}")
+        reason, line = getattr(error, "msg", error), getattr(error, "lineno", 0)
+    where += f", line {line}" if line and what == "file" else ""
+    raise UserError(f"{where}: not JSON ({reason}); mend the {what}")
 
 
 class JsonArray:
@@ -61,12 +61,7 @@ class JsonArray:
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        try:
-            data = read_file(path, MAX_ARRAY_BYTES)
-        except ValueError:
-            size = f"an array of more than {MAX_ARRAY_BYTES >> 20} MiB"
-            raise UserError(f"{path}: {size}; write one JSON object per line (.jsonl)") from None
-        self._rows = _parsed(data.decode(), self.name, "file")
+        self._rows = _parsed(read_file(path, MAX_ARRAY_BYTES).decode(), self.name, "file")
         if not isinstance(self._rows, list):
             kind = type(self._rows).__name__
             raise UserError(f"{path}: got a {kind}; a .json task file is one array of tasks")
@@ -115,8 +110,6 @@ class DatasetRows:
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
-        if not len(dataset):
-            raise UserError(f"{name}: holds no tasks; give a dataset that has rows")
         if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - KINDS:
             raise UserError(f"{name}: a column holds {min(others)}, which no task has; take it out")
         if isinstance(dataset.features.get("payload"), dict):
@@ -136,7 +129,6 @@ class DatasetRows:
         return _task_row(self._dataset[index])
 
     def _file_versions(self) -> list[tuple[int, int]]:
-        """Return the size and the modification time of each file."""
         files = (Path(file["filename"]) for file in self._dataset.cache_files)
         stats = (file.stat() for file in files if file.exists())
         return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

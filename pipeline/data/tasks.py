@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.data.rng import permutation
-from pipeline.data.rows import (
-    DatasetRows,
-    JsonArray,
-    JsonLines,
-    TaskRow,
-    json_lines,
-    rows_of_file,
-)
+from pipeline.data.rows import Rows, TaskRow, json_lines, rows_of_file
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
 
@@ -58,12 +51,8 @@ class Task:
 
     def row(self) -> dict[str, Any]:
         """Return copies of the keyword arguments of `Environment.reset`."""
-        return {
-            "domain": self.domain,
-            "id": self.id,
-            "prompt": deepcopy(list(self.prompt)),
-            "payload": self.payload,
-        }
+        prompt = deepcopy(list(self.prompt))
+        return {"domain": self.domain, "id": self.id, "prompt": prompt, "payload": self.payload}
 
 
 class Tasks(Sequence[Task]):
@@ -87,17 +76,15 @@ def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
     """
     try:
         return tasks_of(rows_of_file(path), domain, visit)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: cannot be read as a UTF-8 task file ({one_line(str(error))}); check the path"
-        ) from None
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a large array
+        why = f"cannot be read as a UTF-8 task file ({one_line(str(error))})"
+        raise UserError(f"{path}: {why}; check the path") from None
 
 
-def tasks_of(rows: JsonArray | JsonLines | DatasetRows, domain: str, visit: Visit = None) -> Tasks:
-    """Check all rows, call `visit` with each row, and return the tasks of the rows.
-
-    Raises UserError with the row, the task and the mistake.
-    """
+def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
+    """Check all rows, call `visit` with each row, and return the tasks of the rows."""
     seen: dict[str, str] = {}
     for where, row in rows:
         if problem := _problem(row, domain):
@@ -105,16 +92,12 @@ def tasks_of(rows: JsonArray | JsonLines | DatasetRows, domain: str, visit: Visi
             task = f" (task {shown(name)})" if name and isinstance(name, str) else ""
             raise UserError(f"{where}{task}: {problem}")
         if (first := seen.setdefault(row["id"], where)) != where:
-            raise UserError(
-                f"{where}: task id {shown(row['id'])} was already used at {first}; give every task "
-                "its own id"
-            )
+            used = f"task id {shown(row['id'])} was already used at {first}"
+            raise UserError(f"{where}: {used}; give every task its own id")
         if visit is not None:
             visit(row)
     if not seen:
-        raise UserError(
-            f"{rows.name}: holds no tasks; expected one JSON object per line or one JSON array"
-        )
+        raise UserError(f"{rows.name}: holds no tasks; expected one JSON object per line")
 
     def make(index: int) -> Task:
         row = {"payload": {}, **rows[index], "domain": domain}
@@ -162,16 +145,12 @@ def messages_problem(messages: Any) -> str:
     for message in messages:
         is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_message or message.get("role") not in ROLES:
-            return (
-                f"bad message {shown(message)}; give role and content, the role one of "
-                f"{', '.join(ROLES)}"
-            )
+            roles = ", ".join(ROLES)
+            return f"bad message {shown(message)}; give role and content, the role one of {roles}"
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
-            return (
-                f"bad tool calls {shown(calls)}; give a list of "
-                '{"function": {"name": ..., "arguments": {...}}}'
-            )
+            form = '{"function": {"name": ..., "arguments": {...}}}'
+            return f"bad tool calls {shown(calls)}; give a list of {form}"
     if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
         return f"more than {MAX_CHARACTERS} characters; shorten it"
     return ""
@@ -191,9 +170,8 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
     demonstrations: list[tuple[Any, Any]] = []
     try:
         for where, _, _, row in json_lines(path):
-            fields: dict[str, Any] = row if isinstance(row, dict) else {}
-            messages: Any = fields.get("messages")
-            tools = fields.get("tools") or []
+            fields: Any = row if isinstance(row, dict) else {}
+            messages, tools = fields.get("messages"), fields.get("tools") or []
             if problem := messages_problem(messages):
                 raise UserError(f"{where}: messages: {problem}")
             roles = [message["role"] for message in messages]
@@ -204,9 +182,8 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
                 raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
             demonstrations.append((messages, tools))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"warm_start.data: {path} cannot be read ({one_line(str(error))}); check the path"
-        ) from None
+        why = f"{path} cannot be read ({one_line(str(error))})"
+        raise UserError(f"warm_start.data: {why}; check the path") from None
     if not demonstrations:
         raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
     return demonstrations

@@ -422,7 +422,10 @@ def test_a_bad_place_for_tasks(case, at):
 
 
 def test_a_file_of_one_endless_line_is_refused_without_reading_it(tmp_path):
-    for name, message in (("a.jsonl", "line 1: more than 8 MiB"), ("a.json", "more than 256 MiB")):
+    for name, message in (
+        ("a.jsonl", "line 1: more than 8 MiB"),
+        ("a.json", "more than 262144 KiB"),
+    ):
         with open(tmp_path / name, "wb") as file:
             file.truncate(1 << 32)
         tracemalloc.start()
@@ -503,8 +506,9 @@ def test_bad_demonstrations(case, at):
 
 
 def test_missing_demonstrations(at):
-    line = refusal(parse, ["--warm-start-data", "none.jsonl"])
-    says(line, "--warm-start-data", "none.jsonl", "existing file")
+    config = parse(["--warm-start-data", "none.jsonl"])
+    line = refusal(check_demonstrations, config, {}, chat())
+    says(line, "warm_start.data: none.jsonl", "No such file", "check the path")
 
 
 # Models

@@ -308,7 +308,7 @@ def test_a_response_template_that_breaks_on_a_call_makes_it_malformed():
     problem = "transform placeholder '{content.arguments}' is missing key 'arguments'. Available: "
     assert Chat(own).parse(own(text)["input_ids"]).malformed == f"{problem}['name']"
     calls |= {"content": "xml-inline", "content_args": {"tag_pattern": "("}}
-    with pytest.raises(UserError, match=r"\(one with arguments: missing \) at position 1\), so"):
+    with pytest.raises(UserError, match=r"\(one with arguments: missing \) at position 1\); set "):
         Chat(own)
 
 
