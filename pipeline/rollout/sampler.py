@@ -34,8 +34,7 @@ class Sampler(Protocol):
         """Load the weights that `trained_weights` returned, while no conversation is open.
 
         `weights` holds every parameter of a plain model, or only the LoRA adapters under PEFT's
-        names. The sampler may share the tensors with the trained model, so that updates change both.
-
+        names. The sampler may share the tensors with the model, so that an update changes both.
         Raises ValueError if a name is unknown or missing, or if a shape differs.
         """
 

@@ -45,7 +45,6 @@ def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
 
     A group is a run of the sorted prompts. A prompt that shares less than half of a group's prefix
     begins a new group, because the prompts of two domains have only few words in common.
-
     """
     prefixes: list[Ids] = []
     prefix: Ids = ()
