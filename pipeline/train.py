@@ -59,7 +59,7 @@ class Training(Trainer):
         """Do GRPO: for each stage and each step, collect rollouts and update the policy."""
         meter = self.begin_grpo()
         for index in range(len(self.parts.stages)):
-            stage = self.stages[index]  # its first step is earlier if another stage ended early
+            stage = self.stages[index]  # begins earlier if another stage ended early
             if self.state.evaluated(stage.name):
                 continue
             first = self.begin_stage(stage)
@@ -78,7 +78,7 @@ class Training(Trainer):
             self.end_stage(stage)
 
     def give_warm_start(self) -> None:
-        """Train on demonstrations, save the first checkpoint, and load the model from this checkpoint."""
+        """Train on demonstrations, save the first checkpoint, and load the saved model."""
         begun, parts, ranks = time.perf_counter(), self.parts, self.ranks
         num_steps = self.config.warm_start.steps
         progress = StageProgress("warm start", num_steps, is_main=ranks.is_main)

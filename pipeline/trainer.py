@@ -144,7 +144,7 @@ class Trainer:
         return max(stage.first_step, self.state.step)
 
     def end_stage(self, stage: Stage) -> None:
-        """Summarise training episodes, keep episodes for KL estimates, evaluate, save a checkpoint."""
+        """Summarise and evaluate a stage, keep episodes for KL estimates, save a checkpoint."""
         gathered = self.ranks.all_gather_objects(self.records, f"records of stage {stage.name}")
         self.records = []
         if any(gathered):
@@ -161,7 +161,7 @@ class Trainer:
     # One step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Return a context manager that writes a profiler trace if the setting `profile` has the step."""
+        """Return a context manager that writes a profiler trace if `profile` names the step."""
         device, folder = self.accelerator.device, self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
@@ -179,7 +179,7 @@ class Trainer:
     def update(
         self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
     ) -> dict[str, float]:
-        """Train on the batch, load the new weights into the sampler, return statistics of all ranks."""
+        """Train on the batch, load the weights into the sampler, return statistics of all ranks."""
         step, updater, settings = self.state.step, self.policy.updater, self.config.grpo
         assert updater is not None
         done, peak = step - stage.first_step, self.config.peak_learning_rate
@@ -216,7 +216,7 @@ class Trainer:
         return {**statistics, **metrics}
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
-        """Write transcripts, stop the run if environments fail too often, validate and save if due."""
+        """Write transcripts, stop if environments fail too often, validate and save if due."""
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
@@ -272,7 +272,7 @@ class Trainer:
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 
     def ends_early(self, stage: Stage) -> bool:
-        """Return True if success has stopped to rise; then save the stage's final number of steps."""
+        """Return True if success no longer rises; then save the stage's number of steps."""
         best = plateau(self.state.validations, stage, self.config)
         if best is None:
             return False
