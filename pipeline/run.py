@@ -56,7 +56,7 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
         if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
-            raise  # by --help; if user code exits, the watchdog adds a note
+            raise  # --help exits without a note; the watchdog adds a note if user code exits
         if any(text in str(error) for text in LOST_CONNECTION):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")

@@ -1,8 +1,8 @@
 """The warm start: a short supervised stage on demonstrations, with TRL's SFTTrainer.
 
-All ranks of the run take part in the warm start. `chat/template.py` makes the tokens of its
-examples, as for rollouts. The expert of a domain follows the domain's rules in only a share of the
-demonstrations (`warm_start.rule_share`), so that GRPO can improve the policy.
+All ranks of the run take part in the warm start. `chat/template.py` makes the tokens of both
+demonstrations and rollouts. The expert of a domain follows the domain's rules in only a share of
+the demonstrations (`warm_start.rule_share`), so that GRPO can improve the policy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from pipeline.models.loading import on_gpu, uses_bf16
 
 SFTExample = dict[str, list[int]]  # `input_ids` and `labels`
 NUM_TRIED = 100  # number of demonstrations of a file that are checked before a run
-NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that its expert must solve before a run
+NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
 IGNORED = -100  # label of tokens without a loss, as in transformers
 
 
@@ -64,7 +64,7 @@ def warm_start(
             on_step()
 
     trainer.add_callback(Hooks())
-    # Dropout is off, because its masks would depend on the number of ranks.
+    # Dropout is off, because dropout masks would depend on the number of ranks.
     hook = model.register_forward_pre_hook(lambda module, _: module.eval() and None)
     trainer.train()
     hook.remove()

@@ -94,7 +94,7 @@ class Trainer:
             write_text(self.folder / "curriculum.json", described)
             say_start(opened, self.state.step, config, self.parts.stages)
         self.kl_probe = KLProbe(self.folder, config, ranks)
-        self.records: list[RunRecord] = []  # of this rank's training episodes in the current stage
+        self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
         self._on_batch, self._warned_of_gap = on_batch, False
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
@@ -171,7 +171,7 @@ class Trainer:
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """Return, for each episode of this rank, its advantage, and True if the update uses it."""
+        """Return the advantages of this rank's episodes, and True for each used episode."""
         rewards = rewards_of(batch, self.ranks, self.config, step)
         size = self.config.rollout.num_generations
         return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
@@ -235,7 +235,7 @@ class Trainer:
             greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
-            self.save(f"step-{self.state.step:06d}")  # before one of the checks below ends the run
+            self.save(f"step-{self.state.step:06d}")  # save before a check below ends the run
         rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)

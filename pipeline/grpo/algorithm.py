@@ -9,21 +9,21 @@ The loss of a sampled token is GRPO's objective (Shao et al. 2024, arXiv 2402.03
 
 The sampler computed `old_logprobs`. DAPO (Yu et al. 2025, arXiv 2503.14476, equation 10) added
 `epsilon_high`. INTELLECT-2 (2025, arXiv 2505.07291) added the bound `delta`, off by default. The
-setting `loss_type` selects the weight of each token in the sum (`token_weights`). Other settings:
+setting `loss_type` selects the weight of each token in the loss (`token_weights`). Other settings:
 
 - `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
-  every token: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages * logprobs`. The upper
-  bound is `epsilon_high`, as in ScaleRL (2025, arXiv 2510.13786) and TRL. MiniMax-M1 uses
-  `1 + epsilon_high`.
+  every token: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages * logprobs`. The ratio
+  has the bound `epsilon_high`, as in ScaleRL (2025, arXiv 2510.13786) and TRL. MiniMax-M1 uses the
+  bound `1 + epsilon_high`.
 - `importance_sampling_level` sequence gives all tokens of an episode the ratio
   `exp(mean(logprobs - old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7).
-- `use_bias_correction_kl` multiplies the KL estimate by the ratio (DeepSeek-V3.2, 2025, arXiv
-  2512.02556). The setting is off by default, but on in TRL 1.16.
+- `use_bias_correction_kl` (default: false; in TRL 1.16: true) multiplies the KL estimate by the
+  ratio (DeepSeek-V3.2, 2025, arXiv 2512.02556).
 - `entropy_coef` adds `-entropy_coef * mean(entropy)` over the sampled tokens of a step, as in TRL.
 
 Token weights are normalised by counts over *all* ranks, and gradients are summed over the ranks.
-The sum equals the gradient of one process with the whole batch. TRL normalises bnpo and grpo within
-each micro-batch instead.
+The summed gradient equals the gradient of one process with the whole batch. TRL normalises the
+losses bnpo and grpo within each micro-batch.
 """
 
 from collections.abc import Sequence
@@ -149,8 +149,8 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return each reward minus the mean of its group, divided by a standard deviation plus 1e-4.
 
-    `rewards` has the shape [groups x num_generations]. With `scale_rewards` group, the divisor is
-    the unbiased deviation of the group; with batch, the given `batch_std`; with none, there is no
+    `rewards` has the shape [groups x num_generations]. `scale_rewards` selects the divisor:
+    "group" the unbiased standard deviation of the group, "batch" the given `batch_std`, "none" no
     divisor (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). The mean and the deviation of a group use
     only episodes with True in `counted` (default: all). Episodes that are not counted have the
     advantage zero, as have all episodes of a group with fewer than two counted episodes.

@@ -32,9 +32,9 @@ class RolloutBatch:
 
     trajectories: list[Trajectory]
     indices: list[int]  # index of each episode among the episodes of all ranks
-    kept: list[bool]  # False if the episode is left out of the baseline, or replaced
+    kept: list[bool]  # False if the episode is left out, or its group is replaced
     num_first: int  # number of this rank's episodes before the first round of replacements
-    rounds: list[int]  # number of groups of the stage's tasks, then of each round, on all ranks
+    rounds: list[int]  # numbers of groups on all ranks: of the stage's tasks, then of each round
 
     @property
     def first(self) -> list[Trajectory]:
@@ -100,15 +100,15 @@ def collect_rollouts(
 
 
 def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """Return True for each episode whose environment failed without a cause in the policy."""
+    """Return True for each episode that training leaves out because its environment failed."""
     return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
 
 
 def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Trajectory]:
-    """Lower the reward of each episode whose environment failed in a call by the policy.
+    """Lower the reward of each episode in which the policy may have made the environment fail.
 
-    The reward becomes 0, or the lowest reward in its group of `size` episodes if that is negative.
-    The policy then gains nothing by making an environment fail.
+    The reward becomes the minimum of 0 and the lowest reward in the group of `size` episodes. The
+    policy must gain nothing by making an environment fail.
     """
     changed = list(trajectories)
     for i, t in enumerate(trajectories):
@@ -134,7 +134,7 @@ def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> 
 def advantages_of(
     batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
 ) -> tuple[list[float], list[bool]]:
-    """Return, for each episode, its advantage, and True if the update uses the episode."""
+    """Return the advantage of each episode, and True for each episode that the update uses."""
     batch_std = None
     if settings.scale_rewards == "batch":
         # The sum of sorted rewards has the same rounding errors for any number of ranks.

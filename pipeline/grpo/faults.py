@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """Halve `budget`, in tokens, until the rank's largest micro-batch exceeds the budget.
+    """Halve the token budget until the rank's largest micro-batch is larger than the budget.
 
     `failed` is the index of the micro-batch that did not fit into memory. Raises RuntimeError if
     that micro-batch is a single episode and no micro-batch of several episodes is larger.
@@ -65,8 +65,8 @@ def find_suspects(
 ) -> str:
     """Find and save the micro-batches whose loss is not finite; every rank must call this function.
 
-    `computed` has each micro-batch of the rank with its loss. If all losses on all ranks are
-    finite, the gradient is the fault, and all micro-batches are suspects. Returns a text such as
+    `computed` has each micro-batch of the rank with its loss. If the losses of all ranks are
+    finite but the gradient is not, all micro-batches are suspects. Returns a text such as
     `(rank 1, tasks retail/t3, retail/t7; rank 2, ...); the batches are in FOLDER`.
     """
     suspects = [(batch, loss) for batch, loss in computed if not math.isfinite(loss)]

@@ -46,7 +46,7 @@ def make_micro_batches(
 
 
 def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[int]:
-    """Return the index after the last sequence of each micro-batch; `lengths` never increase.
+    """Return the index after the last sequence of each micro-batch; `lengths` must be falling.
 
     A sequence of more than `max_tokens` tokens has a micro-batch of its own.
     """
@@ -61,10 +61,10 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 
 
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Return the index after the last sequence of each micro-batch; `sequences` are sorted.
+    """Return the index after the last sequence of each micro-batch; `sequences` must be sorted.
 
-    In a micro-batch, a common prefix counts once. Attention gathers at most
-    `KEYS_PER_TOKEN * max_tokens` keys for several sequences.
+    A common prefix in a micro-batch counts once. For several sequences, attention gathers at most
+    `KEYS_PER_TOKEN * max_tokens` keys.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):
@@ -79,7 +79,7 @@ def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
 def micro_batch(
     items: Sequence[Item], pad_id: int, padding_free: bool = False, share_prefixes: bool = False
 ) -> MicroBatch:
-    """Return the micro-batch of `items`, which are sorted by tokens if `share_prefixes`."""
+    """Return the micro-batch of `items`, which must be sorted by tokens for `share_prefixes`."""
     sequences = [trajectory.ids for trajectory, _, _ in items]
     position_ids = tree = None
     paths: Sequence[Sequence[int]]  # for each sequence, the indices of its tokens in their row
@@ -124,8 +124,9 @@ def micro_batch(
 class MicroBatch:
     """The B sequences of one forward pass and their N sampled tokens.
 
-    If `position_ids` is None, each sequence is a row of `input_ids`, padded on the right. If not,
-    one row contains all sequences; with a `tree`, the row contains each common prefix once.
+    If `position_ids` is None, each sequence is a row of `input_ids`, padded on the right. If
+    `position_ids` is given, one row contains all sequences, and if `tree` is given, each common
+    prefix only once.
     """
 
     input_ids: torch.Tensor  # [B, T] int64, or [1, T]
@@ -154,7 +155,7 @@ class MicroBatch:
 def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
     """Return each sequence's number of tokens, and its number of tokens after a common prefix.
 
-    The prefix is common with the previous sequence. Without `share_prefixes`, it has no tokens.
+    The common prefix is that with the previous sequence, or empty without `share_prefixes`.
     """
     costs = []
     for before, ids in pairwise([[], *sequences]):
@@ -168,7 +169,7 @@ def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
 
     `costs` has the result of `costs_of` for each rank. Each rank computes consecutive sequences of
     the step. A bisection minimises the highest cost of a rank. No sequence moves to another rank if
-    the relative gain is below TOLERANCE.
+    the highest cost falls by less than the share TOLERANCE.
     """
     pairs = [list(zip(row[::2], row[1::2], strict=True)) for row in costs]
     loads = [sum(row[1::2]) for row in costs]
@@ -192,7 +193,7 @@ def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
 
 
 def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Ranks) -> list[Item]:
-    """Return the items that this rank computes by `plan`; every rank must call this function."""
+    """Return the items that `plan` assigns to this rank; every rank must call this function."""
     if all(owner == rank for rank, owners in enumerate(plan) for owner in owners):
         return list(items)
     parts: list[list[Item]] = [[] for _ in range(ranks.num_ranks)]

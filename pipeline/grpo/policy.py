@@ -1,4 +1,4 @@
-"""The policy: a model with its rollouts, its updater and its weights."""
+"""The policy: a model, its rollouts, and its updater."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +55,7 @@ class Policy:
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
     def replace(self, model: Any) -> None:
-        """Replace the model by a model whose parameters have the same shapes."""
+        """Replace the policy's model by another model with parameters of equal shapes."""
         self.model = self._placed(model)
         self.rollout.load_weights(self.model)
 
@@ -66,14 +66,14 @@ class Policy:
         saved: Mapping[str, Any],
         stages: Sequence[Stage],
     ) -> Updater:
-        """Make the Updater for GRPO from the current model, or from the checkpoint to resume."""
+        """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
         if config.model.use_peft:
             base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
             model = lora.attach(self.model, config.model, base, config.run.seed)
             self.model = model.to(self.accelerator.device)
             del self.rollout.sampler  # frees memory for the sampler with LoRA adapters
-            self.rollout.sampler = self._sampler(chat, is_main=False)  # prints no second warning
+            self.rollout.sampler = self._sampler(chat, is_main=False)  # prevents a second warning
         if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)
         module = TokenLogprobs(self.model, config.rollout.temperature).eval()  # without dropout

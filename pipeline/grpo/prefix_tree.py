@@ -2,8 +2,8 @@
 
 All episodes of a task begin with the same prompt, and often with the same tool calls. The output of
 the model at a token does not depend on later tokens, so one computation of a common prefix serves
-all sequences. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts. This file shares
-all common prefixes, as the tree training of AReaL does. One row contains the tokens of all
+all sequences. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts only. This file
+shares all common prefixes, as the tree training of AReaL does. One row contains the tokens of all
 sequences without padding, and each common prefix once. Each sequence has a path: the indices of its
 tokens in the row. Attention gathers the keys and values of a path, and computes the outputs of the
 tokens that no earlier path contains.
@@ -65,7 +65,7 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
-    """Put paths with similar lengths and numbers of new tokens into the same block of a tree."""
+    """Put paths with similar lengths and numbers of new tokens into one block of a PrefixTree."""
     alike: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
     for first, path in leaves:
         lengths = int(math.log(len(path), SIMILAR)), int(math.log(len(path) - first, SIMILAR))
@@ -89,9 +89,9 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
 
 
 def follow_prefixes(model: Any) -> bool:
-    """Make the model's attention use prefix trees; return False if the model does not support them.
+    """Make the model's attention use prefix trees; return False if the model cannot use trees.
 
-    All layers must have full attention, computed by scaled_dot_product_attention.
+    All layers of the model must have full attention, computed by scaled_dot_product_attention.
     """
     config, can_switch = model.config, getattr(model, "_supports_attention_backend", False)
     if unserved(config.get_text_config()) is not None or not can_switch:
@@ -154,7 +154,7 @@ class PrefixTree:
 
     keys: torch.Tensor  # [K] int64, index in the row of each token of each padded path
     queries: torch.Tensor  # [Q] int64, index in the row of each token whose output is computed
-    outputs: torch.Tensor  # [T] int64, for each token of the row, the index of its output among Q
+    outputs: torch.Tensor  # [T] int64, index of each row token's output among the Q outputs
     blocks: tuple[tuple[int, int, int], ...]  # per block: (paths, queries per path, keys per path)
 
     def to(self, device: torch.device) -> PrefixTree:

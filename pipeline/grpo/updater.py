@@ -1,4 +1,4 @@
-"""The update: load balancing, micro-batches, all-reduce and clip of gradients, optimizer step.
+"""The update: load balancing, micro-batches, all-reduce and clipping of gradients, optimizer step.
 
 If memory runs out, an Updater halves the maximum number of tokens of its micro-batches. All ranks
 skip an optimizer step whose loss or gradient is not finite.
@@ -32,7 +32,7 @@ Computed = tuple[MicroBatch, TokenStats]
 
 
 class Reference:
-    """The reference policy: a copy of the trained parameters, which with LoRA are the adapters."""
+    """The reference policy: a copy of the trained parameters (with LoRA: of the adapters)."""
 
     def __init__(self, module: TokenLogprobs) -> None:
         self.module = module
@@ -53,7 +53,7 @@ class Reference:
 class Updater:
     """Trains the policy on trajectories.
 
-    `accelerator` prepares `module` for training. `reference` is a Reference of the same module,
+    `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
     required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
     """
 
@@ -102,7 +102,7 @@ class Updater:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, equal on all ranks; the optimizer's is separate."""
+        """Return the Updater's state, without the optimizer's; all ranks return equal states."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -111,7 +111,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint; the smaller of both token budgets applies."""
+        """Load a checkpoint's state; of the saved and the current token budget, use the lower."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
@@ -129,7 +129,7 @@ class Updater:
         The step uses only episodes with True in `kept` (default: all). All ranks skip an optimizer
         step whose loss or gradient is not finite. All ranks raise RuntimeError after more than
         `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single episode
-        does not fit into its memory.
+        does not fit into the rank's memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
@@ -219,7 +219,7 @@ class Updater:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
                 return list(zip(batches, stats, strict=True))
-            # In the `except` block, the exception's frames would keep activations in memory.
+            # Not inside `except`: there, the exception's frames keep the activations in memory.
             self.optimizer.zero_grad()
             give_memory_back(self.accelerator.device)
 
@@ -245,7 +245,7 @@ class Updater:
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
             norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
-        names = [field.name for field in fields(TokenStats)]  # the last is a maximum, not a sum
+        names = [field.name for field in fields(TokenStats)]  # the last field is a maximum
         mine = torch.zeros(len(names) + 2, dtype=torch.float64)
         mine[-2], mine[-1] = norm, self.max_tokens_per_microbatch
         if done:
@@ -280,7 +280,7 @@ class Updater:
     def _count_skipped(self, done: Sequence[Computed]) -> None:
         """Count a skipped step, save its suspicious micro-batches, and print a warning.
 
-        Several skipped updates of one step count once. Raises RuntimeError after too many steps.
+        Skipped updates of one step count once. Raises RuntimeError after too many skipped steps.
         """
         step = self.ranks.current.step
         if step is None or step != self._skipped_step:

@@ -89,7 +89,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         settings = {key: value for key, value in settings.items() if key not in ignored}
     path = Path(settings["model.model"])
     if path.parent.name == "checkpoints":
-        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # the same for all seeds
+        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # equal for all seeds
         if (origin := path.parent.parent / "config.yaml").is_file():
             other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
             sections = ("model.", "warm_start.", "data.")
@@ -103,7 +103,7 @@ def _is_mixed(settings: Mapping[str, Any]) -> bool:
 
 
 def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the settings in which a configuration differs from most others: `replay 0.3`."""
+    """Return the settings in which a configuration differs from most others (`replay 0.3`)."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
     words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != KIND]

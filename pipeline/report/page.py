@@ -52,7 +52,7 @@ def write_files(
 
 
 def sections_of(markdown: str) -> list[dict[str, Any]]:
-    """Parse Markdown into sections, each with a title, an anchor and (kind, content) of blocks."""
+    """Parse Markdown into sections, each with a title, an anchor and a list of (kind, content)."""
     sections: list[dict[str, Any]] = []
     for block in markdown.strip().split("\n\n"):
         if block.startswith("#"):

@@ -1,7 +1,7 @@
 """An index and packed episodes for the HTML page, from the transcripts in a run folder.
 
 The page of a long run has only some groups of episodes, spread evenly over stages and steps. Each
-step has one chunk of packed episodes, in which each text occurs once.
+step has one chunk of packed episodes. A chunk contains each text only once.
 """
 
 import base64
@@ -71,7 +71,7 @@ def _task_of(line: bytes) -> Task:
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:
     """Choose groups with at most `limit` episodes in total, but at least one group.
 
-    The result takes one group of each stage in turn, and in a stage, of each step in turn.
+    Stages take turns with one group each, and within a stage, the steps take turns.
     """
 
     def in_turns(groups: list[Group], owner: Callable[[Group], Hashable]) -> list[Group]:

@@ -1,8 +1,8 @@
 """Write `report.md`, `report.html` and pictures of a run, or a comparison of several runs.
 
 A report needs only the files of a run folder. `python -m pipeline.report FOLDER` writes the report
-of a run again. `python -m pipeline.report RUN RUN ... --output FOLDER` compares runs, and
-`python -m pipeline.report FOLDER` all runs in a folder of runs.
+of a run again. `python -m pipeline.report RUN RUN ... --output FOLDER` compares runs.
+`python -m pipeline.report FOLDER_OF_RUNS` compares all runs in a folder.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pipeline.tracking.run_files import load_run
 
 
 def write_report(folder: Path) -> None:
-    """Write a run's report and pictures into its folder; raise UserError if it has no run."""
+    """Write a run's report into its folder; raise UserError if the folder has no run."""
     run = load_run(folder)
     reader, figures = read_episodes(folder, run.success_threshold), pictures.pictures_of(run)
     title = folder.resolve().name

@@ -1,7 +1,7 @@
 """Sampling through `model.generate`, for models with sliding windows or linear attention.
 
-A cache of sliding windows or linear attention does not keep all positions, so the model computes
-the whole conversation again for each message.
+A cache for sliding windows or linear attention does not keep all positions of a conversation, so
+the model computes the whole conversation again for each message.
 
 Letters in shapes: B sequences, T tokens, V entries of the vocabulary.
 """
@@ -72,7 +72,7 @@ class GenerateSampler(ModelSampler):
         return messages
 
     def _batches(self, episodes: Sequence[GenerateEpisode]) -> list[list[int]]:
-        """Return batches of indices of episodes; episodes of a batch have similar lengths."""
+        """Split the episodes into batches of similar lengths; return the indices of each batch."""
         lengths = [len(episode.ids) for episode in episodes]
         batches: list[list[int]] = []
         for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):
@@ -110,12 +110,12 @@ class GenerateSampler(ModelSampler):
             logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([has_ended]),
         )
-        # `generate` extends all rows until the last row is complete. Surplus tokens are dropped.
+        # Tokens that `generate` adds to a row after the row's end are dropped.
         sampled, chosen = (torch.cat(x, 1).cpu().numpy() for x in (tokens, values))
         stopped = (sampled[:, :, None] == self.stops).any(2)
         ends = stopped | (np.arange(1, sampled.shape[1] + 1) >= np.array(limits)[:, None])
         counts = ends.argmax(1) + 1
-        # The model has not computed the last token of a message, hence `counts - 1`.
+        # The model has not yet computed the last token of a message, hence `counts - 1`.
         self.num_tokens += int(mask_BT.sum()) + int((counts - 1).sum())
         self.num_padded_tokens += mask_BT.numel() + len(rows) * (sampled.shape[1] - 1)
         return [

@@ -58,7 +58,7 @@ class _RowLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # In latent attention, keys and values have different sizes. `grow` enlarges both tensors.
+        # In latent attention, keys and values have different sizes, so there are two tensors.
         empty = (x.new_zeros((0, x.shape[1], 0, x.shape[3])) for x in (key_states, value_states))
         self.keys, self.values = empty
         self.is_initialized = True
@@ -66,7 +66,7 @@ class _RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states [B, heads, T, size]; return the keys and values for the attention."""
+        """Write new keys and values [B, heads, T, size]; return all that the attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.grow()
@@ -118,7 +118,7 @@ class RowCache(Cache):
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
         self.length = -(-end // LENGTHS) * LENGTHS
-        if self.capacity < self.length:  # a quarter more; doubling could exhaust the memory
+        if self.capacity < self.length:  # grow by a quarter; doubling could exhaust the memory
             self.capacity = max(self.length, self.capacity + self.capacity // 4)
         visible = torch.arange(self.length, device=positions_BT.device)
         hidden = (visible > positions_BT[:, :, None])[:, None]

@@ -19,7 +19,7 @@ from pipeline.models.weights import trained_weights
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
-UNKNOWN_TOOL = "unknown"  # stands for all tools that do not exist, in counts of calls
+UNKNOWN_TOOL = "unknown"  # name that stands for all nonexistent tools in the counts of calls
 TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
 
 
@@ -41,7 +41,7 @@ class _Episode:
         self.environment: Any = None
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
-        self.wait: Callable[[], None] | None = None  # waits for the environment's current call
+        self.wait: Callable[[], None] | None = None  # function that waits for the current call
         self.excused = ""  # value for the trajectory's `left_out` if the current call fails
         self.ended = False
         self.trajectory = Trajectory(
@@ -117,7 +117,7 @@ class Rollout:
         return [episode.trajectory for episode in episodes]
 
     def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
-        """Run all episodes to the end, in an order that depends on counts, never on time."""
+        """Run all episodes to the end, in an order that depends on numbers of episodes only."""
         live: list[_Episode] = []  # episodes whose next message the sampler writes
         away: list[_Episode] = []  # episodes whose environment works in the background
         while waiting or live or away:
@@ -220,7 +220,7 @@ class Rollout:
             self.sampler.close(handle)
 
     def _begin(self, episode: _Episode, work: _Work) -> None:
-        """Run `work` to its end, or start `work` in the background."""
+        """Run the function `work` to its end, or start `work` in the background."""
         key = episode.request.task.key
         if episode.in_background:
             episode.wait = self._calls.beside(key, partial(work, episode))
@@ -251,7 +251,7 @@ async def _score(episode: _Episode, guard: Guard) -> None:
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
-    """Let the environment answer the tool calls, or the user a message without tool calls."""
+    """Let the environment answer the tool calls; without tool calls, let the user answer."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     methods = tools.tool_methods(type(environment))
     for name, arguments in parsed.calls:

@@ -25,7 +25,7 @@ from pipeline.rollout.sequences import (
 from pipeline.rollout.trajectory import Sampled
 
 MIN_PREFIX = 64  # minimum number of tokens of a common prefix that is computed only once
-MIN_FILL = 0.85  # a batch with a smaller share of unfinished rows is made smaller
+MIN_FILL = 0.85  # share of unfinished rows below which a batch is made smaller
 STEPS_PER_CHECK = 8  # number of tokens between two checks for complete messages, on a GPU
 
 
@@ -43,7 +43,7 @@ class RowEpisode:
     """One conversation of a RowSampler."""
 
     key: int  # 64-bit key of the conversation's random numbers
-    pending: list[int]  # last tokens of the conversation, which the cache does not hold yet
+    pending: list[int]  # last tokens of the conversation, not yet in the cache
     slot: Slot
     num_sampled: int = 0  # number of random numbers that the conversation has used
     room: int = 0  # maximum number of tokens of the current message
@@ -67,9 +67,9 @@ def members_of(slots: Sequence[Slot]) -> tuple[list[RowEpisode], NDArray[np.int6
 class RowSampler(ModelSampler):
     """A `Sampler` that keeps the keys and values of all turns in one KV cache.
 
-    Conversations with the same tokens share a row of the cache, which is computed once. When their
-    sampled tokens differ, the row is copied. On a GPU, each conversation has its own row after the
-    prompt, because sharing a row would need a synchronization after each token.
+    Conversations with the same tokens share a row of the cache, which is computed once. When
+    conversations sample different tokens, their shared row is copied. On a GPU, each conversation
+    has its own row after the prompt, because sharing a row needs a synchronization for each token.
     """
 
     def _prepare(self) -> None:
@@ -105,7 +105,7 @@ class RowSampler(ModelSampler):
         if not episode.slot.members:
             del self._slots[episode.slot.row]
         if not self._slots and self.device.type == "cuda":
-            # This frees GPU memory for the update. On a CPU, allocating a new cache would be slow.
+            # Dropping the cache frees GPU memory for the update. On a CPU, new caches are slow.
             self._cache = RowCache(0, 0)
 
     def _new_slot(self, length: int) -> Slot:
@@ -144,7 +144,7 @@ class RowSampler(ModelSampler):
         return message
 
     def _begin_messages(self, episodes: Sequence[RowEpisode], greedy: bool) -> None:
-        """Run the model on all pending tokens, and sample the first token of each message."""
+        """Run the model on each conversation's pending tokens, and sample one token of each."""
         slots = sorted(self._split(episodes), key=lambda slot: slot.row)
         fed = [slot.members[0].pending for slot in slots]
         hidden = self._feed([slot.row for slot in slots], fed, [slot.length for slot in slots])
@@ -158,9 +158,9 @@ class RowSampler(ModelSampler):
             episode.append([token], values)
 
     def _split(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
-        """Split slots whose conversations have different pending tokens; return all slots.
+        """Split slots whose conversations have different pending tokens; return the new slots.
 
-        A conversation that differs from others of its slot moves to a copy of the slot.
+        A conversation that differs from the other conversations moves to a copy of the slot.
         """
         alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
@@ -192,7 +192,7 @@ class RowSampler(ModelSampler):
         """
         slots = self._compact_slots(self._split(episodes))
         members, index = members_of(slots)
-        # Rows of other conversations fill up the batch; a pass changes no position of their tokens.
+        # Rows of other conversations fill up the batch; the cached tokens of these rows stay.
         held = [0] * (-(-len(slots) // ROWS) * ROWS)
         for row in self._slots.keys() & range(len(held)):
             held[row] = self._slots[row].length
@@ -270,7 +270,7 @@ class RowSampler(ModelSampler):
     def _feed(
         self, rows: Sequence[int], tokens: Sequence[list[int]], begins: Sequence[int]
     ) -> torch.Tensor:
-        """Run the model on the tokens of each row, which start at the positions `begins`.
+        """Run the model on the tokens of each row, from the row's position in `begins` on.
 
         Returns the hidden state of each row's last token, [B, H].
         """
@@ -280,7 +280,7 @@ class RowSampler(ModelSampler):
         for first, last in passes([lengths[i] for i in order]):
             batch, longest = sorted(order[first:last]), lengths[order[first]]
             padded = torch.tensor([tokens[i] + [0] * (longest - lengths[i]) for i in batch])
-            # Padding gets positions below `end`, because the model's positions have a maximum.
+            # Padding gets positions below `end`, because the model has a maximum position.
             end = max(begins[i] + lengths[i] for i in batch) + 1
             begin = torch.tensor([[begins[i]] for i in batch]).to(self.device)
             positions = (begin + torch.arange(longest, device=self.device)).clamp_(max=end - 1)

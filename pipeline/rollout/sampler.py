@@ -22,9 +22,10 @@ Handle = Any  # an open conversation; its type depends on the sampler
 class Sampler(Protocol):
     """Samples the policy's messages as token ids with log-probabilities.
 
-    A sampled token depends on the weights, on the conversation's tokens, and on the random number
-    at (key, number of sampled tokens). Other conversations in a batch change only rounding errors.
-    `num_tokens` counts the tokens that the model computed; `num_padded_tokens` includes padding.
+    A sampled token depends on the weights, on the conversation's tokens, and on a random number for
+    the conversation's key and number of sampled tokens. Other conversations in a batch change only
+    rounding errors. `num_tokens` counts the tokens that the model computed; `num_padded_tokens`
+    also counts padding.
     """
 
     num_tokens: int
@@ -34,8 +35,8 @@ class Sampler(Protocol):
         """Load the weights that `trained_weights` returned, while no conversation is open.
 
         `weights` holds every parameter of a plain model, or only the LoRA adapters under PEFT's
-        names. The sampler may share the tensors with the model, so that an update changes both.
-        Raises ValueError if a name is unknown or missing, or if a shape differs.
+        names. The sampler may share tensors with the model, so that an update of the model changes
+        the sampler too. Raises ValueError if a name is unknown or missing, or if a shape differs.
         """
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
@@ -55,12 +56,12 @@ class Sampler(Protocol):
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """Sample the next message of each conversation, of `max_tokens` (1 or more) at most.
+        """Sample the next message of each conversation, with at most `max_tokens` >= 1 tokens each.
 
         Returns when at least `until` messages are complete (default: all). An incomplete message is
-        returned as None, and the next call continues the message. A message includes its stop id.
-        Log-probabilities are in nats, at the sampling temperature. `greedy` selects the most likely
-        tokens.
+        returned as None, and the next call continues the message. A message includes the id that
+        ended the message. Log-probabilities are in nats, at the sampling temperature. `greedy`
+        selects the most likely tokens.
         """
 
     def close(self, episode: Handle) -> None:
@@ -102,9 +103,9 @@ def make_sampler(
 
 
 def other_stops(model: Any, chat: Chat) -> list[int]:
-    """Return, in order, the ids that end a message besides the chat template's end of turn.
+    """Return the sorted ids that end a message besides the chat template's end of turn.
 
-    Inference servers also stop at the eos_token_id of the generation config and at that of the
+    Inference servers also stop at the eos_token_id of the generation config and of the
     tokenizer. Raises UserError if the config's eos_token_id is neither an id nor a list of ids.
     """
     listed = getattr(model.generation_config, "eos_token_id", None)

@@ -23,7 +23,7 @@ Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
-    """Return, for each episode, the key of its random numbers and the number of used ones."""
+    """Return, for each episode, its key and how many of its random numbers are used."""
     keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
     return keys, np.array([episode.num_sampled for episode in episodes])
 
@@ -31,7 +31,7 @@ def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
 def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Split sequences into forward passes; return the (start, end) indices of each pass.
 
-    `lengths` must be in descending order. A split must save more padding than a forward pass costs.
+    `lengths` must be in descending order. A split must save more than PASS_TOKENS of padding.
     """
     cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
     if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
@@ -41,10 +41,10 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
-    """Return common prefixes, of `at_least` tokens or more, of groups of prompts.
+    """Return the common prefixes, of `at_least` or more tokens, of groups of prompts.
 
-    A group is a run of the sorted prompts. A prompt that shares less than half of a group's prefix
-    begins a new group, because the prompts of two domains have only few words in common.
+    A group consists of neighbours in the sorted list of prompts. A prompt that shares less than
+    half of a group's prefix begins a new group, because prompts of two domains share few words.
     """
     prefixes: list[Ids] = []
     prefix: Ids = ()
@@ -106,8 +106,8 @@ def sample_tokens(
 def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """Return True for tokens that `top_k` and `top_p` allow, at least one per row, [B, V] bool.
 
-    `top_k` allows the most likely tokens (0: all); of equally likely tokens, lower ids win. `top_p`
-    then allows the nucleus of Holtzman et al. 2020 (arXiv 1904.09751, section 3.1).
+    The `top_k` most likely tokens (0: all) are allowed; of equally likely tokens, lower ids win. Of
+    the `top_k` tokens, `top_p` allows the nucleus (Holtzman et al. 2020, arXiv 1904.09751, 3.1).
     """
     likely, best = (x[:, : top_k or None] for x in logprobs_BV.sort(descending=True, stable=True))
     kept_BV = torch.zeros_like(logprobs_BV, dtype=torch.bool)

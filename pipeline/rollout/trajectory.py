@@ -22,8 +22,8 @@ class StopReason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"  # environment code failed or exceeded its deadline
 
 
-# Kinds of environment failures that the policy cannot cause; training ignores their episodes.
-# Timeouts of tools and failures of get_reward are not listed, because the policy may cause them.
+# Environment failures that the policy did not cause; training ignores episodes with these failures.
+# Timeouts of tools and failures of get_reward are not in the list: the policy may cause them.
 LEFT_OUT = ("reset", "reply", "outage")
 
 
@@ -38,7 +38,7 @@ class Sampled:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The summary of an episode, which ranks send to each other."""
+    """The summary of an episode. Ranks exchange the summaries, not the tokens."""
 
     domain: str
     task_id: str
@@ -52,7 +52,7 @@ class RunRecord:
     num_malformed_calls: int = 0
     num_tool_errors: int = 0  # number of tool calls that raised an exception
     left_out: str = ""  # one of LEFT_OUT, or empty if training may use the episode
-    tools: dict[str, list[int]] = field(default_factory=dict)  # by name: [calls, failed calls]
+    tools: dict[str, list[int]] = field(default_factory=dict)  # by tool name: [calls, failed calls]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,13 +60,13 @@ class RunRecord:
 
 @dataclass(kw_only=True)
 class Trajectory(RunRecord):
-    """One episode as tokens; sampled ids stay as sampled, never decoded and encoded again."""
+    """One episode as tokens. The sampled ids are never decoded and encoded again."""
 
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)  # True where completion_ids are sampled
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
-    messages: list[dict[str, Any]] = field(default_factory=list)  # the texts, for reports
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
     error: str = ""  # the environment's failure, or empty
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
     difference: dict[str, list[str]] = field(default_factory=dict)  # by name: [actual, expected]
