@@ -49,7 +49,7 @@ Hook = Callable[["Trainer", str, Sequence[Trajectory]], None]
 
 
 class Trainer:
-    """A run on one rank. Every rank of the process group makes a Trainer.
+    """The state of a run on one rank. Every rank of the process group makes a Trainer.
 
     `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
     called after each step and each evaluation with the trainer, the name of the stage or
@@ -124,7 +124,7 @@ class Trainer:
         return meter
 
     def begin_stage(self, stage: Stage) -> int:
-        """Prepare a stage, and return the index of its next step among all steps of the run."""
+        """Prepare a stage; return the index of the stage's next step among all steps of the run."""
         is_inside = self.state.step > stage.first_step
         assert self.policy.updater is not None
         reference = self.policy.updater.reference
@@ -171,7 +171,7 @@ class Trainer:
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """Return the advantages of this rank's episodes, and True for each used episode."""
+        """Return each episode's advantage, and True for each episode that the update uses."""
         rewards = rewards_of(batch, self.ranks, self.config, step)
         size = self.config.rollout.num_generations
         return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
@@ -204,7 +204,7 @@ class Trainer:
     def record(
         self, stage: Stage, batch: RolloutBatch, statistics: dict[str, float], meter: Meter
     ) -> dict[str, float]:
-        """Count a finished step, write its metrics and timings to files, and return the metrics."""
+        """Count a finished step, write the step's metrics and timings, and return the metrics."""
         self.state.step, self.state.stage = self.state.step + 1, stage.name
         self.records += [trajectory.record() for trajectory in batch.trajectories]
         metrics, counts = rollout_metrics(batch, self.ranks, self.config)

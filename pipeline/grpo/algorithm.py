@@ -53,7 +53,7 @@ class TokenStats:
 def token_weights(
     lengths: Sequence[int], loss_type: str, num_sequences: float, num_tokens: float, max_tokens: int
 ) -> list[float]:
-    """Return, for each sequence, the weight in the loss of each of its sampled tokens.
+    """Return, for each sequence, the loss weight of every sampled token of the sequence.
 
     - `grpo`: 1 / (length * num_sequences) (arXiv 2402.03300, equation 3);
     - `bnpo`, `dapo`, `cispo`: 1 / num_tokens (arXiv 2503.14476, equation 8; 2506.13585, eq. 4);
@@ -82,7 +82,7 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def importance_ratios(logprobs: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
     """Return the ratio exp(logprobs - old_logprobs) of each token, [N].
 
-    If `level` is "sequence", the ratio of a token is the geometric mean over its sequence.
+    If `level` is "sequence", each token has the geometric mean of the ratios in its sequence.
     """
     differences = logprobs - batch.old_logprobs
     if level == "sequence":

@@ -1,6 +1,6 @@
 """Collect the rollouts of a step: its groups of episodes, rewards and advantages.
 
-All rewards of a zero-std group are equal, so all its advantages are zero. With `dynamic_sampling`
+A zero-std group has equal rewards, so its advantages are all zero. With `dynamic_sampling`
 (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), a step replaces zero-std groups in at most
 `max_resample_times` rounds and trains on the other groups. DAPO samples whole batches of new tasks.
 This pipeline replaces a group by a group of the same domain, so that each domain keeps its share of
@@ -32,7 +32,7 @@ class RolloutBatch:
 
     trajectories: list[Trajectory]
     indices: list[int]  # index of each episode among the episodes of all ranks
-    kept: list[bool]  # False if the episode is left out, or its group is replaced
+    kept: list[bool]  # False if the episode is left out, or the group is replaced
     num_first: int  # number of this rank's episodes before the first round of replacements
     rounds: list[int]  # numbers of groups on all ranks: of the stage's tasks, then of each round
 

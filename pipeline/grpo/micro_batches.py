@@ -155,7 +155,7 @@ class MicroBatch:
 def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
     """Return each sequence's number of tokens, and its number of tokens after a common prefix.
 
-    The common prefix is that with the previous sequence, or empty without `share_prefixes`.
+    The prefix is common to the sequence and its predecessor, and empty without `share_prefixes`.
     """
     costs = []
     for before, ids in pairwise([[], *sequences]):

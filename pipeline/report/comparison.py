@@ -20,7 +20,7 @@ from pipeline.tracking.run_files import RunData, load_run
 
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns
 KIND = "curriculum.curriculum"
-# names of settings that mixed training ignores, because they belong to stages
+# names of settings that mixed training ignores, because mixed training has no stages
 OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
 
 
@@ -103,7 +103,7 @@ def _is_mixed(settings: Mapping[str, Any]) -> bool:
 
 
 def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the settings in which a configuration differs from most others (`replay 0.3`)."""
+    """Return the settings in which a configuration is unlike most others, such as `replay 0.3`."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
     words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != KIND]
@@ -128,7 +128,7 @@ def _against(
         of_seed = {other.config["run"]["seed"]: other.results for other in reversed(others)}
         theirs = [of_seed[seed] for seed in seeds if seed in of_seed]
         if len(theirs) == len(runs) and summary(theirs)["episodes"] == episodes:
-            with suppress(UserError):  # raised if the evaluation had other tasks
+            with suppress(UserError):  # raised if mixed training was evaluated on other tasks
                 return differences([run.results for run in runs], theirs)
     return None
 

@@ -20,7 +20,7 @@ from pipeline.files.durable import whole_lines
 from pipeline.tracking.run_files import transcripts_in
 
 MAX_EPISODES = 10_000
-MAX_CHARACTERS = 11_000_000  # total length of all chunks; the page then stays below 15 MB
+MAX_CHARACTERS = 11_000_000  # maximum length of all chunks together; keeps the page below 15 MB
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 MOST_TOKENS = 4  # maximum number of tokens that make up one character
 COPIED = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error", "advantage")

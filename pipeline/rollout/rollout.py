@@ -41,8 +41,8 @@ class _Episode:
         self.environment: Any = None
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
-        self.wait: Callable[[], None] | None = None  # function that waits for the current call
-        self.excused = ""  # value for the trajectory's `left_out` if the current call fails
+        self.wait: Callable[[], None] | None = None  # function that waits for the environment
+        self.excused = ""  # value of `left_out` if the environment's current call fails
         self.ended = False
         self.trajectory = Trajectory(
             domain=task.domain,

@@ -144,7 +144,7 @@ class RowSampler(ModelSampler):
         return message
 
     def _begin_messages(self, episodes: Sequence[RowEpisode], greedy: bool) -> None:
-        """Run the model on each conversation's pending tokens, and sample one token of each."""
+        """Compute each conversation's pending tokens, and sample the first token of its message."""
         slots = sorted(self._split(episodes), key=lambda slot: slot.row)
         fed = [slot.members[0].pending for slot in slots]
         hidden = self._feed([slot.row for slot in slots], fed, [slot.length for slot in slots])
@@ -192,7 +192,7 @@ class RowSampler(ModelSampler):
         """
         slots = self._compact_slots(self._split(episodes))
         members, index = members_of(slots)
-        # Rows of other conversations fill up the batch; the cached tokens of these rows stay.
+        # Rows of other conversations fill up the batch, and their cached tokens do not change.
         held = [0] * (-(-len(slots) // ROWS) * ROWS)
         for row in self._slots.keys() & range(len(held)):
             held[row] = self._slots[row].length

@@ -65,7 +65,7 @@ class Sampler(Protocol):
         """
 
     def close(self, episode: Handle) -> None:
-        """End a conversation, also inside a message; its handle becomes invalid."""
+        """End a conversation, even if its message is incomplete; the handle becomes invalid."""
 
 
 def make_sampler(

@@ -23,7 +23,7 @@ Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
-    """Return, for each episode, its key and how many of its random numbers are used."""
+    """Return each episode's key, and the number of random numbers that the episode has used."""
     keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
     return keys, np.array([episode.num_sampled for episode in episodes])
 

@@ -23,7 +23,7 @@ class StopReason(StrEnum):
 
 
 # Environment failures that the policy did not cause; training ignores episodes with these failures.
-# Timeouts of tools and failures of get_reward are not in the list: the policy may cause them.
+# Timeouts of tools and failures of get_reward are not in LEFT_OUT: the policy may cause them.
 LEFT_OUT = ("reset", "reply", "outage")
 
 
