@@ -219,7 +219,7 @@ class Updater:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
                 return list(zip(batches, stats, strict=True))
-            # Inside `except`, this would fail: the exception's frames keep the activations alive.
+            # Cleaning up inside `except` frees less: the exception's frames keep activations alive.
             self.optimizer.zero_grad()
             give_memory_back(self.accelerator.device)
 
