@@ -1,7 +1,7 @@
-"""The command line: read the settings, start the ranks, run on each rank.
+"""The command line: read the settings, start the ranks, train on each rank.
 
-Exit codes: 0 done, 1 fault (with a traceback), 2 mistake of the user (one line), 75 interrupted
-with a checkpoint to resume from.
+Exit codes: 0 success; 1 fault, with a traceback; 2 mistake of the user, with one line of text;
+75 interruption, with a checkpoint to resume from.
 """
 
 import os
@@ -23,17 +23,17 @@ from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, MachineError,
 from pipeline.files.imports import importing
 from pipeline.files.untrusted import printable
 
-# Seconds before a rank prints an error that another rank may have printed already. The launcher
-# ends the waiting rank if the other rank has ended.
+# Seconds that a rank waits before it prints an error that another rank may have printed. If the
+# other rank has ended, the launcher ends the waiting rank, so that only one rank prints.
 SILENT_S = 5.0
 LAUNCHER = os.getppid()
 
 
 def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
-    """Run the command line `argv`, without the name of the program; return the exit code.
+    """Run the command line `argv` (without the program's name), and return the exit code.
 
-    `entry` is the script that starts a rank (default: this file). `hooks` are arguments of
-    `pipeline.train.main`.
+    `entry` is the script that starts a rank (default: this file). `hooks` are keyword
+    arguments of `pipeline.train.main`.
     """
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
@@ -41,7 +41,7 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
             return _run(argv, entry, hooks)
     except (UserError, MachineError) as error:
         if not is_main and not error.is_first:
-            time.sleep(SILENT_S)  # most of these errors occur on every rank
+            time.sleep(SILENT_S)  # most user and machine errors occur on every rank
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         if isinstance(error, UserError):
             _end_restarts()
@@ -56,19 +56,19 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
         if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
-            raise  # from --help; the watchdog adds a note to a SystemExit of user code
+            raise  # --help exits without a note; the watchdog adds a note if user code exits
         if any(text in str(error) for text in LOST_CONNECTION):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
         heading = "" if rank is None else f"rank {rank} failed:\n"
-        # A single write keeps the tracebacks of several ranks apart.
+        # A single write does not mix this traceback with the tracebacks of other ranks.
         sys.stderr.write(printable(heading + traceback.format_exc()))
         return 1
 
 
 @contextmanager
 def _keyboard() -> Iterator[None]:
-    """Inside this context, Ctrl-C raises CtrlC."""
+    """Inside this context, Ctrl-C raises the exception CtrlC."""
 
     def interrupt(*_: object) -> None:
         raise CtrlC
@@ -139,8 +139,8 @@ def leave(code: int) -> NoReturn:
             note.write(str(code))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # An open gloo group may abort the exit and hide the exit code (torch 2.13). Closing the
-        # group after a failure may wait for ranks that have ended.
+        # An open gloo process group may abort the exit and hide the exit code (torch 2.13). After a
+        # failure, closing the process group may wait for ranks that have ended.
         if code == 0:
             distributed.destroy_process_group()
         else:

@@ -1,8 +1,8 @@
 """The warm start: a short supervised stage on demonstrations, with TRL's SFTTrainer.
 
-The warm start runs on the ranks of the run. `chat/template.py` makes the tokens of its examples, as
-for rollouts. The experts of the domains follow the rules of their domain only in part
-(`warm_start.rule_share`), so that GRPO can improve the policy.
+All ranks of the run take part in the warm start. `chat/template.py` makes the tokens of both
+demonstrations and rollouts. The expert of a domain follows the domain's rules in only a share of
+the demonstrations (`warm_start.rule_share`), so that GRPO can improve the policy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ from pipeline.models.loading import on_gpu, uses_bf16
 
 SFTExample = dict[str, list[int]]  # `input_ids` and `labels`
 NUM_TRIED = 100  # number of demonstrations of a file that are checked before a run
-NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that its expert must solve before a run
-IGNORED = -100  # label of tokens that are not trained, as in transformers
+NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
+IGNORED = -100  # label of tokens without a loss, as in transformers
 
 
 def warm_start(
@@ -39,7 +39,7 @@ def warm_start(
     """Train `model` in place and return the mean loss of the last eighth of the steps.
 
     Every rank must call this function after creating the Accelerator. `on_step` is called after
-    each optimizer step, `alive` after each demonstration.
+    each optimizer step, `alive` after each demonstration is encoded.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -64,7 +64,7 @@ def warm_start(
             on_step()
 
     trainer.add_callback(Hooks())
-    # Dropout is off, because its masks would depend on the number of ranks.
+    # Dropout is off, because dropout masks would depend on the number of ranks.
     hook = model.register_forward_pre_hook(lambda module, _: module.eval() and None)
     trainer.train()
     hook.remove()
@@ -108,10 +108,10 @@ def _arguments(config: Config, num_examples: int) -> Any:
 def share_steps(
     examples: Sequence[SFTExample], batch_size: int, num_ranks: int, deterministic: bool
 ) -> list[SFTExample]:
-    """Return the examples in the order in which SFTTrainer gives them to the ranks.
+    """Return the examples in the order in which SFTTrainer gives examples to the ranks.
 
-    The examples of a step are followed by padding, so that all ranks get equally many. If
-    `deterministic`, each rank gets all examples of a step, so that sums do not depend on the ranks.
+    Padding follows the examples of each step, so that all ranks get equally many examples. If
+    `deterministic`, each rank gets all examples, so that sums do not depend on the number of ranks.
     """
     steps = [list(examples[i : i + batch_size]) for i in range(0, len(examples), batch_size)]
     padding = [{"input_ids": [0], "labels": [IGNORED]}] * (-batch_size % num_ranks)
@@ -121,8 +121,8 @@ def share_steps(
 def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> None:
     """Raise UserError if the warm start has too few or faulty demonstrations.
 
-    The check encodes up to NUM_TRIED demonstrations of a file. Without a file, the expert of each
-    domain must solve NUM_TRIED_BY_EXPERT tasks.
+    The check encodes up to NUM_TRIED demonstrations of the file. If there is no file, the expert of
+    each domain must solve NUM_TRIED_BY_EXPERT tasks.
     """
     settings, path = config.warm_start, config.warm_start.data
     if not config.grpo.use_grpo or settings.steps == 0:
@@ -149,7 +149,7 @@ def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Ch
                 f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
                 f"but the experts give at most {limit} a domain; give fewer"
             )
-        # A domain without `max_tasks` is checked by making all tasks.
+        # Without `max_tasks`, only making all tasks shows whether the domain has enough tasks.
         num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
         tasks = generated(config.data, domain, num_made, "train")
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
@@ -157,7 +157,7 @@ def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Ch
 
 
 def _experts(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
-    """Return the domains with an expert, and the number of demonstrations of each."""
+    """Return the domains with an expert, and the number of demonstrations of each domain."""
     experts = [domain for domain in domains.values() if domain.expert is not None]
     count = config.warm_start.steps * config.warm_start.batch_size
     return experts, -(-count // max(1, len(experts)))
@@ -169,9 +169,9 @@ def sft_examples(
     domains: Mapping[str, Domain],
     alive: Callable[[], None] = lambda: None,
 ) -> list[SFTExample]:
-    """Return the examples of all steps of the warm start, in order.
+    """Return the examples of all steps of the warm start, in the order of the steps.
 
-    Examples repeat if there are fewer demonstrations. `alive` is called after each demonstration.
+    Examples repeat if there are too few demonstrations. `alive` is called after each demonstration.
     """
     path, examples = config.warm_start.data, list[SFTExample]()
     count = config.warm_start.steps * config.warm_start.batch_size
@@ -187,7 +187,7 @@ def sft_examples(
 def _expert_demonstrations(
     config: Config, domains: Mapping[str, Domain]
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
-    """Yield each conversation of the experts and its tool schemas."""
+    """Yield each conversation of the experts with the schemas of the domain's tools."""
     timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
     experts, count = _experts(config, domains)
     for domain in experts:
@@ -204,7 +204,7 @@ def _expert_demonstrations(
 
 
 def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> SFTExample:
-    """Return the tokens of a conversation; only tokens of assistant messages have labels."""
+    """Return tokens and labels of a conversation; only assistant messages are trained on."""
     is_assistant = [message["role"] == "assistant" for message in messages]
     first, end = is_assistant.index(True), len(messages) - is_assistant[::-1].index(True)
     parts = [(False, chat.prompt_ids(messages[:first], tools))]

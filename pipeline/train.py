@@ -1,7 +1,7 @@
 """The run: evaluation, warm start, then GRPO stage by stage.
 
-A stage is the loop of rollouts and updates in `Training.train`, followed by an evaluation.
-`trainer.py` has the functions that the loop calls.
+A stage consists of steps (rollouts and an update) and an evaluation; see `Training.train`. The file
+`trainer.py` has the methods that the training loop calls.
 """
 
 import gc
@@ -59,7 +59,7 @@ class Training(Trainer):
         """Do GRPO: for each stage and each step, collect rollouts and update the policy."""
         meter = self.begin_grpo()
         for index in range(len(self.parts.stages)):
-            stage = self.stages[index]  # its first step depends on earlier stages that ended early
+            stage = self.stages[index]  # a stage begins earlier if another stage ended early
             if self.state.evaluated(stage.name):
                 continue
             first = self.begin_stage(stage)
@@ -78,7 +78,7 @@ class Training(Trainer):
             self.end_stage(stage)
 
     def give_warm_start(self) -> None:
-        """Train on demonstrations, save the first checkpoint, and load the model from it."""
+        """Train on demonstrations, save the first checkpoint, and load the saved model."""
         begun, parts, ranks = time.perf_counter(), self.parts, self.ranks
         num_steps = self.config.warm_start.steps
         progress = StageProgress("warm start", num_steps, is_main=ranks.is_main)
@@ -99,7 +99,7 @@ class Training(Trainer):
         self.save("warm-start")
         folder = self.checkpointer.folder / "warm-start"
         self.policy.replace(load_folder(folder, self.config.model))
-        gc.collect()  # free SFTTrainer's optimizer, which is part of reference cycles
+        gc.collect()  # frees SFTTrainer's optimizer, which reference cycles keep alive
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -117,7 +117,7 @@ class Training(Trainer):
         self.ranks.barrier("end")
 
     def stop(self) -> int:
-        """Save a checkpoint unless the latest one is current, and return the exit code."""
+        """Save a checkpoint unless the latest checkpoint is current, and return the exit code."""
         if self.state.stage != "start" and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")
         if not self.watchdog.can_resume:
@@ -151,17 +151,17 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
     """Join the process group; raise UserError for an unsuitable launch configuration."""
     transformers_logging.disable_progress_bar()
-    # Accelerate passes an old name of the setting `broadcast_buffers`; torch 2.13 warns about this.
+    # Accelerate passes `broadcast_buffers` under an old name, and torch 2.13 warns about the name.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     meet_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
     mixed_precision = "bf16" if uses_bf16(config.model) else "no"
     variables.pin(mixed_precision)
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
-        # This plugin overrides the variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+        # The plugin overrides the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
-            # GRACE_S gives the watchdog time to report before NCCL or gloo times out.
+            # The watchdog has GRACE_S seconds to report a hang before NCCL or gloo times out.
             InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],

@@ -1,4 +1,4 @@
-"""The Trainer: the state of a run on one rank, and the steps of the training loop in `train.py`."""
+"""The Trainer: the state of a run on one rank, and methods for the training loop in `train.py`."""
 
 import gc
 import json
@@ -49,7 +49,7 @@ Hook = Callable[["Trainer", str, Sequence[Trajectory]], None]
 
 
 class Trainer:
-    """A run on one rank. Every rank of the process group makes a Trainer.
+    """The state of a run on one rank. Every rank of the process group makes a Trainer.
 
     `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
     called after each step and each evaluation with the trainer, the name of the stage or
@@ -94,7 +94,7 @@ class Trainer:
             write_text(self.folder / "curriculum.json", described)
             say_start(opened, self.state.step, config, self.parts.stages)
         self.kl_probe = KLProbe(self.folder, config, ranks)
-        self.records: list[RunRecord] = []  # records of this rank's training episodes in the stage
+        self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
         self._on_batch, self._warned_of_gap = on_batch, False
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
@@ -103,7 +103,7 @@ class Trainer:
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages; each stage that ended early moves the next stages to earlier steps."""
+        """The stages of the run. If a stage ends early, the next stages begin at earlier steps."""
         return one_after_another(self.parts.stages, self.state.ended_early)
 
     def say(self, text: str) -> None:
@@ -114,7 +114,7 @@ class Trainer:
     # Stages
 
     def begin_grpo(self) -> Meter:
-        """Make the Updater and return a Meter of its steps."""
+        """Make the Updater, and return a Meter that measures the training steps."""
         policy = self.policy
         updater = policy.make_updater(self.checkpointer, self.state, self._saved_state, self.stages)
         self.checkpointer.owners.append(updater)
@@ -124,7 +124,7 @@ class Trainer:
         return meter
 
     def begin_stage(self, stage: Stage) -> int:
-        """Prepare a stage and return the number of its next step."""
+        """Prepare a stage; return the index of the stage's next step among all steps of the run."""
         is_inside = self.state.step > stage.first_step
         assert self.policy.updater is not None
         reference = self.policy.updater.reference
@@ -140,11 +140,11 @@ class Trainer:
         else:
             self.errors.load_state_dict({})
         self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
-        self.validate_when_due(stage)  # a run that was interrupted here has not validated yet
+        self.validate_when_due(stage)  # a resumed run may lack this validation
         return max(stage.first_step, self.state.step)
 
     def end_stage(self, stage: Stage) -> None:
-        """Summarise the episodes, add to the KL probe set, evaluate, and save a checkpoint."""
+        """Summarise and evaluate a stage, keep episodes for KL estimates, save a checkpoint."""
         gathered = self.ranks.all_gather_objects(self.records, f"records of stage {stage.name}")
         self.records = []
         if any(gathered):
@@ -161,17 +161,17 @@ class Trainer:
     # One step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Return a context that writes a profiler trace if the setting `profile` names the step."""
+        """Return a context manager that writes a profiler trace if `profile` names the step."""
         device, folder = self.accelerator.device, self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
-        """Collect the rollouts of this rank's groups of a step."""
+        """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """Return, for each episode of this rank, its advantage and whether the update uses it."""
+        """Return each episode's advantage, and True for each episode that the update uses."""
         rewards = rewards_of(batch, self.ranks, self.config, step)
         size = self.config.rollout.num_generations
         return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
@@ -179,7 +179,7 @@ class Trainer:
     def update(
         self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
     ) -> dict[str, float]:
-        """Train on the batch, give the sampler the new weights, return statistics of all ranks."""
+        """Train on the batch, load the weights into the sampler, return statistics of all ranks."""
         step, updater, settings = self.state.step, self.policy.updater, self.config.grpo
         assert updater is not None
         done = step - stage.first_step
@@ -204,7 +204,7 @@ class Trainer:
     def record(
         self, stage: Stage, batch: RolloutBatch, statistics: dict[str, float], meter: Meter
     ) -> dict[str, float]:
-        """Count the step, write its metrics and timings, and return its metrics."""
+        """Count a finished step, write the step's metrics and timings, and return the metrics."""
         self.state.step, self.state.stage = self.state.step + 1, stage.name
         self.records += [trajectory.record() for trajectory in batch.trajectories]
         metrics, counts = rollout_metrics(batch, self.ranks, self.config)
@@ -216,7 +216,7 @@ class Trainer:
         return {**statistics, **metrics}
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
-        """Write transcripts, stop if environments fail too often, validate and save when due."""
+        """Write transcripts, stop if environments fail too often, validate and save if due."""
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
@@ -226,7 +226,7 @@ class Trainer:
     # Evaluations and checkpoints
 
     def evaluate(self, after: str) -> None:
-        """Evaluate all domains on held-out tasks, sampled and greedy, and write `results.json`."""
+        """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
         begun, settings = time.perf_counter(), self.config.evaluation
         trials, seed, rollout = settings.eval_trials, self.config.run.seed, self.policy.rollout
         tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
@@ -235,7 +235,7 @@ class Trainer:
             greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
-            self.save(f"step-{self.state.step:06d}")  # before one of the checks below ends the run
+            self.save(f"step-{self.state.step:06d}")  # save before a check below ends the run
         rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
@@ -251,7 +251,7 @@ class Trainer:
             self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
-        """Validate every `eval_steps` steps, and at most once per step."""
+        """Validate if the step is a multiple of `eval_steps` and has not been validated."""
         every, step = self.config.evaluation.eval_steps, self.state.step
         if not every or step % every or self.state.validated(step):
             return
@@ -272,7 +272,7 @@ class Trainer:
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 
     def ends_early(self, stage: Stage) -> bool:
-        """Return True if the stage is on a plateau, and save its number of steps in the state."""
+        """Return True if success no longer rises; then save the stage's number of steps."""
         best = plateau(self.state.validations, stage, self.config)
         if best is None:
             return False
@@ -306,12 +306,12 @@ class Trainer:
 
     @cached_property
     def _baselines(self) -> dict[str, dict[str, float]]:
-        """Results of the blind baselines, which are independent of the weights."""
+        """The results of the baselines, which do not depend on the model."""
         parts, timeout = self.parts, self.config.rollout.call_timeout
         return baselines(parts.domains, parts.held_out, timeout)
 
     def _write_results(self, is_final: bool = True) -> None:
-        """Write `results.json` on rank 0; the final one has the transfer numbers."""
+        """Write `results.json`; only the final file has the transfer metrics."""
         updater = {} if self.policy.updater is None else self.policy.updater.state_dict()
         faults = {"skipped_steps": updater.get("num_skipped_steps")}
         faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")

@@ -2,10 +2,10 @@
 
     python scripts/minimal_grpo.py [--domain airline] [--steps 40] [--warm-start-steps 300]
 
-This file shows the whole algorithm, with functions of the package: read this file first. The
-command `pipeline/run.py` adds ranks, stages, checkpoints, validations, metrics files and a report,
-which `docs/architecture.md` describes. The reward of an episode is 1 if the episode ends in the
-state that the customer's request and the domain's rules demand, else 0.
+This file shows the whole algorithm with functions of the package `pipeline`: read this file first.
+The command `pipeline/run.py` adds ranks, stages, checkpoints, validations, metrics files and a
+report (see `docs/architecture.md`). The reward of an episode is 1 if the episode ends in the state
+that the customer's request and the domain's rules demand, else 0.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
         episodes = rollout(requests)
         rewards = torch.tensor([episode.reward for episode in episodes])
         advantages = group_advantages(rewards, size)
-        # Groups with equal rewards have zero advantages, so the update leaves them out.
+        # Groups with equal rewards have zero advantages, so the update skips these groups.
         is_trained = ~zero_std_groups(rewards, size)
         loss = update(policy, optimizer, episodes, advantages, is_trained, config)
         rollout.sampler.load_weights(trained_weights(model))
@@ -145,7 +145,7 @@ def update(
 
 
 def success(rollout: Rollout, tasks: list[Task]) -> float:
-    """The share of tasks with reward 1, with one sampled episode per task."""
+    """Return the share of tasks with reward 1 in one sampled episode per task."""
     requests = [
         RolloutRequest(task=task, trial=0, key=stream_key("held out", task.id)) for task in tasks
     ]

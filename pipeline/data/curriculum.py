@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 class Stage:
     """A part of the training. Every step has `groups` groups of each domain over all ranks.
 
-    If `turns` is not empty, each step has only the groups of the domain at its index in `turns`.
+    If there is a `schedule`, each step has groups of one domain, which the schedule names.
     """
 
     index: int
@@ -25,7 +25,7 @@ class Stage:
     own: tuple[str, ...]  # domains that the stage trains; all other domains are replayed
     difficulty: str
     groups: dict[str, int]
-    turns: tuple[str, ...] = ()  # the domain of each step, if a step has one domain
+    schedule: tuple[str, ...] = ()  # the domain of each step, if a step has one domain
     first_step: int = 0  # number of steps before the stage
     num_steps: int = 0
 
@@ -50,13 +50,13 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
         name, steps = names[index], num_steps[index]
         counts = [size] * len(shares) if takes_turns else split(size, list(shares.values()))
         groups = {d: min(n, num_tasks[d]) for d, n in zip(shares, counts, strict=True) if n > 0}
-        turns = tuple(quota(shares, steps)) if takes_turns else ()
-        without_groups = set(own) - set(turns or groups)
+        schedule = tuple(quota(shares, steps)) if takes_turns else ()
+        without_groups = set(own) - set(schedule or groups)
         if curriculum.curriculum != "sequential" and without_groups:
             why = f"{min(without_groups)} would have no group in stage {name}"
             raise UserError(f"domain_weights: {why}; give it more weight, or raise tasks_per_step")
         stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
-        stages.append(replace(stage, turns=turns, num_steps=steps))
+        stages.append(replace(stage, schedule=schedule, num_steps=steps))
     return one_after_another(stages)
 
 
@@ -141,9 +141,9 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
     number = step - stage.first_step
     assert 0 <= number < stage.num_steps, f"step {step} is not in stage {stage.name}"
     groups = stage.groups
-    if stage.turns:
-        domain = stage.turns[number]
-        groups, number = {domain: groups[domain]}, stage.turns[:number].count(domain)
+    if stage.schedule:
+        domain = stage.schedule[number]
+        groups, number = {domain: groups[domain]}, stage.schedule[:number].count(domain)
     key = (seed, "order", stage.name)
     tasks = (tasks_for_step(sources[d], n, number, *key, d) for d, n in groups.items())
     return list(chain.from_iterable(tasks))
@@ -186,7 +186,7 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
     has_replay = any(stage.groups.keys() - stage.own for stage in stages)
     described = [
         {key: getattr(stage, key) for key in keys}
-        | {"domains": stage.groups, "in_turns": bool(stage.turns)}
+        | {"domains": stage.groups, "in_turns": bool(stage.schedule)}
         for stage in stages
     ]
     replay = config.curriculum.replay if has_replay else 0.0

@@ -8,22 +8,22 @@ The loss of a sampled token is GRPO's objective (Shao et al. 2024, arXiv 2402.03
               + beta * k3(logprobs, ref_logprobs)
 
 The sampler computed `old_logprobs`. DAPO (Yu et al. 2025, arXiv 2503.14476, equation 10) added
-`epsilon_high`. INTELLECT-2 (2025, arXiv 2505.07291) added the bound `delta`, off by default.
-`token_weights` returns the weight of each token in the sum, by `loss_type`. Options:
+`epsilon_high`. INTELLECT-2 (2025, arXiv 2505.07291) added the bound `delta`, off by default. The
+setting `loss_type` selects the weight of each token in the loss (`token_weights`). Other settings:
 
 - `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
-  every token: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages * logprobs`. The upper
-  bound is `epsilon_high`, as in ScaleRL (2025, arXiv 2510.13786) and TRL. MiniMax-M1 uses
-  `1 + epsilon_high`.
+  every token: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages * logprobs`. The ratio
+  has the bound `epsilon_high`, as in ScaleRL (2025, arXiv 2510.13786) and TRL. MiniMax-M1 uses the
+  bound `1 + epsilon_high`.
 - `importance_sampling_level` sequence gives all tokens of an episode the ratio
   `exp(mean(logprobs - old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7).
-- `use_bias_correction_kl` multiplies the KL estimate by the ratio (DeepSeek-V3.2, 2025, arXiv
-  2512.02556). The option is off by default; TRL 1.16 has it on.
-- `entropy_coef` adds `-entropy_coef * mean(entropy)` over the sampled tokens of the step, as TRL.
+- `use_bias_correction_kl` (default: false; in TRL 1.16: true) multiplies the KL estimate by the
+  ratio (DeepSeek-V3.2, 2025, arXiv 2512.02556).
+- `entropy_coef` adds `-entropy_coef * mean(entropy)` over the sampled tokens of a step, as in TRL.
 
 Token weights are normalised by counts over *all* ranks, and gradients are summed over the ranks.
-The result is equal to that of one process with the whole batch. TRL normalises bnpo and grpo within
-each micro-batch instead.
+The summed gradient equals the gradient of one process with the whole batch. TRL normalises the
+losses bnpo and grpo within each micro-batch.
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ import torch
 from pipeline.config.settings import GRPOSettings
 from pipeline.grpo.micro_batches import MicroBatch
 
-EPSILON = 1e-4  # as in TRL
+EPSILON = 1e-4  # added to standard deviations, as in TRL
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Sums over the tokens of a micro-batch, as float tensors without gradient."""
+    """Sums over the sampled tokens of a micro-batch, as float tensors without gradient."""
 
-    loss: torch.Tensor  # weighted sum of all terms
-    policy_loss: torch.Tensor  # weighted sum, without KL estimate and entropy bonus
+    loss: torch.Tensor  # weighted sum of the policy loss, the KL estimate and the entropy bonus
+    policy_loss: torch.Tensor  # weighted sum without the KL estimate and the entropy bonus
     kl: torch.Tensor
     entropy: torch.Tensor
     clipped: torch.Tensor  # number of tokens whose ratio was clipped
@@ -53,14 +53,14 @@ class TokenStats:
 def token_weights(
     lengths: Sequence[int], loss_type: str, num_sequences: float, num_tokens: float, max_tokens: int
 ) -> list[float]:
-    """Return, for each sequence, the weight of each of its sampled tokens in the loss.
+    """Return, for each sequence, the loss weight of every sampled token of the sequence.
 
     - `grpo`: 1 / (length * num_sequences) (arXiv 2402.03300, equation 3);
     - `bnpo`, `dapo`, `cispo`: 1 / num_tokens (arXiv 2503.14476, equation 8; 2506.13585, eq. 4);
     - `dr_grpo`: 1 / (max_tokens * num_sequences) (arXiv 2503.20783).
 
-    `lengths` has the number of sampled tokens of each sequence. `num_sequences` and `num_tokens`
-    count the kept episodes of the step on all ranks, and their sampled tokens.
+    `lengths` has the number of sampled tokens of each sequence. `num_sequences` is the number of
+    kept episodes of the step on all ranks, and `num_tokens` the number of their sampled tokens.
     """
     if loss_type == "grpo":
         return [1 / (max(length, 1) * num_sequences) for length in lengths]
@@ -71,7 +71,7 @@ def token_weights(
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the k3 estimate of KL(policy || reference) per token (Schulman 2020, kl-approx).
+    """Return the k3 estimate of KL(policy || reference) at each token (Schulman 2020, kl-approx).
 
     The estimate is exp(d) - d - 1 >= 0 with d = ref_logprobs - logprobs (GRPO's equation 4).
     """
@@ -82,7 +82,7 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def importance_ratios(logprobs: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
     """Return the ratio exp(logprobs - old_logprobs) of each token, [N].
 
-    With `level` sequence, the ratio is the geometric mean over the sequence of the token.
+    If `level` is "sequence", each token has the geometric mean of the ratios in its sequence.
     """
     differences = logprobs - batch.old_logprobs
     if level == "sequence":
@@ -101,10 +101,10 @@ def grpo_loss(
     num_tokens: float,
     ref_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
-    """Return the loss of a micro-batch, a weighted sum over N tokens, and its statistics.
+    """Return the loss of a micro-batch, which is a weighted sum over N tokens, and its statistics.
 
-    `num_tokens` counts the sampled tokens of the step on all ranks, for the mean entropy. The loss
-    has no KL estimate if `ref_logprobs` is None. The statistics ignore tokens of weight 0.
+    `num_tokens` is the number of sampled tokens of the step on all ranks, for the mean entropy. The
+    loss has no KL estimate if `ref_logprobs` is None. The statistics ignore tokens of weight 0.
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
     advantages, counted = batch.advantages, batch.weights > 0
@@ -149,11 +149,11 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return each reward minus the mean of its group, divided by a standard deviation plus 1e-4.
 
-    `rewards` is [groups x num_generations]. `scale_rewards` selects the unbiased standard
-    deviation: `group` that of the group, `batch` the `batch_std` of all ranks. `none` does not
-    divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). Means and deviations use only episodes
-    whose flag in `counted` is True (default: all). Other episodes get the advantage zero, as do all
-    episodes of a group with fewer than two counted episodes.
+    `rewards` has the shape [groups x num_generations]. `scale_rewards` selects the divisor:
+    "group" the unbiased standard deviation of the group, "batch" the given `batch_std`, "none" no
+    divisor (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). The mean and the deviation of a group use
+    only episodes with True in `counted` (default: all). Episodes that are not counted have the
+    advantage zero, as have all episodes of a group with fewer than two counted episodes.
     """
     if len(rewards) == 0:  # this rank has no group in this step
         return rewards
@@ -180,8 +180,8 @@ def zero_std_groups(
 ) -> torch.Tensor:
     """Return True for each episode of a zero-std group, whose counted rewards are all equal.
 
-    A group with fewer than two counted episodes is also a zero-std group. All episodes count if
-    `counted` is None.
+    A group with fewer than two counted episodes is also a zero-std group. If `counted` is None, all
+    episodes count.
     """
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     shape = len(rewards) // num_generations, num_generations
@@ -193,8 +193,8 @@ def zero_std_groups(
 def in_baseline(left_out: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Return True for each episode that counts in the mean reward of its group.
 
-    An episode counts if the episode itself and at least one sibling are not left out. `left_out`
-    has a flag for each episode, [groups x num_generations].
+    An episode counts if it is not left out and if at least one other episode of its group is not
+    left out. `left_out` has a flag for each episode, [groups x num_generations].
     """
     counted = ~left_out
     enough = counted.view(len(counted) // num_generations, num_generations).sum(dim=1) > 1

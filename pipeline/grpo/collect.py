@@ -1,10 +1,10 @@
 """Collect the rollouts of a step: its groups of episodes, rewards and advantages.
 
-A zero-std group has equal rewards only, so all its advantages are zero. With `dynamic_sampling`
+A zero-std group has equal rewards, so its advantages are all zero. With `dynamic_sampling`
 (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), a step replaces zero-std groups in at most
 `max_resample_times` rounds and trains on the other groups. DAPO samples whole batches of new tasks.
-This pipeline replaces a group by a group of the same domain, so that the curriculum's shares of
-domains hold. A step never trains on more than `tasks_per_step` groups.
+This pipeline replaces a group by a group of the same domain, so that each domain keeps its share of
+the groups. A step never trains on more than `tasks_per_step` groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ from pipeline.rollout.trajectory import StopReason, Trajectory
 class RolloutBatch:
     """This rank's episodes of a step, group by group.
 
-    The groups of a step are ordered: the groups of the stage's tasks, then each round of
-    replacements. A rank collects every num_ranks-th group.
+    The groups of a step have an order: first the groups of the tasks of the stage, then the groups
+    of each round of replacements. A rank collects every num_ranks-th group.
     """
 
     trajectories: list[Trajectory]
     indices: list[int]  # index of each episode among the episodes of all ranks
-    kept: list[bool]  # False: left out of the baseline, or replaced by dynamic sampling
+    kept: list[bool]  # False if the episode is left out, or the group is replaced
     num_first: int  # number of this rank's episodes before the first round of replacements
-    rounds: list[int]  # number of groups on all ranks: of the stage's tasks, then of each round
+    rounds: list[int]  # numbers of groups on all ranks: of the stage's tasks, then of each round
 
     @property
     def first(self) -> list[Trajectory]:
@@ -52,12 +52,12 @@ def collect_rollouts(
 ) -> RolloutBatch:
     """Collect this rank's groups of a step; `step` is the number of earlier optimizer steps.
 
-    All ranks find the same zero-std groups and the same replacement tasks, for any number of ranks
+    The zero-std groups and the replacement tasks are the same on all ranks, for any number of ranks
     and after a resume.
     """
     settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
-    zero_std: list[bool] = []  # flag of each group; empty without dynamic sampling
+    zero_std: list[bool] = []  # True for zero-std groups; empty without dynamic sampling
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
     new = tasks_of_step(stage, step, sources, seed)
@@ -100,15 +100,15 @@ def collect_rollouts(
 
 
 def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """Return True for each episode whose environment failed outside the policy's calls."""
+    """Return True for each episode that training leaves out because its environment failed."""
     return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
 
 
 def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Trajectory]:
-    """Lower the reward of each episode whose environment failed in a call of the policy.
+    """Lower the reward of each episode in which the policy may have made the environment fail.
 
-    The reward becomes 0, or the lowest reward of the group of `size` episodes if that is negative.
-    The policy then gains nothing by making the environment fail.
+    The reward becomes the minimum of 0 and the lowest reward in the group of `size` episodes. The
+    policy must gain nothing by making an environment fail.
     """
     changed = list(trajectories)
     for i, t in enumerate(trajectories):
@@ -120,7 +120,7 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
 
 
 def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> torch.Tensor:
-    """Return the training rewards; `permute_rewards` shuffles those of all kept episodes."""
+    """Return this rank's rewards; with `permute_rewards`, the kept episodes swap rewards."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     if config.grpo.permute_rewards:
         kept = _kept_rewards(batch, rewards, ranks, "control")
@@ -134,10 +134,10 @@ def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> 
 def advantages_of(
     batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
 ) -> tuple[list[float], list[bool]]:
-    """Return, for each episode, its advantage and whether the update uses it."""
+    """Return the advantage of each episode, and True for each episode that the update uses."""
     batch_std = None
     if settings.scale_rewards == "batch":
-        # A sum in sorted order is rounded in the same way for any number of ranks.
+        # The sum of sorted rewards has the same rounding errors for any number of ranks.
         everyone = sorted(_kept_rewards(batch, rewards.tolist(), ranks, "rewards").values())
         batch_std = float(torch.tensor(everyone, dtype=torch.float64).std()) if everyone else 0.0
     counted = in_baseline(left_out(batch.trajectories), size)
@@ -151,7 +151,7 @@ def advantages_of(
 def _kept_rewards(
     batch: RolloutBatch, rewards: Sequence[float], ranks: Ranks, name: str
 ) -> dict[float, float]:
-    """Return the rewards of the kept episodes of all ranks, by the index of the episode."""
+    """Return the rewards of the kept episodes of all ranks, by index of the episode."""
     rows = zip(batch.indices, rewards, batch.kept, strict=True)
     mine = [number for index, reward, kept in rows if kept for number in (index, reward)]
     ranks.barrier(name)

@@ -1,4 +1,4 @@
-"""Faults of an update: a lack of memory, and a loss or gradient that is not finite."""
+"""Faults of an update: too little memory, and a loss or gradient that is not finite."""
 
 import gc
 import io
@@ -13,24 +13,24 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
 
-NO_MEMORY = (  # parts of the messages of a RuntimeError
+NO_MEMORY = (  # texts in a RuntimeError after a failed allocation
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-TASKS_NAMED = 5  # number of tasks of a rank that a message names
+TASKS_NAMED = 5  # maximum number of a rank's tasks in an error message
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an allocation failed, on GPU or CPU."""
+    """Return True if the error means that an allocation failed, on GPU or CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """Halve the token budget until the largest micro-batch of the rank exceeds the budget.
+    """Halve the token budget until the rank's largest micro-batch is larger than the budget.
 
     `failed` is the index of the micro-batch that did not fit into memory. Raises RuntimeError if
     that micro-batch is a single episode and no micro-batch of several episodes is larger.
@@ -54,7 +54,7 @@ def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Free memory in reference cycles and in the allocator's cache."""
+    """Free memory that reference cycles and the allocator's cache occupy."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -63,10 +63,10 @@ def give_memory_back(device: torch.device) -> None:
 def find_suspects(
     ranks: Ranks, computed: Sequence[tuple[MicroBatch, float]], folder: Path | None
 ) -> str:
-    """Find and save the micro-batches whose loss is not finite; every rank must call this.
+    """Find and save the micro-batches whose loss is not finite; every rank must call this function.
 
-    `computed` has each micro-batch of the rank with its loss. If all losses are finite, the
-    gradient is not finite, and all micro-batches are suspects. Returns a text such as
+    `computed` has each micro-batch of the rank with its loss. If the losses of all ranks are
+    finite but the gradient is not, all micro-batches are suspects. Returns a text such as
     `(rank 1, tasks retail/t3, retail/t7; rank 2, ...); the batches are in FOLDER`.
     """
     suspects = [(batch, loss) for batch, loss in computed if not math.isfinite(loss)]
@@ -85,10 +85,7 @@ def find_suspects(
 
 
 def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float]]) -> None:
-    """Write the suspects of this rank for `torch.load(weights_only=True)`.
-
-    A full disk causes a warning only.
-    """
+    """Write this rank's suspicious micro-batches; a write error causes only a warning."""
     step = ranks.current.step or 0
     content, path = io.BytesIO(), folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
     batches = [

@@ -1,4 +1,4 @@
-"""Micro-batches: the forward passes of an update, and the rank that computes each sequence."""
+"""Micro-batches for the forward passes of an update, and the choice of a rank for each sequence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipeline.grpo.prefix_tree import PrefixTree, shared_row
 from pipeline.rollout.sequences import num_common
 from pipeline.rollout.trajectory import Trajectory
 
-Item = tuple[Trajectory, float, float]  # a trajectory, its advantage, the weight of its tokens
-KEYS_PER_TOKEN = 8  # maximum number of keys that attention gathers, per token of the budget
-TOLERANCE = 0.03  # minimum relative gain for which sequences move to other ranks
+Item = tuple[Trajectory, float, float]  # trajectory, its advantage, weight of its sampled tokens
+KEYS_PER_TOKEN = 8  # maximum number of keys that attention gathers, divided by `max_tokens`
+TOLERANCE = 0.03  # minimum relative gain in time for which sequences move to other ranks
 
 
 def make_micro_batches(
@@ -28,10 +28,11 @@ def make_micro_batches(
     padding_free: bool = False,
     share_prefixes: bool = False,
 ) -> list[MicroBatch]:
-    """Return micro-batches of at most `max_tokens` tokens each, unless one sequence has more.
+    """Return micro-batches of at most `max_tokens` tokens, or of one longer sequence.
 
-    Padding counts. `padding_free` joins the sequences of a micro-batch without padding.
-    `share_prefixes` computes common prefixes once. Episodes without a sampled token are left out.
+    `max_tokens` includes padding. `padding_free` joins the sequences of a micro-batch without
+    padding. `share_prefixes` computes each common prefix once. Episodes without a sampled token are
+    left out.
     """
     sampled = [item for item in items if item[0].num_sampled_tokens]
     if share_prefixes:
@@ -45,7 +46,7 @@ def make_micro_batches(
 
 
 def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[int]:
-    """Return the end index of each micro-batch of sequences with falling lengths.
+    """Return the index after the last sequence of each micro-batch; `lengths` must be falling.
 
     A sequence of more than `max_tokens` tokens has a micro-batch of its own.
     """
@@ -60,9 +61,10 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 
 
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Return the end index of each micro-batch of sequences in lexicographic order.
+    """Return the index after the last sequence of each micro-batch; `sequences` must be sorted.
 
-    Common prefixes count once. Attention gathers at most `KEYS_PER_TOKEN * max_tokens` keys.
+    A common prefix in a micro-batch counts once. For several sequences, attention gathers at most
+    `KEYS_PER_TOKEN * max_tokens` keys.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):
@@ -77,10 +79,10 @@ def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
 def micro_batch(
     items: Sequence[Item], pad_id: int, padding_free: bool = False, share_prefixes: bool = False
 ) -> MicroBatch:
-    """Return the micro-batch of these items; for `share_prefixes`, in lexicographic order."""
+    """Return the micro-batch of `items`, which must be sorted by tokens for `share_prefixes`."""
     sequences = [trajectory.ids for trajectory, _, _ in items]
     position_ids = tree = None
-    paths: Sequence[Sequence[int]]  # for each sequence, the columns of its tokens
+    paths: Sequence[Sequence[int]]  # for each sequence, the indices of its tokens in their row
     if share_prefixes:
         ids, positions, paths, tree = shared_row(sequences)
         input_ids, position_ids = [ids], torch.tensor([positions])
@@ -122,26 +124,27 @@ def micro_batch(
 class MicroBatch:
     """The B sequences of one forward pass and their N sampled tokens.
 
-    If `position_ids` is None, each sequence is a row of `input_ids`, padded on the right. Otherwise
-    one row contains all sequences, and with a `tree`, their common prefixes once.
+    If `position_ids` is None, each sequence is a row of `input_ids`, padded on the right. If
+    `position_ids` is given, one row contains all sequences, and if `tree` is given, each common
+    prefix only once.
     """
 
     input_ids: torch.Tensor  # [B, T] int64, or [1, T]
     position_ids: torch.Tensor | None  # [1, T] int64, position of each token within its sequence
     tree: PrefixTree | None = None
     lengths: torch.Tensor  # [B] int64, number of tokens of each sequence, without padding
-    rows: torch.Tensor  # [N] int64, index of the row of `input_ids` with the sampled token
-    columns: torch.Tensor  # [N] int64, index in the row of the token before the sampled token
-    sequences: torch.Tensor  # [N] int64, index of the sequence with the sampled token
-    targets: torch.Tensor  # [N] int64, the sampled ids
-    old_logprobs: torch.Tensor  # [N] float32, log-probabilities of the sampler
+    rows: torch.Tensor  # [N] int64, index of each sampled token's row in `input_ids`
+    columns: torch.Tensor  # [N] int64, index in the row of the token before each sampled token
+    sequences: torch.Tensor  # [N] int64, index of each sampled token's sequence
+    targets: torch.Tensor  # [N] int64, the ids of the sampled tokens
+    old_logprobs: torch.Tensor  # [N] float32, log-probabilities from the sampler
     advantages: torch.Tensor  # [N] float32
-    weights: torch.Tensor  # [N] float32, weight of each token in the loss
+    weights: torch.Tensor  # [N] float32, weight of each sampled token in the loss
     tasks: list[str] = field(default_factory=list)  # domain/task_id of each sequence
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that a forward pass computes, without padding."""
+        """Number of tokens that the forward pass computes, padding excluded."""
         return int(self.lengths.sum()) if self.position_ids is None else self.input_ids.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -150,10 +153,9 @@ class MicroBatch:
 
 
 def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
-    """Return two costs of each sequence: all its tokens, and its tokens after the common prefix.
+    """Return each sequence's number of tokens, and its number of tokens after a common prefix.
 
-    The common prefix is that with the previous sequence. Without `share_prefixes` both costs are
-    equal.
+    The prefix is common to the sequence and its predecessor, and empty without `share_prefixes`.
     """
     costs = []
     for before, ids in pairwise([[], *sequences]):
@@ -163,11 +165,11 @@ def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float
 
 
 def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Return, for the sequences of each rank, the ranks that compute them.
+    """Return, for each sequence of each rank, the index of the rank that computes the sequence.
 
     `costs` has the result of `costs_of` for each rank. Each rank computes consecutive sequences of
-    the step. A bisection finds the smallest limit for the cost of a rank. No sequence moves if the
-    gain is below TOLERANCE.
+    the step. A bisection minimises the highest cost of a rank. No sequence moves to another rank if
+    the highest cost falls by less than the share TOLERANCE.
     """
     pairs = [list(zip(row[::2], row[1::2], strict=True)) for row in costs]
     loads = [sum(row[1::2]) for row in costs]
@@ -191,7 +193,7 @@ def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
 
 
 def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Ranks) -> list[Item]:
-    """Return the items that this rank computes; every rank must call this function."""
+    """Return the items that `plan` assigns to this rank; every rank must call this function."""
     if all(owner == rank for rank, owners in enumerate(plan) for owner in owners):
         return list(items)
     parts: list[list[Item]] = [[] for _ in range(ranks.num_ranks)]
@@ -203,7 +205,7 @@ def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Rank
 
 
 def packed(items: Sequence[Item]) -> bytes:
-    """Return the message with these items, without report fields; empty if there are no items."""
+    """Return the items as bytes for another rank, without the fields that only reports use."""
     unused: dict[str, Any] = {"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}}
     rows = [(replace(trajectory, **unused), *numbers) for trajectory, *numbers in items]
     return pickle.dumps(rows) if rows else b""

@@ -1,4 +1,4 @@
-"""The policy: a model with its rollouts, its updater and its weights."""
+"""The policy: a model, its rollouts, and its updater."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from pipeline.rollout.sampler import Sampler
 
 
 class Policy:
-    """A model that `rollout` samples from and `updater` trains.
+    """A model, the `rollout` that samples from the model, and the `updater` that trains the model.
 
     `updater` is None until GRPO begins. `make_sampler` has the signature of
     `pipeline.rollout.sampler.make_sampler`.
@@ -55,7 +55,7 @@ class Policy:
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
     def replace(self, model: Any) -> None:
-        """Continue with another model of equal shape."""
+        """Replace the policy's model by another model with parameters of equal shapes."""
         self.model = self._placed(model)
         self.rollout.load_weights(self.model)
 
@@ -66,14 +66,14 @@ class Policy:
         saved: Mapping[str, Any],
         stages: Sequence[Stage],
     ) -> Updater:
-        """Begin GRPO with the current model, or with the checkpoint to resume from."""
+        """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
         if config.model.use_peft:
             base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
             model = lora.attach(self.model, config.model, base, config.run.seed)
             self.model = model.to(self.accelerator.device)
-            del self.rollout.sampler  # free memory for the sampler with adapters
-            self.rollout.sampler = self._sampler(chat, is_main=False)  # without a second warning
+            del self.rollout.sampler  # frees memory for the sampler with LoRA adapters
+            self.rollout.sampler = self._sampler(chat, is_main=False)  # prevents a second warning
         if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)
         module = TokenLogprobs(self.model, config.rollout.temperature).eval()  # without dropout

@@ -1,11 +1,12 @@
 """Prefix sharing: compute a common prefix of several sequences once, without approximation.
 
-The episodes of a group begin with the same prompt, and often with the same calls. The output at a
-token depends only on earlier tokens, so one computation of a common prefix serves all sequences.
-Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts. This file shares all common
-prefixes, as AReaL's tree training does. One row contains the tokens of all sequences without
-padding, and each common prefix once. Each sequence has a path: the indices of its tokens in the
-row. Attention gathers the keys and values of a path and computes the outputs of its new tokens.
+All episodes of a task begin with the same prompt, and often with the same tool calls. The output of
+the model at a token does not depend on later tokens, so one computation of a common prefix serves
+all sequences. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts only. This file
+shares all common prefixes, as the tree training of AReaL does. One row contains the tokens of all
+sequences without padding, and each common prefix once. Each sequence has a path: the indices of its
+tokens in the row. Attention gathers the keys and values of a path, and computes the outputs of the
+tokens that no earlier path contains.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class SharedRow(NamedTuple):
 
 
 def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
-    """Return the row of sequences that are in lexicographic order.
+    """Return the row of `sequences`, which must be in lexicographic order.
 
-    In this order, the longest common prefix with an earlier sequence is that with the previous one.
+    In lexicographic order, a sequence has its longest common prefix with the sequence before it.
     """
     row: list[int] = []
     positions: list[int] = []
     paths: list[list[int]] = []
-    leaves: list[tuple[int, list[int]]] = []  # (index of the first new token in the path, path)
+    leaves: list[tuple[int, list[int]]] = []  # (index of the path's first new token, path)
     for number, ids in enumerate(sequences):
         before, path = (sequences[number - 1], paths[-1]) if number else ([], [])
         assert before <= ids, "sequences are not in lexicographic order"
@@ -64,7 +65,7 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
-    """Return blocks of paths with similar lengths and similar numbers of new tokens."""
+    """Put paths with similar lengths and numbers of new tokens into one block of a PrefixTree."""
     alike: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
     for first, path in leaves:
         lengths = int(math.log(len(path), SIMILAR)), int(math.log(len(path) - first, SIMILAR))
@@ -88,9 +89,9 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
 
 
 def follow_prefixes(model: Any) -> bool:
-    """Make the model's attention use prefix trees; return False if the model does not allow this.
+    """Make the model's attention use prefix trees; return False if the model cannot use trees.
 
-    All layers must have full attention, computed by scaled_dot_product_attention.
+    All layers of the model must have full attention, computed by scaled_dot_product_attention.
     """
     config, can_switch = model.config, getattr(model, "_supports_attention_backend", False)
     if unserved(config.get_text_config()) is not None or not can_switch:
@@ -108,9 +109,9 @@ def attend(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention along the paths of `settings["tree"]`, [B, heads, T, size] to [B, T, heads, size].
+    """Return attention outputs [B, T, heads, size] along the paths of `settings["tree"]`.
 
-    Without a tree, this function is `sdpa_attention_forward`.
+    If `settings` has no tree, this function calls `sdpa_attention_forward`.
     """
     tree: PrefixTree | None = settings.pop("tree", None)
     if tree is None:
@@ -125,14 +126,14 @@ def attend(
     keys = tree.keys, [count * keys for count, _, keys in tree.blocks]
     pieces = []
     for states, (indices, sizes) in ((query, queries), (key, keys), (value, keys)):
-        # Under autocast, the rotary embedding returns queries and keys in fp32.
+        # Under autocast, queries and keys come in fp32 from the rotary embedding, values in bf16.
         rows = embedding(indices, states[0].transpose(0, 1).flatten(1).to(value.dtype))
         pieces.append(rows.unflatten(1, (-1, states.shape[-1])).split(sizes))
     outputs = []
     for (count, num_queries, num_keys), *block in zip(tree.blocks, *pieces, strict=True):
         q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in block)
         options = {"dropout_p": settings.get("dropout", 0.0), "scale": settings.get("scaling")}
-        mask = causal_lower_right(num_queries, num_keys)  # the queries are the last tokens
+        mask = causal_lower_right(num_queries, num_keys)  # queries are the last tokens of a path
         output = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
     row = embedding(tree.outputs, torch.cat(outputs))
@@ -145,16 +146,16 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The paths of sequences through a `SharedRow`, in blocks.
+    """The paths of sequences through a `SharedRow`, in blocks of paths with similar lengths.
 
     The paths of a block are padded on the right to equal lengths. A sequence that is a prefix of
-    another sequence has no path of its own.
+    another sequence has no path in a block.
     """
 
-    keys: torch.Tensor  # [K] int64, index in the row of each token of each path in all blocks
+    keys: torch.Tensor  # [K] int64, index in the row of each token of each padded path
     queries: torch.Tensor  # [Q] int64, index in the row of each token whose output is computed
-    outputs: torch.Tensor  # [T] int64, index among the Q outputs of each token of the row
-    blocks: tuple[tuple[int, int, int], ...]  # number of paths, queries of a path, keys of a path
+    outputs: torch.Tensor  # [T] int64, index of each row token's output among the Q outputs
+    blocks: tuple[tuple[int, int, int], ...]  # per block: (paths, queries per path, keys per path)
 
     def to(self, device: torch.device) -> PrefixTree:
         names = ("keys", "queries", "outputs")

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
 
-LOGITS_PER_CHUNK = 1 << 24  # maximum number of logits in memory
+LOGITS_PER_CHUNK = 1 << 24  # maximum number of logits that are in memory at the same time
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
 
 
 class TokenLogprobs(nn.Module):
-    """The policy in the update: log-probabilities and entropies of the sampled tokens.
+    """The policy as a module that computes log-probabilities and entropies of sampled tokens.
 
     To save memory, the module computes logits in chunks, only at positions before sampled tokens.
     The backward pass computes the logits of each chunk again.
@@ -71,9 +71,9 @@ class TokenLogprobs(nn.Module):
     def _head(
         self, head: nn.Module, hidden_U: torch.Tensor, which_N: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies of N tokens at U distinct positions.
+        """Return the log-probabilities of N targets, and the entropies at their positions.
 
-        `which_N` is the index of each token's position among the U positions.
+        `which_N` is the index of each target's position among the U positions of `hidden_U`.
         """
         logits_UV = head(hidden_U)
         at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)

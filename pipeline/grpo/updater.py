@@ -1,7 +1,7 @@
-"""The update: load balancing, micro-batches, all-reduce of gradients, clip, optimizer step.
+"""The update: load balancing, micro-batches, all-reduce and clipping of gradients, optimizer step.
 
-Out of memory, an Updater halves the token budget of its micro-batches. All ranks skip an optimizer
-step whose loss or gradient is not finite.
+If memory runs out, an Updater halves the maximum number of tokens of its micro-batches. All ranks
+skip an optimizer step whose loss or gradient is not finite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +32,14 @@ Computed = tuple[MicroBatch, TokenStats]
 
 
 class Reference:
-    """The reference policy: a copy of the trained parameters (with LoRA, of the adapters)."""
+    """The reference policy: a copy of the trained parameters (with LoRA: of the adapters)."""
 
     def __init__(self, module: TokenLogprobs) -> None:
         self.module = module
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the parameters of the current policy."""
+        """Copy the current parameters of the policy into the reference policy."""
         trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
         self.parameters = {name: parameter.detach().clone() for name, parameter in trained}
 
@@ -51,10 +51,10 @@ class Reference:
 
 
 class Updater:
-    """Optimizer updates on trajectories.
+    """Trains the policy on trajectories.
 
-    The Updater prepares `module` with `accelerator`. `reference` is made of `module` and required
-    if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
+    `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
+    required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Updater:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        # Numbers of tokens that this rank has computed, without and with padding.
+        # Numbers of tokens in the forward passes of this rank, without and with padding.
         self.num_tokens = self.num_padded_tokens = 0
         self.num_sampled_tokens = 0  # number of sampled tokens in this rank's trained episodes
         self.max_tokens_per_microbatch = settings.max_tokens_per_microbatch
@@ -102,7 +102,7 @@ class Updater:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint without the optimizer state; equal on all ranks."""
+        """Return the Updater's state, without the optimizer's; all ranks return equal states."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -111,7 +111,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint; the token budget becomes min(saved, current)."""
+        """Load a checkpoint's state; of the saved and the current token budget, use the lower."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
@@ -124,12 +124,12 @@ class Updater:
         learning_rate: float,
         kept: Sequence[bool] | None = None,
     ) -> dict[str, float]:
-        """Do one optimizer step on this rank's groups; return statistics of all ranks.
+        """Do one optimizer step on this rank's episodes; return statistics of all ranks.
 
-        The step uses only `kept` episodes (default: all). All ranks skip an optimizer step whose
-        loss or gradient is not finite. All ranks raise RuntimeError after more than
+        The step uses only episodes with True in `kept` (default: all). All ranks skip an optimizer
+        step whose loss or gradient is not finite. All ranks raise RuntimeError after more than
         `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single episode
-        does not fit into its memory.
+        does not fit into the rank's memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
@@ -138,7 +138,7 @@ class Updater:
         if self.balances:
             trained.sort(key=lambda i: trajectories[i].ids)
             costs = costs_of([trajectories[i].ids for i in trained], self.shares_prefixes)
-        self.ranks.barrier("update")  # reports a rank that is stuck in its rollouts
+        self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
@@ -181,10 +181,9 @@ class Updater:
     def _backward_in_order(
         self, groups: Sequence[Sequence[Item]], num_tokens: float
     ) -> list[Computed]:
-        """Add the gradients of single groups in the order of the groups in the step.
+        """Sum the gradients of all groups, one group after the other, in the order of the step.
 
-        The order of the sum and the shapes of the forward passes are then independent of the number
-        of ranks.
+        The order of the sum and the shapes of forward passes do not depend on the number of ranks.
         """
         sizes = [parameter.numel() for parameter in self.parameters]
         total, done = self.parameters[0].new_zeros(sum(sizes)), []
@@ -200,10 +199,10 @@ class Updater:
         return done
 
     def _accumulate(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
-        """Compute the sum of the gradients of these items in micro-batches.
+        """Sum the gradients of all items, micro-batch by micro-batch.
 
         If a micro-batch does not fit into memory, all gradients are computed again with smaller
-        micro-batches. The gradients before this call must be zero.
+        micro-batches. All gradients must be zero before the call.
         """
         while True:
             batches, stats = self._cut(items), list[TokenStats]()
@@ -220,7 +219,7 @@ class Updater:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
                 return list(zip(batches, stats, strict=True))
-            # Inside `except`, the frames of the exception would keep the activations in memory.
+            # Cleaning up inside `except` frees less: the exception's frames keep activations alive.
             self.optimizer.zero_grad()
             give_memory_back(self.accelerator.device)
 
@@ -239,9 +238,9 @@ class Updater:
     def _step(
         self, done: Sequence[Computed], learning_rate: float
     ) -> tuple[dict[str, float], bool]:
-        """Clip the gradient by its norm and do the optimizer step if all numbers are finite.
+        """Clip the gradient by its norm, and do the optimizer step if loss and gradient are finite.
 
-        Returns the fields of TokenStats over all ranks, the norm, and whether all were finite.
+        Returns statistics of all ranks (TokenStats and grad_norm), and True if all are finite.
         """
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
@@ -279,9 +278,9 @@ class Updater:
         return means
 
     def _count_skipped(self, done: Sequence[Computed]) -> None:
-        """Save the suspects and print a warning; RuntimeError after too many skipped steps.
+        """Count a skipped step, save its suspicious micro-batches, and print a warning.
 
-        Several skipped updates of one step count as one skipped step.
+        Skipped updates of one step count once. Raises RuntimeError after too many skipped steps.
         """
         step = self.ranks.current.step
         if step is None or step != self._skipped_step:

@@ -101,7 +101,7 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
     if not config.grpo.use_grpo:
         yield "  none: evaluation only"
     for stage in parts.stages if config.grpo.use_grpo else ():
-        joined = " or " if stage.turns else " + "
+        joined = " or " if stage.schedule else " + "
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())
         yield f"  {stage.name}: {stage.num_steps} steps of {groups} groups"
     in_turn = f"{limits.max_tokens_per_turn} a turn"

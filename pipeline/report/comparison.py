@@ -20,12 +20,12 @@ from pipeline.tracking.run_files import RunData, load_run
 
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns
 KIND = "curriculum.curriculum"
-# settings of a curriculum in stages, which mixed training ignores
+# names of settings that mixed training ignores, because mixed training has no stages
 OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "difficulties")
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
-    """The given run folders, or the run folders inside the only given folder."""
+    """Return the given run folders, or the run folders inside a single given folder."""
     if len(folders) != 1 or (folders[0] / "config.yaml").is_file():
         return list(folders)
     if not folders[0].is_dir():
@@ -54,7 +54,7 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
 
 
 def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
-    """Group runs by their settings; mixed training comes first.
+    """Group runs with equal settings into configurations; mixed training comes first.
 
     Raises UserError if runs of a configuration have different stages, domains or tasks.
     """
@@ -74,11 +74,11 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide what a run learns, except the seed, by `section.name`.
+    """Return the settings that decide what a run learns, except the seed; keys: `section.name`.
 
-    If the model is a checkpoint of another run, settings of that run replace the model name.
+    If the model is a checkpoint of another run, settings of the other run replace the model name.
     """
-    settings: dict[str, Any] = {"evaluation.success_threshold": SUCCESS}  # default of older runs
+    settings: dict[str, Any] = {"evaluation.success_threshold": SUCCESS}  # missing in older runs
     for section, values in config.items():
         if not isinstance(values, dict):
             settings[section] = values
@@ -103,7 +103,7 @@ def _is_mixed(settings: Mapping[str, Any]) -> bool:
 
 
 def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """The settings in which a configuration differs from most others, such as `replay 0.3`."""
+    """Return the settings in which a configuration is unlike most others, such as `replay 0.3`."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
     words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != KIND]
@@ -122,13 +122,13 @@ def _short(value: Any) -> str:
 def _against(
     runs: Sequence[RunData], episodes: int, mixed: Sequence[Sequence[RunData]]
 ) -> dict[str, Any] | None:
-    """Differences to mixed training with the same number of episodes, seeds and tasks."""
+    """Return differences to mixed training with the same number of episodes, seeds and tasks."""
     seeds = [run.config["run"]["seed"] for run in runs]
     for others in mixed:
         of_seed = {other.config["run"]["seed"]: other.results for other in reversed(others)}
         theirs = [of_seed[seed] for seed in seeds if seed in of_seed]
         if len(theirs) == len(runs) and summary(theirs)["episodes"] == episodes:
-            with suppress(UserError):  # mixed training was evaluated on other tasks
+            with suppress(UserError):  # raised if mixed training was evaluated on other tasks
                 return differences([run.results for run in runs], theirs)
     return None
 
@@ -136,7 +136,7 @@ def _against(
 def data_of(
     configurations: Sequence[Configuration], unfinished: Sequence[RunData] = ()
 ) -> dict[str, Any]:
-    """The data of the template `comparison.md.jinja`, except the title."""
+    """Return the variables of the template `comparison.md.jinja`, except the title."""
     compared = {c.label: c.against_mixed for c in configurations if c.against_mixed}
     ends = {c.label: {d: of[-1] for d, of in c.transfer["rewards"].items()} for c in configurations}
     domains = dict.fromkeys(domain for of in ends.values() for domain in of)

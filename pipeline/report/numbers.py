@@ -1,7 +1,7 @@
-"""The numbers of reports as text and as rows of tables, from the files of a run folder alone.
+"""The numbers of reports as text and as rows of tables, made only from the files of a run folder.
 
-Success sampled at the training temperature and success of greedy decoding are two measurements;
-the report never compares them.
+The success of sampled episodes and the success of greedy episodes are separate measurements;
+reports never compare these measurements with each other.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from pipeline.tracking.run_files import (
     rate,
 )
 
-METRICS = {  # names of transfer metrics in `results.json` and in reports
+METRICS = {  # key in `results.json`: name in reports
     "average_accuracy": "average accuracy",
     "total_gain": "total gain",
     "stage_gain": "new-domain gain",
@@ -32,7 +32,7 @@ METRICS = {  # names of transfer metrics in `results.json` and in reports
 }
 UNSIGNED = ("average_accuracy", "area_under_curve")
 AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
-KINDS = {"mean": "sampled", "greedy": "greedy"}  # keys in `results.json`, names in reports
+KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json`: name in reports
 NO_INTERVAL = "-"
 HUGE = 1e6  # numbers above this size are written with an exponent
 
@@ -43,7 +43,7 @@ Rows = list[list[str]]  # cells of a table; the first row is the header
 
 
 def shown(number: Sequence[Any] | None, sign: str = "", digits: int = 2) -> str:
-    """Format a number as `+0.55 [+0.47, +0.63]`, or as a dash if it has no interval."""
+    """Format (value, low, high) as `+0.55 [+0.47, +0.63]`, or as a dash if a number is missing."""
     if number is None or None in number:
         return NO_INTERVAL
     rounded = [round(x, digits) + 0.0 for x in number]  # adding zero turns -0.00 into 0.00
@@ -52,7 +52,7 @@ def shown(number: Sequence[Any] | None, sign: str = "", digits: int = 2) -> str:
 
 
 def metric(number: Sequence[Any] | None, name: str, sign: str = "") -> str:
-    """Format a number with the sign and the digits of the transfer metric `name`."""
+    """Format (value, low, high) with the sign and the digits for the transfer metric `name`."""
     is_change = name in METRICS and name not in UNSIGNED
     return shown(number, sign or "+" * is_change, 3 if name == "learning_efficiency" else 2)
 
@@ -60,7 +60,7 @@ def metric(number: Sequence[Any] | None, name: str, sign: str = "") -> str:
 def number_table(
     title: str, numbers: Mapping[str, Mapping[str, Any]], names: Iterable[str], sign: str = ""
 ) -> Rows:
-    """Return a row for each key of `numbers`, and a column for each name that has a number."""
+    """Return a table: a row for each key of `numbers`, a column for each name with numbers."""
     used = [name for name in names if any(of.get(name) for of in numbers.values())]
     rows = [[key, *(metric(of.get(n), n, sign) for n in used)] for key, of in numbers.items()]
     header = [title, *(METRICS.get(name, name) for name in used)]
@@ -68,9 +68,9 @@ def number_table(
 
 
 def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Rows:
-    """Success before GRPO, success after GRPO and the change with its interval.
+    """Return a table: success before GRPO, success after GRPO, and the change with its interval.
 
-    If all evaluations are before GRPO, or all are after GRPO, the table has no change.
+    If all evaluations are before GRPO, or all are after GRPO, the table has no column for a change.
     """
     before, after = before_and_after(evaluations)
     found = [before, after] if before and after else [before or after]
@@ -88,7 +88,7 @@ def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Ro
 
 
 def final_table(results: Mapping[str, Any]) -> str:
-    """The text at the end of a run: success before and after GRPO, rewards, transfer metrics."""
+    """Return the text for the end of a run: success before and after GRPO, rewards, metrics."""
     transfer = results.get("transfer", {})
     columns = []
     for i, column in enumerate(zip(*change(results["evaluations"], transfer), strict=True)):
@@ -106,7 +106,7 @@ def final_table(results: Mapping[str, Any]) -> str:
 
 
 def data_of(run: RunData) -> dict[str, Any]:
-    """The data of the template `run.md.jinja`, except the title."""
+    """Return the variables of the template `run.md.jinja`, except the title."""
     columns: dict[str, dict[str, Any]] = {}
     if transfer := run.transfer:
         area = {"area_under_curve": transfer["area_under_curve"]}
@@ -131,14 +131,14 @@ def duration(seconds: float) -> str:
 
 
 def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
-    """The mean of a metric over training steps, in per cent."""
+    """Return the mean of a metric over training steps, as text in per cent."""
     return f"{fmean(record.get(key) or 0.0 for record in records):.1%}"
 
 
 def rate_with_interval(evaluation: Evaluation, domain: str, kind: str) -> str:
-    """A success rate with Wilson's interval; the mean over domains has no interval."""
+    """Format a success rate with Wilson's interval; a mean over domains has no interval."""
     value = rate(evaluation, domain, kind)
-    # Older runs have mean rewards, which may lie outside 0 to 1.
+    # Older runs have mean rewards instead of success rates; rewards may lie outside 0 to 1.
     if value is None or domain == "mean" or not 0 <= value <= 1:
         return number(value)
     low, high = wilson(value, evaluation["success"][domain]["num_tasks"])
@@ -148,7 +148,7 @@ def rate_with_interval(evaluation: Evaluation, domain: str, kind: str) -> str:
 def rates_of_group(
     evaluations: Sequence[Evaluation], domain: str, level: str, name: str
 ) -> list[str]:
-    """The number of tasks and the success rates of a family or branch, for each evaluation."""
+    """Return the number of tasks and the success rates of a family or branch, per evaluation."""
     of = [e["success"].get(domain, {}).get(level, {}).get(name, {}) for e in evaluations]
     return [str(of[-1]["num_tasks"]), *(number(group.get(kind)) for kind in KINDS for group in of)]
 
@@ -159,7 +159,7 @@ def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
 
 
 def _tools(run: RunData) -> list[list[Any]]:
-    """A table row for each tool: success of held-out calls, then number and success in training."""
+    """Return a row per tool: success in evaluations, number and success of calls in training."""
     if not run.transfer:
         return []
     tools, ends = run.transfer["tools"], [0, -1] if run.points[1:] else [0]
@@ -179,7 +179,7 @@ def _tools(run: RunData) -> list[list[Any]]:
 
 
 def _left_out(run: RunData) -> Rows:
-    """The number of episodes left out of training, by domain and kind of failure."""
+    """Return the number of episodes left out of training, by domain and kind of failure."""
     counts = Counter[str]()
     for record in run.train:
         counts.update({k: round(n) for k, n in record.items() if k.startswith(LEFT_OUT)})

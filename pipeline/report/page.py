@@ -1,9 +1,9 @@
-"""Templates and data -> Markdown; Markdown, pictures and episodes -> a page that needs no network.
+"""Rendering of a report: data -> Markdown -> an HTML page that needs no network.
 
-The Markdown consists of headings, paragraphs, lists, tables and pictures between empty lines. Names
-from a run folder cannot begin a block or a table cell. Texts of models and environments are data:
-the template of the page escapes the texts or writes them as JSON. The content security policy of
-the page allows only the shipped script.
+The Markdown consists of headings, paragraphs, lists, tables and pictures, with empty lines between
+them. Names from a run folder are escaped, so that a name cannot begin a block or a table cell. The
+template of the page escapes texts of models and environments, or writes the texts as JSON. The
+content security policy of the page allows only the shipped script.
 """
 
 import base64
@@ -32,13 +32,10 @@ PICTURE = re.compile(r"!\[(?P<caption>.*)\]\((?P<name>\w+)\.png\)")
 def write_files(
     path: Path, template: str, figures: Mapping[str, Any], reader: Reader | None = None, **data: Any
 ) -> None:
-    """Write the pictures, the Markdown file and the page; `path` has no suffix.
-
-    A page without episodes has no reader of episodes.
-    """
+    """Write the pictures, the Markdown file and the HTML page; `path` has no suffix."""
     pictures.save(figures, path.parent)
     text = render(template, drawn=figures, **data)
-    path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # safe in a terminal
+    path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # no control characters
     made = environment(autoescape=True)
     made.filters["rich"] = rich
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
@@ -55,7 +52,7 @@ def write_files(
 
 
 def sections_of(markdown: str) -> list[dict[str, Any]]:
-    """Parse rendered Markdown into sections: title, anchor, and kind and content of each block."""
+    """Parse Markdown into sections, each with a title, an anchor and a list of (kind, content)."""
     sections: list[dict[str, Any]] = []
     for block in markdown.strip().split("\n\n"):
         if block.startswith("#"):
@@ -83,7 +80,7 @@ def _parsed(block: str) -> tuple[str, Any]:
 
 
 def rich(text: str) -> Markup:
-    """Escape a text and replace Markdown marks by HTML elements."""
+    """Escape a text for HTML, and replace Markdown marks by HTML elements."""
     words = str(escape(text))
     for pattern, tag in MARKS:
         words = re.sub(pattern, rf"<{tag}>\1</{tag}>", words)
@@ -91,7 +88,7 @@ def rich(text: str) -> Markup:
 
 
 def environment(**options: Any) -> Environment:
-    """A Jinja environment with the templates of reports."""
+    """Return a Jinja environment with the templates of reports."""
     made = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, **options)
     made.trim_blocks = made.lstrip_blocks = True
     return made
@@ -99,7 +96,7 @@ def environment(**options: Any) -> Environment:
 
 def render(template: str, **data: Any) -> str:
     """Render a Markdown template, and join the lines of each paragraph."""
-    # `page.html` escapes HTML later.
+    # The Markdown has no HTML escapes, because `page.html` escapes the texts later.
     made = environment(autoescape=False, finalize=plain)
     made.filters |= {"shown": shown, "metric": metric, "number": number, "median": median}
     made.filters |= {"table": table, "after_name": after_name, "duration": duration, "share": share}
@@ -109,7 +106,7 @@ def render(template: str, **data: Any) -> str:
 
 
 class Markdown(str):
-    """Complete Markdown; other values in a template are plain text."""
+    """Text that is already Markdown; `plain` escapes all other values in a template."""
 
 
 def plain(value: Any) -> str:
@@ -120,9 +117,9 @@ def plain(value: Any) -> str:
 
 
 def row(*cells: Any, left: int | None = None) -> Markdown:
-    """A table row, in which a list becomes several cells.
+    """Return a table row; a list in `cells` becomes several cells.
 
-    If `left` is given, the row is a header: `left` columns are aligned left, the others right.
+    If `left` is given, the row is a header whose first `left` columns are aligned left.
     """
     texts = [plain(c) for cell in cells for c in ([cell] if isinstance(cell, str | int) else cell)]
     aligned = [":--" if i < (left or 0) else "--:" for i in range(len(texts))]
@@ -131,5 +128,5 @@ def row(*cells: Any, left: int | None = None) -> Markdown:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Markdown:
-    """A whole table, whose first row is the header."""
+    """Return a table as Markdown; the first of `rows` is the header."""
     return Markdown("\n".join([row(rows[0], left=1), *map(row, rows[1:])]))

@@ -1,7 +1,7 @@
-"""Transcripts of a run folder -> an index and packed episodes for the reader of the page.
+"""An index and packed episodes for the HTML page, from the transcripts in a run folder.
 
-The page of a long run has only some of the groups, spread evenly over stages and steps. Each step
-has one chunk of packed episodes, in which each text occurs once.
+The page of a long run has only some groups of episodes, spread evenly over stages and steps. Each
+step has one chunk of packed episodes. A chunk contains each text only once.
 """
 
 import base64
@@ -20,13 +20,13 @@ from pipeline.files.durable import whole_lines
 from pipeline.tracking.run_files import transcripts_in
 
 MAX_EPISODES = 10_000
-MAX_CHARACTERS = 11_000_000  # characters of all chunks, so that the page stays below 15 MB
+MAX_CHARACTERS = 11_000_000  # maximum length of all chunks together; keeps the page below 15 MB
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-MOST_TOKENS = 4  # maximum number of tokens of one character
+MOST_TOKENS = 4  # maximum number of tokens that make up one character
 COPIED = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error", "advantage")
 
 Episode = Mapping[str, Any]
-Step = tuple[str, int]  # stage or `evaluation-<after>`, step
+Step = tuple[str, int]  # (stage or `evaluation-<after>`, number of the step)
 Task = tuple[str, str]  # domain, task id
 Group = tuple[Step, Task]
 TokenTexts = Callable[[Sequence[int]], list[str]]
@@ -34,10 +34,10 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 
 @dataclass(frozen=True)
 class Reader:
-    """The episodes on the page."""
+    """The episodes for the HTML page."""
 
     index: dict[str, Any]
-    chunks: list[str]  # base64 of gzip of JSON
+    chunks: list[str]  # one for each step: base64 of gzip of JSON
 
 
 def read_episodes(
@@ -46,7 +46,7 @@ def read_episodes(
     max_episodes: int = MAX_EPISODES,
     max_characters: int = MAX_CHARACTERS,
 ) -> Reader:
-    """Return at most `max_episodes` episodes, in chunks of at most `max_characters` in total."""
+    """Return up to `max_episodes` episodes; all chunks have up to `max_characters` characters."""
     files = transcripts_in(folder)
     tasks = {p: list(map(_task_of, whole_lines(p))) for paths in files.values() for p in paths}
     sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
@@ -71,7 +71,7 @@ def _task_of(line: bytes) -> Task:
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:
     """Choose groups with at most `limit` episodes in total, but at least one group.
 
-    Stages are visited in turn, one group at a time; the steps of a stage are visited in turn, too.
+    Stages take turns with one group each, and within a stage, the steps take turns.
     """
 
     def in_turns(groups: list[Group], owner: Callable[[Group], Hashable]) -> list[Group]:
@@ -92,7 +92,7 @@ def _read(
     chosen: Container[Group],
     token_texts: TokenTexts | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the index, with an entry for each chosen group, and a chunk for each step."""
+    """Return an index with an entry for each chosen group, and a list with a chunk per step."""
     stages = list(dict.fromkeys(stage for stage, _ in files))
     entries: list[list[Any]] = []
     chunks: list[str] = []
@@ -113,7 +113,7 @@ def _read(
 
 
 def _packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None) -> str:
-    """Base64 of gzip of JSON: the list of texts, and episodes with indices into the list."""
+    """Return a chunk (base64 of gzip of JSON): texts, and episodes with indices of texts."""
     texts: dict[str, int] = {}
 
     def index(text: Any) -> int:
@@ -152,9 +152,9 @@ def _packed_episode(
 
 
 def token_texts_of(path: Path) -> TokenTexts:
-    """Return a function that decodes each token id to a text; `path` is a tokenizer file.
+    """Return a function that returns the text of each token id; `path` is a tokenizer file.
 
-    If a character consists of several tokens, the last of the tokens has its text.
+    If several tokens make up a character, the last of these tokens has the character as its text.
     """
     from tokenizers import Tokenizer
 

@@ -1,7 +1,8 @@
-"""A run folder -> `report.md`, `report.html` and pictures; several folders -> a comparison.
+"""Write `report.md`, `report.html` and pictures of a run, or a comparison of several runs.
 
-Reports are made from the files alone. `python -m pipeline.report FOLDER` makes the report of a run
-again. `python -m pipeline.report RUN RUN ... --output FOLDER`, or a folder of runs, compares runs.
+A report needs only the files of a run folder. `python -m pipeline.report FOLDER` writes the report
+of a run again. `python -m pipeline.report RUN RUN ... --output FOLDER` compares runs.
+`python -m pipeline.report FOLDER_OF_RUNS` compares all runs in a folder.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pipeline.tracking.run_files import load_run
 
 
 def write_report(folder: Path) -> None:
-    """Write the report and its pictures into a run folder; UserError if it holds no run."""
+    """Write a run's report into its folder; raise UserError if the folder has no run."""
     run = load_run(folder)
     reader, figures = read_episodes(folder, run.success_threshold), pictures.pictures_of(run)
     title = folder.resolve().name
@@ -28,7 +29,7 @@ def write_report(folder: Path) -> None:
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
-    """Write the comparison of runs into `output`; UserError if they cannot be compared."""
+    """Write a comparison of runs into `output`; raise UserError if runs are not comparable."""
     runs, unfinished = comparison.finished(folders)
     for run in unfinished:
         print(f"warning: {run.folder} is not finished and is left out", file=sys.stderr)

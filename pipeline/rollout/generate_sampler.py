@@ -1,9 +1,9 @@
 """Sampling through `model.generate`, for models with sliding windows or linear attention.
 
-A cache of such a model does not keep the keys and values of all positions. Therefore each message
-computes the whole conversation again.
+A cache for sliding windows or linear attention does not keep all positions of a conversation, so
+the model computes the whole conversation again for each message.
 
-Legend: B sequences, T tokens, V vocabulary.
+Letters in shapes: B sequences, T tokens, V entries of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -18,27 +18,27 @@ from transformers.generation import StoppingCriteriaList
 from pipeline.rollout.sequences import ModelSampler, logprobs_of, streams_of
 from pipeline.rollout.trajectory import Sampled
 
-TOKENS_PER_BATCH = 1 << 17  # largest number of tokens of a batch, with padding
+TOKENS_PER_BATCH = 1 << 17  # maximum number of tokens in a batch, padding included
 
 
 @dataclass(kw_only=True, eq=False)
 class GenerateEpisode:
-    """One conversation inside the sampler."""
+    """One conversation of a GenerateSampler."""
 
-    key: int  # 64-bit key of the random numbers
+    key: int  # 64-bit key of the conversation's random numbers
     ids: list[int]
-    num_sampled: int = 0  # number of random numbers used so far
+    num_sampled: int = 0  # number of random numbers that the conversation has used
 
 
 class GenerateSampler(ModelSampler):
-    """A `Sampler` on transformers' own cache, with the random numbers of `RowSampler`.
+    """A `Sampler` that calls `model.generate`, with the same random numbers as `RowSampler`.
 
-    Shorter conversations get padding on the left. If padding changes the model's output (`pads` is
-    False), all conversations of a batch have equal lengths.
+    The shorter conversations of a batch get padding on the left. If padding changes the model's
+    output (`pads` is False), all conversations of a batch have equal lengths.
     """
 
     def _prepare(self) -> None:
-        # A new config removes the checkpoint's own sampling settings (top_k, penalties).
+        # A new generation config drops the checkpoint's own sampling settings (top_k, penalties).
         self.model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
         self.pads = padding_is_harmless(self.model)
 
@@ -60,7 +60,7 @@ class GenerateSampler(ModelSampler):
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """See `Sampler`; every call completes all messages and ignores `until`."""
+        """See `Sampler.sample`. Every call completes all messages and ignores `until`."""
         messages: list[Sampled | None] = [None] * len(episodes)
         for batch in self._batches(episodes):
             rows = [episodes[i] for i in batch]
@@ -72,7 +72,7 @@ class GenerateSampler(ModelSampler):
         return messages
 
     def _batches(self, episodes: Sequence[GenerateEpisode]) -> list[list[int]]:
-        """Return the indices of each batch; conversations of similar lengths share a batch."""
+        """Split the episodes into batches of similar lengths; return the indices of each batch."""
         lengths = [len(episode.ids) for episode in episodes]
         batches: list[list[int]] = []
         for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):
@@ -93,7 +93,7 @@ class GenerateSampler(ModelSampler):
         tokens, values = list[torch.Tensor](), list[torch.Tensor]()
 
         def choose(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """Sample the next token of each row; the returned scores allow no other token."""
+            """Sample the next token of each row; return scores that allow only this token."""
             logprobs_BV = logprobs_of(scores, self.temperature)
             sampled_B = self.sample_tokens(logprobs_BV, keys, used + len(tokens), greedy)
             tokens.append(sampled_B[:, None])
@@ -110,12 +110,12 @@ class GenerateSampler(ModelSampler):
             logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([has_ended]),
         )
-        # Complete rows continue until the last row ends; surplus tokens are dropped.
+        # Tokens that `generate` adds to a row after the row's end are dropped.
         sampled, chosen = (torch.cat(x, 1).cpu().numpy() for x in (tokens, values))
         stopped = (sampled[:, :, None] == self.stops).any(2)
         ends = stopped | (np.arange(1, sampled.shape[1] + 1) >= np.array(limits)[:, None])
         counts = ends.argmax(1) + 1
-        # The model computes the last token of a message with the next message.
+        # The model has not yet computed the last token of a message, hence `counts - 1`.
         self.num_tokens += int(mask_BT.sum()) + int((counts - 1).sum())
         self.num_padded_tokens += mask_BT.numel() + len(rows) * (sampled.shape[1] - 1)
         return [
@@ -125,7 +125,7 @@ class GenerateSampler(ModelSampler):
 
 
 def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sequences with padding on the left, and the mask of real tokens, [B, T] each."""
+    """Return sequences with padding on the left, and a mask (1 at real tokens), both [B, T]."""
     longest = max(map(len, sequences))
     both = (sequences, [[1] * len(ids) for ids in sequences])
     tokens, mask = ([[0] * (longest - len(row)) + row for row in rows] for rows in both)
@@ -134,7 +134,7 @@ def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def padding_is_harmless(model: Any) -> bool:
-    """Whether a row's logits stay equal with padding on the left, in the prompt and afterwards."""
+    """Return True if padding on the left changes no logits of a row, except by rounding."""
     device, logits = next(model.parameters()).device, []
     short, long = [3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
     for batch in ([short], [long, short]):

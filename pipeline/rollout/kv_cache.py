@@ -1,6 +1,6 @@
-"""A key-value cache for sequences of different lengths; each sequence has a row.
+"""A key-value cache for sequences of different lengths, with one row for each sequence.
 
-Legend: B sequences, T tokens.
+Letters in shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# Numbers of rows and lengths are rounded up to multiples, so that the rounding errors of a row
-# seldom depend on the size of the batch.
+# Numbers of rows are increased to a multiple of ROWS, and lengths to a multiple of LENGTHS, so that
+# the rounding errors of a row seldom depend on the size of the batch.
 ROWS, LENGTHS = 4, 16
 
 
@@ -30,7 +30,7 @@ def attend(
     """Attention of queries [B, heads, T, size] to keys and values [B, key heads, length, size].
 
     Returns [B, T, heads, size of a value]. Query heads that share a key head become extra queries
-    of one head, so that keys and values need no copies.
+    of this key head, so that keys and values need no copies.
     """
     batch, heads, num_queries, size = query.shape
     shared = heads // key.shape[1]
@@ -48,7 +48,7 @@ AttentionInterface.register("row_cache", attend)
 
 
 class _RowLayer(CacheLayerMixin):
-    """Keys and values of one layer, [rows, heads, positions, size]."""
+    """The keys and the values of one layer, each [rows, heads, positions, size]."""
 
     keys: Any
     values: Any
@@ -58,7 +58,7 @@ class _RowLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # Keys and values differ in size in latent attention. `grow` adds rows and positions.
+        # In latent attention, keys and values have different sizes, so there are two tensors.
         empty = (x.new_zeros((0, x.shape[1], 0, x.shape[3])) for x in (key_states, value_states))
         self.keys, self.values = empty
         self.is_initialized = True
@@ -66,7 +66,7 @@ class _RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states [B, heads, T, size]; returns the keys and values that the pass reads."""
+        """Write new keys and values [B, heads, T, size]; return all that the attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.grow()
@@ -80,7 +80,7 @@ class _RowLayer(CacheLayerMixin):
         return held[:, :, : cache.length].index_select(0, cache.rows)
 
     def grow(self) -> None:
-        """Enlarge the tensors to the cache's number of rows and positions."""
+        """Enlarge the keys and the values to the cache's numbers of rows and positions."""
         rows = self.cache.num_rows - self.keys.shape[0]
         positions = self.cache.capacity - self.keys.shape[2]
         if rows > 0 or positions > 0:
@@ -111,14 +111,14 @@ class RowCache(Cache):
     def place(
         self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
     ) -> torch.Tensor:
-        """Set the rows and positions (below `end`) that the next forward pass writes.
+        """Set the rows, and the positions below `end`, that the next forward pass writes.
 
-        `first_rows` is True if `rows` is 0, 1, ...; attention then reads the cache without a copy.
-        Returns the additive attention mask, [B, 1, T, length] float32.
+        If `rows` is 0, 1, 2, ... (`first_rows`), attention reads the cache without a copy. Returns
+        the additive attention mask, [B, 1, T, length] float32.
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
         self.length = -(-end // LENGTHS) * LENGTHS
-        if self.capacity < self.length:  # growth by a quarter; doubling could exhaust the memory
+        if self.capacity < self.length:  # grow by a quarter; doubling could exhaust the memory
             self.capacity = max(self.length, self.capacity + self.capacity // 4)
         visible = torch.arange(self.length, device=positions_BT.device)
         hidden = (visible > positions_BT[:, :, None])[:, None]

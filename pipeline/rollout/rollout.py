@@ -1,4 +1,4 @@
-"""Rollouts: the sampler writes messages; environments and simulated users answer the messages."""
+"""Rollouts: the sampler writes the model's messages; environments and simulated users reply."""
 
 import math
 import time
@@ -19,8 +19,8 @@ from pipeline.models.weights import trained_weights
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
-UNKNOWN_TOOL = "unknown"  # key that counts calls of tools that do not exist
-TURN_SHARE = 0.25  # share of messages to complete before environments answer
+UNKNOWN_TOOL = "unknown"  # name that stands for all nonexistent tools in the counts of calls
+TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class _Episode:
         self.request, task = request, request.task
         self.in_background = in_background  # True if the environment works in the background
         self.environment: Any = None
-        self.handle: Handle = None  # the open conversation in the sampler
-        self.replies: list[Message] = []  # answers to the model's last message
-        self.wait: Callable[[], None] | None = None  # waits for the environment's current work
-        self.excused = ""  # value of `left_out` if the current call fails
+        self.handle: Handle = None  # the episode's open conversation in the sampler
+        self.replies: list[Message] = []  # replies to the model's last message
+        self.wait: Callable[[], None] | None = None  # function that waits for the environment
+        self.excused = ""  # value of `left_out` if the environment's current call fails
         self.ended = False
         self.trajectory = Trajectory(
             domain=task.domain,
@@ -61,11 +61,11 @@ _Work = Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
 
 
 class Rollout:
-    """Runs episodes of any domain with one sampler, one chat format and the recipe's limits.
+    """Runs episodes of any domain with one sampler, one chat format and one set of limits.
 
-    `on_progress` gets domain/task_id before each call of an environment and before each wait for
-    an environment, and "" before each call of the sampler. If `on_progress` raises, the rollout
-    closes all conversations and can be used again.
+    `on_progress` gets "domain/task_id" before the rollout calls an environment or waits for an
+    environment, and "" before the rollout calls the sampler. If `on_progress` raises an exception,
+    the rollout closes all conversations and can be used again.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Rollout:
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
-        self.environment_s = 0.0  # seconds spent in environments, or waiting for environments
+        self.environment_s = 0.0  # total time spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
     def __call__(
         self, requests: Sequence[RolloutRequest], greedy: bool = False
     ) -> list[Trajectory]:
-        """Return one trajectory per request, in order.
+        """Return one trajectory per request, in the order of the requests.
 
-        A deterministic rollout runs the tasks one after the other, so that other tasks do not
-        change the shapes of a forward pass.
+        A deterministic rollout runs the tasks one after the other, so that the shapes of a forward
+        pass depend on one task only.
         """
         self._calls.forget()
         groups = groupby(requests, lambda request: self.deterministic and request.task.key)
@@ -117,8 +117,8 @@ class Rollout:
         return [episode.trajectory for episode in episodes]
 
     def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
-        """Run until all episodes have ended; the order of work depends on counts, never on time."""
-        live: list[_Episode] = []  # episodes whose next message is sampled
+        """Run all episodes to the end, in an order that depends on numbers of episodes only."""
+        live: list[_Episode] = []  # episodes whose next message the sampler writes
         away: list[_Episode] = []  # episodes whose environment works in the background
         while waiting or live or away:
             running = len(live) + len(away)
@@ -126,12 +126,12 @@ class Rollout:
             answered, live = self._sample(live, greedy) if live else ([], [])
             ready = [episode for episode in answered if episode.wait is None]
             away += [episode for episode in answered if episode.wait is not None]
-            if len(away) > len(live) + len(ready):  # waiting now keeps the batches large
+            if len(away) > len(live) + len(ready):  # wait, because the next batch would be small
                 ready, away = [*ready, *away], []
             live += [episode for episode in ready if self._continue(episode)]
 
     def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
-        """Start up to `room` episodes, many at a time; returns the episodes that continue."""
+        """Start up to `room` episodes; return the started episodes that have not ended."""
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.limits.max_concurrent_episodes // 4)):
             return []
@@ -160,7 +160,7 @@ class Rollout:
         episode.trajectory.messages[-1]["content"] += addition
 
     def _sample(self, live: list[_Episode], greedy: bool) -> tuple[list[_Episode], list[_Episode]]:
-        """Sample until a share of the messages is complete; returns complete and other episodes."""
+        """Sample messages; return the episodes with a complete message, and the other episodes."""
         self.on_progress("")
         per_turn, most = self.limits.max_tokens_per_turn, self.limits.max_tokens
         room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in live]
@@ -173,7 +173,7 @@ class Rollout:
         return [e for e, _ in complete], [e for e, message in pairs if message is None]
 
     def _add_message(self, episode: _Episode, sampled: Sampled) -> None:
-        """Add a message to its episode, and let the environment or the user answer."""
+        """Add a sampled message to its episode, and let the environment or the user answer."""
         trajectory, episode.replies = episode.trajectory, []
         trajectory.append(sampled.ids, sampled.logprobs)
         trajectory.num_turns += 1
@@ -194,7 +194,7 @@ class Rollout:
             self._begin(episode, partial(_answer, parsed))
 
     def _continue(self, episode: _Episode) -> bool:
-        """Append the replies to the model's last message; False if the episode has ended."""
+        """Append the replies to the episode; return False if the episode has ended."""
         self._wait(episode)
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
         most = limits.max_tool_result_tokens
@@ -220,7 +220,7 @@ class Rollout:
             self.sampler.close(handle)
 
     def _begin(self, episode: _Episode, work: _Work) -> None:
-        """Run an environment's work, or begin the work in the background."""
+        """Run the function `work` to its end, or start `work` in the background."""
         key = episode.request.task.key
         if episode.in_background:
             episode.wait = self._calls.beside(key, partial(work, episode))
@@ -229,7 +229,7 @@ class Rollout:
             self._wait(episode)
 
     def _wait(self, episode: _Episode) -> None:
-        """Wait for an environment's work; a failure ends the episode, not the run."""
+        """Wait for an environment's work; a failure of the environment ends only its episode."""
         wait, episode.wait = episode.wait, None
         if wait is None:
             return
@@ -251,7 +251,7 @@ async def _score(episode: _Episode, guard: Guard) -> None:
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
-    """Let the environment answer the calls, or let the user answer the message."""
+    """Let the environment answer the tool calls; without tool calls, let the user answer."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     methods = tools.tool_methods(type(environment))
     for name, arguments in parsed.calls:

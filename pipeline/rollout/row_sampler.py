@@ -1,6 +1,6 @@
-"""Sampling of many conversations; one KV cache keeps all turns.
+"""Sampling of many conversations with one KV cache, which keeps the tokens of all turns.
 
-Legend: B sequences, T tokens, V vocabulary.
+Letters in shapes: B sequences, T tokens, V entries of the vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from pipeline.rollout.sequences import (
 )
 from pipeline.rollout.trajectory import Sampled
 
-MIN_PREFIX = 64  # smallest length in tokens of a prompt prefix that is computed once
-MIN_FILL = 0.85  # smallest share of unfinished rows in a batch before the batch is made smaller
-STEPS_PER_CHECK = 8  # tokens that a GPU samples between two checks for complete messages
+MIN_PREFIX = 64  # minimum number of tokens of a common prefix that is computed only once
+MIN_FILL = 0.85  # share of unfinished rows below which a batch is made smaller
+STEPS_PER_CHECK = 8  # number of tokens between two checks for complete messages, on a GPU
 
 
 @dataclass(kw_only=True, eq=False)
 class Slot:
-    """A row of the cache, and the conversations whose tokens equal the row's tokens."""
+    """A row of the cache, and the conversations whose tokens equal the tokens of the row."""
 
     row: int
-    length: int  # number of tokens in the cache
+    length: int  # number of tokens that the row holds
     members: list[RowEpisode] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, eq=False)
 class RowEpisode:
-    """One conversation inside the row sampler."""
+    """One conversation of a RowSampler."""
 
-    key: int  # 64-bit key of the random numbers
-    pending: list[int]  # tokens that the model gets before the next token is sampled
+    key: int  # 64-bit key of the conversation's random numbers
+    pending: list[int]  # last tokens of the conversation, not yet in the cache
     slot: Slot
-    num_sampled: int = 0  # number of random numbers used so far
-    room: int = 0  # largest number of tokens of the current message
+    num_sampled: int = 0  # number of random numbers that the conversation has used
+    room: int = 0  # maximum number of tokens of the current message
     ids: list[int] = field(default_factory=list)  # tokens of the current message
     logprobs: list[float] = field(default_factory=list)
 
     def append(self, ids: list[int], logprobs: list[float]) -> None:
-        """Add sampled tokens to the current message; the last one becomes pending."""
+        """Add sampled tokens to the current message; `pending` then holds only the last token."""
         self.ids += ids
         self.logprobs += logprobs
         self.num_sampled += len(ids)
@@ -67,9 +67,9 @@ def members_of(slots: Sequence[Slot]) -> tuple[list[RowEpisode], NDArray[np.int6
 class RowSampler(ModelSampler):
     """A `Sampler` that keeps the keys and values of all turns in one KV cache.
 
-    Conversations with the same tokens share a slot, which is computed once. The row is copied when
-    the sampled tokens differ. On a GPU, each conversation has a slot of its own after the prompt,
-    because sharing would need a synchronization after each token.
+    Conversations with the same tokens share a row of the cache, which is computed once. When
+    conversations sample different tokens, their shared row is copied. On a GPU, each conversation
+    has its own row after the prompt, because sharing a row needs a synchronization for each token.
     """
 
     def _prepare(self) -> None:
@@ -81,11 +81,11 @@ class RowSampler(ModelSampler):
 
     @torch.no_grad()
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[RowEpisode]:
-        """See `Sampler`; common prefixes of the prompts are computed once."""
+        """See `Sampler.open`. Each common prefix of the prompts is computed once."""
         if not self._cache.layers:
             layers = self.model.config.get_text_config().num_hidden_layers
             self._cache = RowCache(layers, 2 * max(map(len, prompts)))
-        # `sample` computes the last token of a prompt.
+        # The method `sample` computes the last token of each prompt.
         opened = [(tuple(p[:-1]), p[-1], key) for p, key in zip(prompts, keys, strict=True)]
         slots = {ids: self._new_slot(len(ids)) for ids in dict.fromkeys(ids for ids, *_ in opened)}
         episodes = [
@@ -100,12 +100,12 @@ class RowSampler(ModelSampler):
         episode.pending += ids
 
     def close(self, episode: RowEpisode) -> None:
-        """See `Sampler`; a slot without conversations is freed."""
+        """See `Sampler.close`. A row without conversations becomes free."""
         episode.slot.members.remove(episode)
         if not episode.slot.members:
             del self._slots[episode.slot.row]
         if not self._slots and self.device.type == "cuda":
-            # The GPU memory is free for the update. On a CPU, a new allocation would be slow.
+            # Dropping the cache frees GPU memory for the update. On a CPU, new caches are slow.
             self._cache = RowCache(0, 0)
 
     def _new_slot(self, length: int) -> Slot:
@@ -122,7 +122,7 @@ class RowSampler(ModelSampler):
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """See `Sampler`."""
+        """See `Sampler.sample`."""
         for episode, room in zip(episodes, max_tokens, strict=True):
             episode.room = room
         wanted = len(episodes) if until is None else min(until, len(episodes))
@@ -144,7 +144,7 @@ class RowSampler(ModelSampler):
         return message
 
     def _begin_messages(self, episodes: Sequence[RowEpisode], greedy: bool) -> None:
-        """Compute the pending tokens and sample the first token of each message."""
+        """Compute each conversation's pending tokens, and sample the first token of its message."""
         slots = sorted(self._split(episodes), key=lambda slot: slot.row)
         fed = [slot.members[0].pending for slot in slots]
         hidden = self._feed([slot.row for slot in slots], fed, [slot.length for slot in slots])
@@ -158,9 +158,9 @@ class RowSampler(ModelSampler):
             episode.append([token], values)
 
     def _split(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
-        """Return the slots of the conversations after a split by pending tokens.
+        """Split slots whose conversations have different pending tokens; return the new slots.
 
-        Conversations that differ from the others of a slot move to a copy of the slot.
+        A conversation that differs from the other conversations moves to a copy of the slot.
         """
         alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
@@ -187,16 +187,16 @@ class RowSampler(ModelSampler):
     def _decode(self, episodes: Sequence[RowEpisode], wanted: int, greedy: bool) -> None:
         """Sample tokens until `wanted` messages are complete, or the batch must change.
 
-        The batch must change if too few rows are unfinished, or if the conversations of a row
-        differ. Every conversation has one pending token.
+        The batch must change if few of its rows are unfinished, or if the conversations of a row
+        have sampled different tokens. Every conversation must have exactly one pending token.
         """
         slots = self._compact_slots(self._split(episodes))
         members, index = members_of(slots)
-        # Other rows fill up the batch; a pass writes only positions beyond their length.
+        # Rows of other conversations fill up the batch, and their cached tokens do not change.
         held = [0] * (-(-len(slots) // ROWS) * ROWS)
         for row in self._slots.keys() & range(len(held)):
             held[row] = self._slots[row].length
-        first = np.flatnonzero(np.diff(index, prepend=-1))  # index of one member of each slot
+        first = np.flatnonzero(np.diff(index, prepend=-1))  # index of each slot's first member
         tokens = torch.zeros((len(held), 1), dtype=torch.int64)
         tokens[: len(slots), 0] = torch.tensor([slot.members[0].pending[0] for slot in slots])
         tokens, positions = tokens.to(self.device), torch.tensor(held).to(self.device)[:, None]
@@ -204,8 +204,8 @@ class RowSampler(ModelSampler):
         index_B, first_B = (torch.from_numpy(x).to(self.device) for x in (index, first))
         keys, used = streams_of(members)
         left = np.array([e.room - len(e.ids) for e in members])
-        lengths = np.zeros(len(members), dtype=np.int64)  # 0 for incomplete messages
-        # Complete rows are computed until the batch ends, at positions up to `last`.
+        lengths = np.zeros(len(members), dtype=np.int64)  # 0 while the message is incomplete
+        # Complete messages stay in the batch until the loop ends, at positions up to `last`.
         last = max(max(held), *(held[i] + n for i, n in zip(index.tolist(), left, strict=True)))
         sampled, chosen = [], []
         for step in range(1, int(left.max()) + 1):
@@ -239,7 +239,7 @@ class RowSampler(ModelSampler):
             episode.append(*(line[:length].tolist() for line in lines))
 
     def _compact_slots(self, wanted: Sequence[Slot]) -> list[Slot]:
-        """Swap slots into the first rows; returns the slots in the order of rows."""
+        """Move the slots `wanted` to the first rows; return the slots in the order of rows."""
         inside = set(wanted)
         holes = [row for row in range(len(wanted)) if self._slots.get(row) not in inside]
         movers = [slot.row for slot in wanted if slot.row >= len(wanted)]
@@ -254,7 +254,7 @@ class RowSampler(ModelSampler):
         return [self._slots[row] for row in range(len(wanted))]
 
     def _prefill(self, rows: Mapping[Ids, int]) -> None:
-        """Compute prompts, each in its row; a common prefix is computed once and copied."""
+        """Compute each prompt in its row; a common prefix is computed once and copied."""
         begins = dict.fromkeys(rows, 0)
         for prefix in shared_prefixes(list(rows), MIN_PREFIX):
             size = len(prefix)
@@ -270,7 +270,7 @@ class RowSampler(ModelSampler):
     def _feed(
         self, rows: Sequence[int], tokens: Sequence[list[int]], begins: Sequence[int]
     ) -> torch.Tensor:
-        """Compute tokens of rows from the positions `begins`; similar lengths share a forward pass.
+        """Run the model on the tokens of each row, from the row's position in `begins` on.
 
         Returns the hidden state of each row's last token, [B, H].
         """
@@ -280,7 +280,7 @@ class RowSampler(ModelSampler):
         for first, last in passes([lengths[i] for i in order]):
             batch, longest = sorted(order[first:last]), lengths[order[first]]
             padded = torch.tensor([tokens[i] + [0] * (longest - lengths[i]) for i in batch])
-            # Positions of padding stay below `end`, because the model's positions are limited.
+            # Padding gets positions below `end`, because the model has a maximum position.
             end = max(begins[i] + lengths[i] for i in batch) + 1
             begin = torch.tensor([[begins[i]] for i in batch]).to(self.device)
             positions = (begin + torch.arange(longest, device=self.device)).clamp_(max=end - 1)
@@ -303,7 +303,7 @@ class RowSampler(ModelSampler):
         end: int,
         first_rows: bool,
     ) -> torch.Tensor:
-        """Return hidden states [B, T, H] of the tokens at positions of the cache's `rows`."""
+        """Return hidden states [B, T, H] of tokens at the given rows and positions of the cache."""
         self.num_padded_tokens += tokens_BT.numel()
         hidden_BT: torch.Tensor = self.model.get_decoder()(
             input_ids=tokens_BT,

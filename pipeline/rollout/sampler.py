@@ -16,33 +16,34 @@ from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.trajectory import Sampled
 
-Handle = Any  # an open conversation; each sampler has a type of its own
+Handle = Any  # an open conversation; its type depends on the sampler
 
 
 class Sampler(Protocol):
-    """Samples the policy's messages: tokens in, tokens and log-probabilities out.
+    """Samples the policy's messages as token ids with log-probabilities.
 
-    A token depends on the weights, on the conversation's tokens, and on the random number at (key,
-    number of sampled tokens). Other conversations change only rounding errors. `num_tokens` and
-    `num_padded_tokens` count the tokens that the model computed, without and with padding.
+    A sampled token depends on the weights, on the conversation's tokens, and on a random number for
+    the conversation's key and number of sampled tokens. Other conversations in a batch change only
+    rounding errors. `num_tokens` counts the tokens that the model computed; `num_padded_tokens`
+    also counts padding.
     """
 
     num_tokens: int
     num_padded_tokens: int
 
     def load_weights(self, weights: Weights) -> None:
-        """Load the result of `trained_weights`, while no conversation is open.
+        """Load the weights that `trained_weights` returned, while no conversation is open.
 
         `weights` holds every parameter of a plain model, or only the LoRA adapters under PEFT's
-        names. The sampler may share the tensors with the model; a later update then changes the
-        sampler's weights too. ValueError if a name is unknown or missing, or a shape differs.
+        names. The sampler may share tensors with the model, so that an update of the model changes
+        the sampler too. Raises ValueError if a name is unknown or missing, or if a shape differs.
         """
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
-        """Start one conversation per prompt of at least one token; returns handles in order.
+        """Start one conversation per prompt; return the handles in the order of the prompts.
 
-        `keys` holds a 64-bit key for each prompt's stream of random numbers. ValueError if the
-        number of keys differs from the number of prompts.
+        A prompt has at least one token. `keys` holds a 64-bit key for each prompt's stream of
+        random numbers. Raises ValueError if the numbers of keys and of prompts differ.
         """
 
     def extend(self, episode: Handle, ids: list[int]) -> None:
@@ -55,16 +56,16 @@ class Sampler(Protocol):
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """Sample the next message of each conversation, of at most `max_tokens` tokens (1 or more).
+        """Sample the next message of each conversation, with at most `max_tokens` >= 1 tokens each.
 
-        Returns as soon as `until` messages (None: all) are complete, or later. None stands for an
-        incomplete message, which the next call continues. A message includes the id that ended the
-        message. Log-probabilities are at the sampling temperature, in nats. `greedy` selects the
-        most likely tokens.
+        Returns when at least `until` messages are complete (default: all). An incomplete message is
+        returned as None, and the next call continues the message. A message includes the id that
+        ended the message. Log-probabilities are in nats, at the sampling temperature. `greedy`
+        selects the most likely tokens.
         """
 
     def close(self, episode: Handle) -> None:
-        """End a conversation, even inside a message; the handle is invalid afterwards."""
+        """End a conversation, even if its message is incomplete; the handle becomes invalid."""
 
 
 def make_sampler(
@@ -76,10 +77,10 @@ def make_sampler(
     *,
     row_sampler: type[RowSampler] = RowSampler,
 ) -> Sampler:
-    """Return the fastest sampler for the model; the main rank warns about `GenerateSampler`.
+    """Return the fastest sampler that can serve the model.
 
-    `row_sampler` is the class for models with full attention. Raises UserError if no sampler can
-    serve the model.
+    Models with full attention get a `row_sampler`, other models a GenerateSampler. Raises UserError
+    if no sampler can serve the model.
     """
     plain = base_model(model)
     refuse_changed_logits(plain)
@@ -102,10 +103,10 @@ def make_sampler(
 
 
 def other_stops(model: Any, chat: Chat) -> list[int]:
-    """Return the ids that end a message besides the template's end of turn, in order.
+    """Return the sorted ids that end a message besides the chat template's end of turn.
 
-    Inference servers stop at the eos_token_id of the model's generation config and at the end of
-    sequence of the tokenizer, too. Raises UserError if the config holds anything but ids.
+    Inference servers also stop at the eos_token_id of the generation config and of the
+    tokenizer. Raises UserError if the config's eos_token_id is neither an id nor a list of ids.
     """
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list) else [listed]

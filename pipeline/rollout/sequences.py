@@ -1,6 +1,6 @@
-"""Functions that all samplers share: common prefixes, sampling of a token, the model's copy.
+"""Code that all samplers share: common prefixes, sampling of one token, a copy of the model.
 
-Legend: B sequences, T tokens, V vocabulary.
+Letters in shapes: B sequences, T tokens, V entries of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pipeline.data.rng import uniforms
 from pipeline.models.weights import SamplingCopy, Weights
 from pipeline.rollout.trajectory import Sampled
 
-PASS_TOKENS = 128  # fixed cost of a forward pass, in tokens
+PASS_TOKENS = 128  # cost of starting a forward pass, as a number of tokens with equal cost
 Ids = tuple[int, ...]
 Keys = NDArray[np.uint64]  # keys of streams of random numbers
 Positions = NDArray[np.int64]  # positions in streams of random numbers
@@ -23,15 +23,15 @@ Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
-    """Return each episode's random key, and its number of used random numbers."""
+    """Return each episode's key, and the number of random numbers that the episode has used."""
     keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
     return keys, np.array([episode.num_sampled for episode in episodes])
 
 
 def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split sequences, sorted by descending length, into forward passes: (start, end) of each.
+    """Split sequences into forward passes; return the (start, end) indices of each pass.
 
-    A split must save more padding than another forward pass costs.
+    `lengths` must be in descending order. A split must save more than PASS_TOKENS of padding.
     """
     cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
     if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
@@ -41,10 +41,10 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
-    """Common prefixes, of `at_least` tokens, of prompts that are neighbours in sorted order.
+    """Return the common prefixes, of `at_least` or more tokens, of groups of prompts.
 
-    A prompt that shares less than half of a prefix begins a new prefix, because the policy texts of
-    two domains differ after a few common words.
+    A group consists of neighbours in the sorted list of prompts. A prompt that shares less than
+    half of a group's prefix begins a new group, because prompts of two domains share few words.
     """
     prefixes: list[Ids] = []
     prefix: Ids = ()
@@ -60,7 +60,7 @@ def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
 
 
 def num_common(a: Tokens, b: Tokens) -> int:
-    """The length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     known, most = 0, min(len(a), len(b))
     while known < most:  # bisection, because Python compares slices faster than single tokens
         middle = (known + most + 1) // 2
@@ -72,7 +72,7 @@ def num_common(a: Tokens, b: Tokens) -> int:
 
 
 def logprobs_of(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities of every next token at the sampling temperature, [B, V], float32."""
+    """Return the log-probability of each possible next token, [B, V] float32."""
     return (logits_BV.float() / temperature).log_softmax(-1)
 
 
@@ -84,11 +84,11 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:
-    """Return the next token of each row, [B] int64.
+    """Sample the next token of each row, [B] int64.
 
-    A row uses the random number at index `positions` of the stream `keys`. `greedy` selects the
-    most likely token. `top_k`, then `top_p` restrict the tokens; 0 and 1.0 mean no limit. Training
-    computes the distribution without limits, so that limits make training slightly off-policy.
+    Row i uses the random number at index `positions[i]` of the stream with key `keys[i]`. `greedy`
+    selects the most likely token. `top_k` (0: no limit) and then `top_p` (1.0: no limit) restrict
+    the tokens. Training ignores `top_k` and `top_p`, so both make training slightly off-policy.
     """
     if greedy:
         return logprobs_BV.argmax(-1)
@@ -98,16 +98,16 @@ def sample_tokens(
     if top_k == 0 and top_p == 1.0:
         return inverse_cdf(cumulative(logprobs_BV), numbers)
     logprobs_BV = logprobs_BV.masked_fill(~kept(logprobs_BV, top_k, top_p), float("-inf"))
-    # Excluded tokens get intervals of width zero, so that rounding cannot select an excluded token.
+    # Excluded tokens get the cumulative value 0, so that rounding cannot select an excluded token.
     line = cumulative(logprobs_BV).masked_fill(logprobs_BV == float("-inf"), 0.0)
     return (line > numbers[:, None] * line.amax(-1, keepdim=True)).int().argmax(-1)
 
 
 def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """True for tokens that `top_k` and `top_p` allow, [B, V] bool, at least one token in each row.
+    """Return True for tokens that `top_k` and `top_p` allow, at least one per row, [B, V] bool.
 
-    `top_k` keeps the most likely tokens (0 keeps all); lower ids win ties. `top_p` then keeps the
-    nucleus of Holtzman et al. 2020 (arXiv 1904.09751, 3.1).
+    The `top_k` most likely tokens (0: all) are allowed; of equally likely tokens, lower ids win. Of
+    the `top_k` tokens, `top_p` allows the nucleus (Holtzman et al. 2020, arXiv 1904.09751, 3.1).
     """
     likely, best = (x[:, : top_k or None] for x in logprobs_BV.sort(descending=True, stable=True))
     kept_BV = torch.zeros_like(logprobs_BV, dtype=torch.bool)
@@ -119,21 +119,21 @@ def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 def cumulative(logprobs_BV: torch.Tensor) -> torch.Tensor:
-    """The cumulative distribution of each row, [B, V] float64; the last value is near 1."""
+    """Return cumulative probabilities of each row, [B, V] float64; the last value is near 1."""
     return logprobs_BV.double().exp().cumsum(-1)
 
 
 def inverse_cdf(cumulative_BV: torch.Tensor, numbers_B: torch.Tensor) -> torch.Tensor:
-    """The token of each row whose interval of the distribution contains the number in [0, 1)."""
+    """Return, for each row, the token whose interval contains the row's number in [0, 1)."""
     targets = numbers_B[:, None] * cumulative_BV[:, -1:]
     tokens = torch.searchsorted(cumulative_BV, targets, right=True)[:, 0]
     return tokens.clamp_(max=cumulative_BV.shape[-1] - 1)
 
 
 class ModelSampler:
-    """The base class of samplers; holds a copy of the model with parameters of the type `dtype`.
+    """Base class of samplers with a copy of the model, whose parameters have the type `dtype`.
 
-    A message ends at the id `end_of_turn_id`, at one of the ids `other_stops`, or at its limit.
+    A message ends at the id `end_of_turn_id`, at an id of `other_stops`, or at its maximum length.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class ModelSampler:
         self._copy.cast(dtype)
 
     def _prepare(self) -> None:
-        """Set up the subclass, before the copy's parameters get the type `dtype`."""
+        """Set up the subclass before the parameters of the model's copy get the type `dtype`."""
 
     def message(self, ids: list[int], logprobs: list[float]) -> Sampled:
         return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
 
     def load_weights(self, weights: Weights) -> None:
-        """See `Sampler`. Weights of the type `dtype` are shared with the model, not copied."""
+        """See `Sampler.load_weights`. Weights of the type `dtype` are shared, not copied."""
         self._copy.load(weights)
 
     def sample_tokens(

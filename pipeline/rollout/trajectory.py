@@ -1,8 +1,8 @@
-"""Sampled messages, episodes in tokens (Trajectory), and summaries of episodes (RunRecord).
+"""Sampled messages, episodes as tokens (Trajectory), and summaries of episodes (RunRecord).
 
 Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e],
-loss_mask [1 1 1 1  0 0 0  1 1 1]. Here s is a sampled token, e a sampled end of turn, and t a token
-of a tool's reply.
+loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled token, e a sampled
+end of turn, and t a token of a tool's reply.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -17,19 +17,19 @@ class StopReason(StrEnum):
 
     COMPLETED = "completed"  # the user ended the conversation, or a tool ended the episode
     MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"  # limit of tokens of a turn or of the episode
-    MALFORMED_CALL = "malformed_call"  # more malformed calls than max_malformed_calls
+    MAX_TOKENS = "max_tokens"  # a turn or the episode reached its maximum number of tokens
+    MALFORMED_CALL = "malformed_call"  # more malformed tool calls than max_malformed_calls
     ENVIRONMENT_ERROR = "environment_error"  # environment code failed or exceeded its deadline
 
 
-# Kinds of environment failures that the policy did not cause. Training leaves out such episodes.
-# A late tool and a failed get_reward are no such kinds, because the policy may be the cause.
+# Environment failures that the policy did not cause; training ignores episodes with these failures.
+# Timeouts of tools and failures of get_reward are not in LEFT_OUT: the policy may cause them.
 LEFT_OUT = ("reset", "reply", "outage")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One sampled assistant message; `finished` is True if the last id is an end of turn."""
+    """One sampled assistant message; `finished` is True if the last id ends the turn."""
 
     ids: list[int]
     logprobs: list[float]
@@ -38,21 +38,21 @@ class Sampled:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The summary of an episode that ranks exchange."""
+    """The summary of an episode. Ranks exchange the summaries, not the tokens."""
 
     domain: str
     task_id: str
     family: str = ""
     branch: str = ""
-    trial: int = 0  # index of the episode in its group, or of the evaluation trial
+    trial: int = 0  # index of the episode among the episodes of its task
     reward: float = 0.0
     stop_reason: StopReason = StopReason.COMPLETED
     num_turns: int = 0
     num_sampled_tokens: int = 0
     num_malformed_calls: int = 0
-    num_tool_errors: int = 0  # number of exceptions of tools' code
+    num_tool_errors: int = 0  # number of tool calls that raised an exception
     left_out: str = ""  # one of LEFT_OUT, or empty if training may use the episode
-    tools: dict[str, list[int]] = field(default_factory=dict)  # name: [calls, calls with an error]
+    tools: dict[str, list[int]] = field(default_factory=dict)  # by tool name: [calls, failed calls]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,16 +60,16 @@ class RunRecord:
 
 @dataclass(kw_only=True)
 class Trajectory(RunRecord):
-    """One episode of one task; `completion_ids` are the sampled ids, never newly encoded text."""
+    """One episode as tokens. The sampled ids are never decoded and encoded again."""
 
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)  # True for sampled completion_ids
+    loss_mask: list[bool] = field(default_factory=list)  # True where completion_ids are sampled
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
-    messages: list[dict[str, Any]] = field(default_factory=list)  # texts for reports
-    error: str = ""  # the environment's failure
-    reward_breakdown: dict[str, float] = field(default_factory=dict)  # set by the environment
-    difference: dict[str, list[str]] = field(default_factory=dict)  # name: [actual, expected]
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
+    error: str = ""  # the environment's failure, or empty
+    reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
+    difference: dict[str, list[str]] = field(default_factory=dict)  # by name: [actual, expected]
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
@@ -85,7 +85,7 @@ class Trajectory(RunRecord):
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
-        """Add tokens: sampled ones with their log-probabilities, a reply's without."""
+        """Add tokens to the episode; only sampled tokens have log-probabilities."""
         is_sampled = logprobs is not None
         self.completion_ids += ids
         self.loss_mask += [is_sampled] * len(ids)
@@ -93,7 +93,7 @@ class Trajectory(RunRecord):
         self.num_sampled_tokens += is_sampled * len(ids)
 
     def sampled_turns(self) -> list[tuple[list[int], list[float]]]:
-        """The sampled ids of each assistant message, and their log-probabilities."""
+        """Return the sampled ids of each assistant message with their log-probabilities."""
         tokens = zip(self.loss_mask, self.completion_ids, self.logprobs, strict=True)
         turns = [
             zip(*turn, strict=True) for sampled, turn in groupby(tokens, itemgetter(0)) if sampled

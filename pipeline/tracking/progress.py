@@ -54,7 +54,7 @@ def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]
     grpo, wanted = config.grpo, config.rollout.tasks_per_step
     if grpo.use_grpo:
         # A step does not repeat a task, so a stage with few tasks has smaller steps.
-        sizes = {s.name: (min if s.turns else sum)(s.groups.values()) for s in stages}
+        sizes = {s.name: (min if s.schedule else sum)(s.groups.values()) for s in stages}
         if short := {name: size for name, size in sizes.items() if size < wanted}:
             notes.append(
                 f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}"
