@@ -1,7 +1,7 @@
 """Generates tasks from a random seed, and lists a domain's words for the tiny model's tokenizer.
 
-A family is a kind of request, and a branch is a case of a family. Families and branches have exact
-shares of the tasks.
+A family is a kind of request, and a branch is a case of a family. Each family and each branch gets
+a fixed share of the tasks.
 """
 
 import json

@@ -50,11 +50,11 @@ Serve = Callable[[Agent, dict[str, str], dict[str, str], str], str]
 
 
 class Branch(NamedTuple):
-    """One case of a request, such as a shipped order, for which the policy text has a rule."""
+    """One case of a request, such as a shipped order; the policy text has a rule for each case."""
 
     share: float  # share of the family's tasks at difficulty medium and hard
     easy: float  # share of the family's tasks at difficulty easy
-    record: dict[str, str]  # field of the record: possible values, separated by spaces
+    record: dict[str, str]  # name of a field -> possible values, separated by spaces
     choice: str  # the first decision that the policy text requires for the branch
 
     def sample_fields(self, random: Random) -> dict[str, str]:
@@ -92,7 +92,7 @@ class ScriptedUser:
 
 
 def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
-    """Return a decorator that gives a tool a docstring and adds each successful call to the steps.
+    """Return a decorator that adds a docstring to a tool, and successful calls to `self._steps`.
 
     `text` describes the tool. `arguments` maps the name of an argument to a description, by default
     "Order id." for the argument `order`.
@@ -123,9 +123,9 @@ class CaseEnvironment:
     after a correct episode), `facts` (words that the final message must contain) and `answer`
     (topic and words of the customer's answer, or null). The reward is 1.0 if the episode has ended,
     the database equals the expected database, the final message contains every fact, and the steps
-    are right; otherwise the reward is 0.0. The steps are right if the steps are the expert's in the
-    expert's order; lookups may stand between the expert's steps. If a task has no goal,
-    `get_reward` does not check the steps.
+    are right; otherwise the reward is 0.0. The steps are right if they are the expert's steps in
+    the expert's order; further lookups are allowed. If a task has no goal, `get_reward` does not
+    check the steps.
     """
 
     database_class: ClassVar[type[Database]]
@@ -197,7 +197,7 @@ class CaseEnvironment:
         return records[key]
 
 
-@lru_cache(maxsize=1024)  # all episodes of a GRPO group have one payload
+@lru_cache(maxsize=1024)  # all episodes of a GRPO group have the same payload
 def _expert_steps(environment_class: type[CaseEnvironment], payload: str) -> tuple[str, ...]:
     """Let the expert solve a task in a new environment; return the expert's steps."""
     environment = run_steps(started(environment_class, {"payload": payload})).environment
@@ -213,7 +213,7 @@ def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
-    """Return the fields that differ between two databases: {path: [actual, expected value]}."""
+    """Return {path: [actual value, expected value]} for fields that differ in two databases."""
     if not (isinstance(found, dict) and isinstance(expected, dict)):
         return {} if found == expected else {where: [str(found), str(expected)]}
     differences: dict[str, list[str]] = {}
@@ -228,7 +228,7 @@ def expert_of(
 ) -> Expert:
     """Return an expert that looks up a record, makes a first decision, and serves the request.
 
-    A first decision is a key of `serve`, a reason of `reasons` for a transfer, or the name of a
+    A first decision is a key of `serve`, an element of `reasons` (for a transfer), or the name of a
     tool whose only argument is the record.
     """
     branches = {family.name: list(family.branches.values()) for family in families}

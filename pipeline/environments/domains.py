@@ -2,9 +2,9 @@
 
 The setting `environments` names the class by an import string, such as
 `my_pkg.bank:BankEnvironment`. The module of the class may have `generate_tasks(seed, n, split,
-difficulty)`, and `MAX_TASKS`, the largest allowed `n`. The module may have a function `expert` for
-supervised training before GRPO (`experts.py`). The module may have `WORDS`, tokens of the tiny
-model's tokenizer, as a list of texts or a function that returns a list.
+difficulty)`, and `MAX_TASKS`, the largest allowed `n`. The module may have a function `expert`,
+which solves tasks (`experts.py`). The module may have `WORDS`, tokens of the tiny model's
+tokenizer, as a list of texts or a function that returns a list.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ class Domain:
     environment: type[Any]
     generate_tasks: GenerateTasks | None = None
     expert: Expert | None = None
-    words: Callable[[], Iterable[str]] = tuple  # tokens of the tiny model's tokenizer
+    words: Callable[[], Iterable[str]] = tuple  # returns tokens for the tiny model's tokenizer
     max_tasks: int | None = None  # largest number `n` that generate_tasks accepts
 
     def demonstrate(
@@ -102,7 +102,7 @@ def _words(where: str, words: Any) -> list[str]:
 
 @contextmanager
 def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
-    """Turn an exception of a domain's code into a UserError: "{what} (exception); {remedy}"."""
+    """Raise a UserError, "{what} (reason); {remedy}", if a domain's code raises an exception."""
     try:
         yield
     except UserError:

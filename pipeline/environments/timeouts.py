@@ -1,8 +1,8 @@
 """Deadlines for calls of environment code.
 
 A call that passes the deadline is late. In the main thread, an alarm (SIGALRM) interrupts a late
-call. Python can interrupt only the main thread, so a late call in another thread continues, and its
-result is dropped. A late coroutine is cancelled.
+call. Python can interrupt only the main thread, so a late call in another thread continues, and the
+late result is dropped. A late coroutine is cancelled.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _alarm(number: int, frame: Any) -> None:
-    """Handle SIGALRM: interrupt the call in `guarded`; outside of a call, run the earlier handler."""
+    """Handle SIGALRM: interrupt the call in `guarded`; without a call, run the earlier handler."""
     if _state.frame is None:
         if callable(_other_handler):
             _other_handler(number, frame)
@@ -119,7 +119,7 @@ def settled(value: Any) -> Any:
 
 
 def awaited(value: Any) -> Steps[Any]:
-    """Return Steps that return `value`, or the result of `value` if `value` is awaitable."""
+    """Return Steps whose result is `value`, or the awaited result if `value` is awaitable."""
     if inspect.isawaitable(value):
         value = yield value
     return value
@@ -239,9 +239,9 @@ Key = tuple[str, str]  # (domain, task id)
 class Calls:
     """Runs functions that call environments; each call may take `seconds`.
 
-    `on_call` gets "domain/task" before each call in the calling thread and each wait for background
-    work. After MAX_HANGS late calls of a domain in a row, all further calls of the domain fail at
-    once. A broken service then costs a few deadlines, not one deadline per episode.
+    `on_call` gets "domain/task" before each call in the calling thread and before each wait for
+    background work. After MAX_HANGS late calls of a domain in a row, all further calls of the
+    domain fail at once. A broken service then costs a few deadlines, not one deadline per episode.
     """
 
     def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:
@@ -271,9 +271,9 @@ class Calls:
     def beside(self, key: Key, work: Work) -> Callable[[], None]:
         """Start `work` in the background; return a function that waits for the end of `work`.
 
-        The returned function raises EnvironmentFault if a call has failed. Each synchronous call
-        runs in a new daemon thread; coroutines run in an event loop. A late call ends `work`, and
-        the thread of the late call no longer counts against MAX_THREADS.
+        The returned function raises EnvironmentFault if a call in `work` has failed. Each
+        synchronous call runs in a new daemon thread; coroutines run in an event loop. A late call
+        ends `work`, and the thread of the late call no longer counts against MAX_THREADS.
         """
         begun = 0.0
 

@@ -183,7 +183,7 @@ def _explanation(attribute: Any) -> dict[str, Any]:
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
-    """Return whether calls of an environment may wait for a network and run in the background.
+    """Return whether to call an environment in the background, as calls may wait for a network.
 
     The result is True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the
     class attribute `concurrent` is True.

@@ -10,8 +10,8 @@
 
 TRL's episodes differ from the episodes of `pipeline/rollout`. TRL has no simulated user, so
 `rows_without_user` leaves out tasks with a user. In TRL, a malformed tool call ends the episode. In
-TRL, a tool cannot end the episode, but returns an error after the tool `transfer`. In TRL, the
-model sees an Outage of a tool as an error message.
+TRL, a tool that sets `done` does not end the episode, but all later tool calls return errors. In
+TRL, the model sees an Outage of a tool as an error message.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from pipeline.environments.tools import call_tool, error_result, settled, tool_m
 
 
 class _Adapter:
-    """Wraps an environment without `get_reward`, which TRL would call before the final message."""
+    """Hides an environment's `get_reward`, which TRL would call before the final message is set."""
 
     _environment_class: ClassVar[type[Any]]
 

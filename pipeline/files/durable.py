@@ -1,4 +1,4 @@
-"""Writes files that stay usable if the process is killed, and reads files that lack their end."""
+"""Writes files that stay usable if the process is killed, and reads incomplete files."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 class LinesFile:
-    """A file for appending lines. `__init__` keeps the complete lines of the first `size` bytes."""
+    """A file for appending lines; at first cut to the complete lines of the first `size` bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -75,7 +75,7 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file; skip an incomplete last line and a missing file."""
+    """Return the records of a JSONL file except an incomplete last line; [] for a missing file."""
     if not path.is_file():
         return []
     *lines, last = path.read_text(encoding="utf-8").split("\n")

@@ -126,6 +126,6 @@ def masked_tree(value: Any) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's class for an empty message."""
+    """Return the first line of an error's message, or the error's class if the message is empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return one_line(next(filter(None, lines), type(error).__name__)).rstrip(".")

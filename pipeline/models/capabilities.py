@@ -1,4 +1,7 @@
-"""Checks whether a model can be sampled and trained, and functions for the layers of a model."""
+"""Functions that check whether a model can be sampled and trained, and that find its layers.
+
+The row sampler (`rollout/row_sampler.py`) is the pipeline's own sampler.
+"""
 
 from functools import partial
 from typing import Any
@@ -36,7 +39,7 @@ def unserved(config: Any) -> str | None:
 
 @torch.no_grad()
 def refuse_changed_logits(model: Any) -> None:
-    """Raise UserError unless decoder and output layer alone give the logits, as training assumes."""
+    """Raise UserError unless decoder and output layer give the logits, as training assumes."""
     was_training = model.training
     model.eval()  # turns off dropout
     ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
@@ -57,7 +60,7 @@ def refuse_changed_logits(model: Any) -> None:
 
 
 def outer_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's blocks (GradientCheckpointingLayer) in forward order, without inner blocks."""
+    """Return a model's blocks (GradientCheckpointingLayer) in forward order, not nested blocks."""
     layers: list[nn.Module] = []
     for child in model.children():
         layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
@@ -74,9 +77,9 @@ def widest(shape: Any, name: str) -> int:
 def recompute_layers(model: Any) -> None:
     """Make the backward pass recompute each layer from the layer's saved inputs.
 
-    The recomputation does not change any bit of the gradients. The gradient checkpointing of
-    transformers needs training mode, which turns on dropout and router noise. Raises UserError if
-    `outer_layers` finds no layer in the model.
+    The recomputation does not change any bit of the gradients. Gradient checkpointing by the
+    library transformers would need training mode, which turns on dropout and router noise. Raises
+    UserError if `outer_layers` finds no layer in the model.
     """
     layers = outer_layers(model)
     if not layers:

@@ -1,9 +1,10 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) with the library PEFT: small matrices on frozen weights.
 
 A layer with the frozen weight W uses W + lora_alpha / lora_r * B A in place of W. The trained
-matrices A and B are an adapter. The adapter's product is lora_alpha / lora_r * B A. A checkpoint
-holds the adapters and the base model's folder or hub id. PEFT can load the checkpoint, too. PEFT is
-imported inside functions, because most runs have no adapters.
+matrices A and B are an adapter, and lora_alpha / lora_r * B A is the adapter's product. A plain
+model has no adapters. A checkpoint holds the adapters and the base model's folder or hub id, so the
+library PEFT can load a checkpoint, too. PEFT is imported inside functions, because most runs have
+no adapters.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each parameter of the plain model, with the adapters merged in.
+    """Yield (name, tensor) for each parameter of the model after a merge with the adapters.
 
-    The parameters come in the order of the plain model. The generator makes one merged tensor at a
+    Names and order are those of the model without PEFT. The generator makes one merged tensor at a
     time, to save memory. Raises UserError if an adapter cannot be merged.
     """
     layers = _layers(model)
@@ -157,9 +158,10 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the configuration and the weights in a folder; raises UserError except for plain LoRA.
+    """Return the configuration and the weights in a folder with adapters.
 
-    PEFT itself would load a pickle, and would import modules for other kinds of adapters.
+    Raises UserError unless the adapters are plain LoRA. PEFT itself would load a pickle, and would
+    import modules for other kinds of adapters.
     """
     path = Path(folder) / "adapter_model.safetensors"
     config = read_json(Path(folder) / ADAPTER_CONFIG)
@@ -203,7 +205,7 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
-    """Merge the adapters in a folder into the weights of a plain model; return the model."""
+    """Merge the adapters in a folder into the weights of a base model; return the model."""
     from peft import LoraConfig, PeftModel
 
     read_adapters(folder)

@@ -3,8 +3,8 @@
 LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling use
 other factors if a sequence is longer than a limit. The library transformers chooses the factors
 once for each forward pass, so one long sequence changes the factors of all other sequences in the
-batch. A log-probability would then depend on the other sequences in the batch. Every forward pass
-of a run therefore uses the factors for `max_tokens`, as in vLLM.
+batch. A sequence's log-probabilities would then depend on the other sequences in the batch. Every
+forward pass of a run therefore uses the factors of `max_tokens`, as vLLM does for LongRoPE.
 """
 
 from typing import Any

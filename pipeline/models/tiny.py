@@ -61,7 +61,7 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 
 def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with one token per word of `domains` and the default domains."""
+    """Return a byte-level tokenizer with a token per word of `domains` and the default domains."""
     always = load_domains(DataSettings())
     every = {**always, **{domain.name: domain for domain in domains}}.values()
     texts = {*ROLES, *SYNTAX, *ERRORS, *(word for domain in every for word in domain.words())}

@@ -15,8 +15,9 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the tensor of each trained weight; tensors are not copied.
 
-    In a plain model, every parameter is a trained weight; tied parameters appear once. In a model
-    with LoRA, the trained weights are the adapters, by the names in `adapter_model.safetensors`.
+    In a model without LoRA, every parameter is a trained weight; tied parameters appear once. In a
+    model with LoRA, the trained weights are the adapters, by the names in
+    `adapter_model.safetensors`.
     """
     adapted = has_adapters(model)
     for name, tensor in lora.adapters_of(model).items() if adapted else model.named_parameters():
@@ -26,9 +27,9 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 class SamplingCopy:
     """A copy of a model for sampling. The attribute `model` is the copy, without adapter layers.
 
-    If the original model is plain, `load` replaces every parameter of the copy. If the original
-    model has LoRA, `load` adds the adapters' products to the frozen base weights, in the base
-    weights' precision. Copy and original share the memory of all weights of equal dtype.
+    If the original model has no LoRA, `load` replaces every parameter of the copy. If the original
+    model has LoRA, `load` merges the adapters into the base weights of the copy, in the precision
+    of the base weights. The copy shares the memory of all weights that have the original's dtype.
     """
 
     def __init__(self, model: Any) -> None:
