@@ -77,9 +77,9 @@ def widest(shape: Any, name: str) -> int:
 def recompute_layers(model: Any) -> None:
     """Make the backward pass recompute each layer from the layer's saved inputs.
 
-    The recomputation does not change any bit of the gradients. Gradient checkpointing by the
-    library transformers would need training mode, which turns on dropout and router noise. Raises
-    UserError if `outer_layers` finds no layer in the model.
+    The gradients stay equal to the bit. Gradient checkpointing by the library transformers would
+    need training mode, which turns on dropout and router noise. Raises UserError if `outer_layers`
+    finds no layer.
     """
     layers = outer_layers(model)
     if not layers:

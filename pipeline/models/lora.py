@@ -1,10 +1,9 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) with the library PEFT: small matrices on frozen weights.
 
 A layer with the frozen weight W uses W + lora_alpha / lora_r * B A in place of W. The trained
-matrices A and B are an adapter, and lora_alpha / lora_r * B A is the adapter's product. A plain
-model has no adapters. A checkpoint holds the adapters and the base model's folder or hub id, so the
-library PEFT can load a checkpoint, too. PEFT is imported inside functions, because most runs have
-no adapters.
+matrices A and B are an adapter. A checkpoint holds the adapters and the base model's folder or hub
+id, so the library PEFT can load a checkpoint, too. PEFT is imported inside functions, because most
+runs have no adapters.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 def _layers(model: PeftModel) -> dict[str, Any]:
     """Return PEFT's layer for each parameter with an adapter; the keys are names without PEFT.
 
-    Raises UserError if a parameter with an adapter is not in the plain model, or if training would
-    change a parameter outside the adapters.
+    Raises UserError if the model without PEFT lacks a parameter that has an adapter, or if training
+    would change a parameter outside the adapters.
     """
     from peft.tuners.lora import LoraLayer
 

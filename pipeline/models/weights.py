@@ -15,9 +15,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the tensor of each trained weight; tensors are not copied.
 
-    In a model without LoRA, every parameter is a trained weight; tied parameters appear once. In a
-    model with LoRA, the trained weights are the adapters, by the names in
-    `adapter_model.safetensors`.
+    Without LoRA, every parameter is a trained weight; tied parameters appear once. With LoRA, the
+    trained weights are the adapters, by the names in `adapter_model.safetensors`.
     """
     adapted = has_adapters(model)
     for name, tensor in lora.adapters_of(model).items() if adapted else model.named_parameters():
