@@ -1,33 +1,33 @@
-"""Errors that end a run, exit codes, and environment variables of its processes."""
+"""Exceptions that end a run, an exit code, and names of environment variables."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# Environment variable: the folder for exit codes of ranks that `pipeline/run.py` started.
+# This environment variable holds the folder in which each rank writes an exit code.
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
-# torchrun's environment variable: seconds from SIGTERM to SIGKILL (default 30).
+# This environment variable of torchrun holds the seconds from SIGTERM to SIGKILL (default 30).
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-# Parts of gloo's error messages on a rank when another rank has ended or is late.
+# If another rank has ended or is late, gloo's error message contains one of these texts.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
-INTERRUPTED = 75  # exit code of an interrupted run with a checkpoint (EX_TEMPFAIL of sysexits.h)
+INTERRUPTED = 75  # exit code of an interrupted run that can be resumed (EX_TEMPFAIL in sysexits.h)
 
 
 class UserError(ValueError):
-    """A mistake of the user, with a message of one line: the mistake, the value, the remedy."""
+    """A mistake of the user. The message is one line: the mistake, the value, the remedy."""
 
     exit_code = 2
-    is_first = False  # True: this rank prints the message at once; other ranks wait
+    is_first = False  # True on the rank that prints the message first; other ranks wait
 
 
 class MachineError(RuntimeError):
-    """A fault of the machine, such as a full disk, with a message of one line."""
+    """A fault of the machine, such as a full disk. The message is one line."""
 
     exit_code = 1
     is_first = False
 
 
 class CtrlC(KeyboardInterrupt):
-    """Ctrl-C at the keyboard. A plain KeyboardInterrupt may come from user code."""
+    """A person's Ctrl-C at the keyboard. User code may raise a plain KeyboardInterrupt."""
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Airline: cancel a reservation, move a reservation to another day, or add a bag."""
+"""Customer service of an airline: cancel a reservation, move a reservation, or add a bag."""
 
 from functools import partial
 from random import Random
@@ -28,13 +28,11 @@ Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 Fee = Literal["0", "20", "40"]
 Reason = Literal["flown", "uninsured", "plans", "fare"]
 FEES = {"gold": "0", "silver": "20", "none": "40"}
-# the possible values of a reservation's random fields
+# For each random field of a reservation: the possible values, separated by spaces.
 OPTIONS = {"fare": "flex saver", "insured": "yes no", "tier": "gold silver none"}
 
 
 class Reservation(BaseModel):
-    """One trip of one customer."""
-
     customer: str
     flight: str
     status: Literal["open", "flown", "cancelled"] = "open"
@@ -45,15 +43,13 @@ class Reservation(BaseModel):
 
 
 class Flight(BaseModel):
-    """A departure on another day."""
+    """A flight on one day of the week, with free seats or full."""
 
     day: Day
     seats: Seats
 
 
 class AirlineDatabase(Database):
-    """Reservations and flights by id."""
-
     reservations: dict[str, Reservation]
     flights: dict[str, Flight]
 
@@ -115,7 +111,7 @@ expert = expert_of("reservation", FAMILIES, SERVE, get_args(Reason))
 
 
 class AirlineEnvironment(CaseEnvironment):
-    """The airline's tools on one task's database."""
+    """Tools that read and change the airline's database in one task."""
 
     database_class = AirlineDatabase
     _expert = staticmethod(expert)
@@ -151,7 +147,7 @@ class AirlineEnvironment(CaseEnvironment):
 
 
 def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
-    """Draft a task: two customers' reservations, and two flights on each of two days."""
+    """Return a task's draft: two customers' reservations, and two flights on each of two days."""
     ids = random.sample(IDS, 10)
     day, other_day = random.sample(get_args(Day), 2)
     departures = [Flight(day=d, seats=s) for d in (day, other_day) for s in get_args(Seats)]

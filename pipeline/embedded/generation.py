@@ -1,6 +1,7 @@
-"""Tasks from a seed, and the words of a domain for the tiny tokenizer.
+"""Generates tasks from a random seed, and lists a domain's words for the tiny model's tokenizer.
 
-The shares of families and branches are exact. Two splits never share a task.
+A family is a kind of request, and a branch is a case of a family. Each family and each branch gets
+a fixed share of the tasks.
 """
 
 import json
@@ -18,25 +19,25 @@ from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
 from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family
 from pipeline.environments.tools import tool_schemas
 
-MAX_TASKS = 100_000  # the largest number of tasks of one call; a task file may have more
-IDS = tuple(f"K{number:02d}" for number in range(60))  # ids of records, sampled by each task
+MAX_TASKS = 100_000  # largest number of tasks that one call of `generate` returns
+IDS = tuple(f"K{number:02d}" for number in range(60))  # possible ids of a task's records
 
-SAID = ("the one of ", "Done.", ".", "?", "ok", '{"ok": "', "yes")  # texts in all domains
+SAID = ("the one of ", "Done.", ".", "?", "ok", '{"ok": "', "yes")  # words of all domains
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A task without its id: the customer's goal, the records, the expected end."""
+    """A task without id and prompt; `expected` is the database after a correct episode."""
 
     goal: dict[str, str]
     database: Database
     expected: Database
     facts: tuple[str, ...] = ()
     answer: dict[str, str] | None = None
-    visible: dict[str, Any] = field(default_factory=dict)  # values that the tools show the expert
+    visible: dict[str, Any] = field(default_factory=dict)  # values that the expert gets from tools
 
 
-# (random, family's name, branch's name, branch) -> draft
+# Arguments: random generator, name of the family, name of the branch, branch. Result: a draft.
 DraftTask = Callable[[Random, str, str, Branch], Draft]
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -44,16 +45,16 @@ Record = TypeVar("Record", bound=BaseModel)
 def random_record(
     random: Random, kind: type[Record], options: Mapping[str, str], **given: str
 ) -> Record:
-    """Return a record with the fields `given`. Other fields of `options` get random values.
+    """Return a record with the values of `given`, and random values for other keys of `options`.
 
-    `options` has the possible values of each field, separated by spaces.
+    `options` maps the name of a field to the field's possible values, separated by spaces.
     """
     values = {name: random.choice(texts.split()) for name, texts in options.items()}
     return kind.model_validate({**values, **given})
 
 
 def _split_of(text: str) -> str:
-    """Return the split of a task's visible content: train for 70 %, each other split for 15 %."""
+    """Return the split for the text of a task: train (70 % of all texts), validation or test."""
     share = stream_key("split", text) / 2**64
     return "train" if share < 0.7 else "validation" if share < 0.85 else "test"
 
@@ -68,10 +69,11 @@ def generate(
     split: str,
     difficulty: str,
 ) -> list[Task]:
-    """Return `n` tasks with exact shares of families and branches.
+    """Return `n` tasks; fixed shares decide how many tasks belong to each family and branch.
 
-    The same arguments give the same tasks in every process. Two splits never share visible
-    content, even with different seeds. Raises ValueError if fewer than `n` different tasks exist.
+    The same arguments give the same tasks in every process. Tasks of different splits always differ
+    in the prompt or in the results of the tools, even if the seeds differ. Raises ValueError if
+    fewer than `n` different tasks exist.
     """
     if n > MAX_TASKS:
         raise ValueError(f"got {n}, but at most {MAX_TASKS} are generated; give a task file")
@@ -124,10 +126,10 @@ def _families_and_branches(
 def _request(
     family: Family, goal: dict[str, str], difficulty: str, random: Random
 ) -> tuple[str, dict[str, str]]:
-    """Return the text of the customer's request, and the goal in the task's payload.
+    """Return the text of the customer's request, and the goal for the task's payload.
 
-    A hard request names the customer, and the expert needs one more call to find the record. Other
-    requests name the record.
+    At difficulty hard, the request names only the customer, so an expert must call a tool to find
+    the record. At other difficulties, the request names the record.
     """
     is_hard = difficulty == "hard"
     name = f"the one of {goal['customer']}" if is_hard else goal["record"]
@@ -151,9 +153,9 @@ def words_of(
     said: Collection[str] = (),
     values: Collection[str] = (),
 ) -> Iterator[str]:
-    """Yield ids, names of tools and arguments, fields and values of records, and phrasings.
+    """Yield the words of a domain, each of which becomes a token of the tiny model's tokenizer.
 
-    `said` are further texts of messages, `values` further values of records.
+    `said` holds further texts of messages, and `values` holds further values of records.
     """
     yield from (*IDS, *SAID, name, *said)
     database = environment.database_class.model_json_schema()
@@ -162,7 +164,7 @@ def words_of(
         function = schema["function"]
         yield from (function["name"], f" {function['name']}")
         objects.append(function["parameters"])
-    keys = set(values)  # a value may be a key too: flights are shown as {"free": ..., "full": ...}
+    keys = set(values)  # tools may return a value as a JSON key, such as {"free": id}
     for properties in (schema["properties"] for schema in objects):
         keys |= set(properties).union(*(field.get("enum", ()) for field in properties.values()))
     yield from keys

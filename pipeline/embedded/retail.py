@@ -1,4 +1,4 @@
-"""Retail: cancel an order, exchange an item, refund an order, as the order's status allows."""
+"""Customer service of a shop: cancel an order, exchange an item, or refund an order."""
 
 from functools import partial
 from random import Random
@@ -30,13 +30,11 @@ RefundTarget = Literal["card", "voucher", "bank"]
 Reason = Literal["delivered", "undelivered", "stock", "shipped"]
 CANCEL_REASONS: tuple[str, ...] = get_args(CancelReason)
 TARGETS = {"card": "card", "gift": "voucher", "cash": "bank"}
-# the possible values of an order's random fields
+# For each random field of an order: the possible values, separated by spaces.
 OPTIONS = {"status": "pending shipped delivered", "paid": "card gift cash", "size": "small large"}
 
 
 class Order(BaseModel):
-    """One order of one item."""
-
     customer: str
     item: str
     status: Literal["pending", "shipped", "delivered", "cancelled", "recalled"] = "pending"
@@ -47,22 +45,20 @@ class Order(BaseModel):
 
 
 class Variant(BaseModel):
-    """A colour of the ordered item."""
+    """A colour of the ordered item, which is in stock or out of stock."""
 
     colour: Colour
     stock: Literal["in", "out"]
 
 
 class RetailDatabase(Database):
-    """Orders and variants by id."""
-
     orders: dict[str, Order]
     variants: dict[str, Variant]
 
 
-# The possible values of an order's status. A new task has one of the first two values.
+# Values of `Order.status`, separated by spaces. A new order gets one of the first two values.
 UNDELIVERED = "pending shipped cancelled recalled"
-DELIVERED = "delivered delivered"  # repeated, so that every branch uses a random number
+DELIVERED = "delivered delivered"  # listed twice, so that `sample_fields` draws a random number
 UNSHIPPED = "pending delivered cancelled recalled"
 FAMILIES = (
     Family(
@@ -125,7 +121,7 @@ expert = expert_of("order", FAMILIES, SERVE, get_args(Reason))
 
 
 class RetailEnvironment(CaseEnvironment):
-    """The shop's tools on one task's database."""
+    """Tools that read and change the shop's database in one task."""
 
     database_class = RetailDatabase
     _expert = staticmethod(expert)
@@ -168,7 +164,7 @@ class RetailEnvironment(CaseEnvironment):
 
 
 def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
-    """Draft a task: two customers' orders, and two variants of the item."""
+    """Return a task's draft: two customers' orders, and two variants of the ordered item."""
     ids = random.sample(IDS, 8)
     colour, other_colour = random.sample(get_args(Colour), 2)
     stock = branch if branch in ("in", "out") else random.choice(["in", "out"])

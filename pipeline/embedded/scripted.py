@@ -1,4 +1,8 @@
-"""Shared parts of the embedded domains: case file, scripted customer, verified outcome, expert."""
+"""Shared code of the domains airline, retail and telecom: scripted customer, rewards and experts.
+
+A step of an episode is a successful tool call, such as `refund(K01, card)`, or an answered
+question, such as `ask(reason)`.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,20 @@ from pipeline.environments.tools import ToolError, User, run_steps, started
 
 
 class Case(BaseModel):
-    """The case file of one contact, a part of every domain's database."""
+    """The part of a database that records answered questions and the transfer to a person."""
 
     asked: list[str] = []  # topics of the questions that the customer answered
-    transferred: str | None = None  # reason of the transfer to a person
+    transferred: str | None = None  # reason if the customer was transferred to a person
 
 
 class Database(BaseModel):
-    """The records of one task. Each domain adds its tables."""
+    """The records of one task; each domain's subclass adds tables, such as orders."""
 
     case: Case = Field(default_factory=Case)
 
 
 class Answer(BaseModel):
-    """The customer's answer to questions about one topic."""
+    """The answer of the scripted customer to a question about `topic`."""
 
     topic: str
     words: str
@@ -41,31 +45,31 @@ Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 MAX_STEPS = 1024  # largest number of tasks whose expert steps are kept
 _STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (environment class, payload) -> steps
-LOOKUPS = ("find_", "get_")  # name prefixes of tools that change nothing
-# (agent, goal, the tools' argument that names the record, first decision) -> the final message, or
-# the reason of a transfer
+LOOKUPS = ("find_", "get_")  # prefixes of lookups, the tools that only read the database
+# Arguments: agent, goal, {kind: id} of the record, first decision. Result: the final message, or
+# the reason for a transfer.
 Serve = Callable[[Agent, dict[str, str], dict[str, str], str], str]
 
 
 class Branch(NamedTuple):
-    """A case of a family: its share of the tasks, its records, and the policy's rule for them."""
+    """One case of a request, such as a shipped order; the policy text has a rule for each case."""
 
     share: float  # share of the family's tasks at difficulty medium and hard
     easy: float  # share of the family's tasks at difficulty easy
-    record: dict[str, str]  # the possible values of each field, separated by spaces
-    choice: str  # the right first decision for such a record
+    record: dict[str, str]  # name of a field -> possible values, separated by spaces
+    choice: str  # the first decision that the policy text requires for the branch
 
     def sample_fields(self, random: Random) -> dict[str, str]:
-        """Return fields of a record. A field with several values gets one of the first two."""
+        """Return a random value for each field in `record`, among the first two possible values."""
         options = {name: values.split()[:2] for name, values in self.record.items()}
         return {k: v[0] if len(v) == 1 else random.choice(v) for k, v in options.items()}
 
 
 class Family(NamedTuple):
-    """A kind of request: its phrasings, with placeholders for the goal, and its branches."""
+    """A kind of request, such as refund, with its phrasings and its branches by name."""
 
     name: str
-    phrasings: tuple[str, ...]
+    phrasings: tuple[str, ...]  # texts with placeholders for values of the goal, such as {record}
     branches: dict[str, Branch]
 
 
@@ -73,7 +77,7 @@ class Family(NamedTuple):
 class ScriptedUser:
     """A customer who answers one question, and ends the conversation at any other message.
 
-    `reply` adds the topic to the case file, and the question to the steps of the episode.
+    `reply` adds the question's topic to `case.asked`, and the step `ask(topic)` to `steps`.
     """
 
     topic: str
@@ -90,10 +94,10 @@ class ScriptedUser:
 
 
 def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
-    """Decorate a method as a tool: write its docstring, and add each successful call to the steps.
+    """Return a decorator that adds a docstring to a tool, and successful calls to `self._steps`.
 
-    `text` describes the tool. `arguments` describe its arguments; the default description is
-    "... id.". A step has the form `refund(K01, card)`.
+    `text` describes the tool. `arguments` maps the name of an argument to a description, by default
+    "Order id." for the argument `order`.
     """
 
     def decorate(function: Any) -> Any:
@@ -115,14 +119,15 @@ def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
 
 
 class CaseEnvironment:
-    """An embedded domain: a database from the task's payload, and a verified outcome.
+    """Base class of environments in which tools change a database and code verifies the outcome.
 
-    The payload has `goal` (the goal of the request), `database`, `expected` (the database at the
-    end), `facts` (words that the final message must contain) and `answer` (topic and words of the
-    customer's answer, or null). The reward is 1.0 if the episode has ended, the database equals
-    the expected database, the final message contains every fact and the steps are right, else 0.0.
-    The steps are right if they are the expert's steps in the expert's order. Further lookups may
-    stand between the expert's steps. The steps of a task without a goal are not checked.
+    A task's payload has `goal` (what the customer wants), `database`, `expected` (the database
+    after a correct episode), `facts` (words that the final message must contain) and `answer`
+    (topic and words of the customer's answer, or null). The reward is 1.0 if the episode has ended,
+    the database equals the expected database, the final message contains every fact, and the steps
+    are right; otherwise the reward is 0.0. The steps are right if they are the expert's steps in
+    the expert's order; further lookups are allowed. If a task has no goal, `get_reward` does not
+    check the steps.
     """
 
     database_class: ClassVar[type[Database]]
@@ -170,8 +175,8 @@ class CaseEnvironment:
         return {"ok": "yes"}
 
     def _expert_steps(self) -> tuple[str, ...]:
-        """Return the expert's steps on this task, played in a new environment."""
-        key = type(self), self._row["payload"]  # the episodes of a group have equal payloads
+        """Let the expert solve this task in a new environment; return the expert's steps."""
+        key = type(self), self._row["payload"]  # equal for all episodes of a group
         if key not in _STEPS:
             if len(_STEPS) >= MAX_STEPS:
                 _STEPS.clear()
@@ -205,14 +210,14 @@ class CaseEnvironment:
 
 
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Return whether `steps` has all wanted steps in order, and only lookups besides."""
+    """Return whether `steps` contains the `wanted` steps in order, and otherwise only lookups."""
     rest = iter(steps)
     writes, right = ([s for s in of if not s.startswith(LOOKUPS)] for of in (steps, wanted))
     return all(step in rest for step in wanted) and writes == right
 
 
 def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
-    """Return the differences of two databases: path of a field -> [its value, expected value]."""
+    """Return {path: [actual value, expected value]} for fields that differ in two databases."""
     if not (isinstance(found, dict) and isinstance(expected, dict)):
         return {} if found == expected else {where: [str(found), str(expected)]}
     differences: dict[str, list[str]] = {}
@@ -225,10 +230,10 @@ def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str
 def expert_of(
     kind: str, families: Sequence[Family], serve: Mapping[str, Serve], reasons: Sequence[str]
 ) -> Expert:
-    """Return an expert that looks up the record of a request, decides, and serves the request.
+    """Return an expert that looks up a record, makes a first decision, and serves the request.
 
-    A first decision is a key of `serve`, one of the `reasons` of a transfer, or a tool that takes
-    only the record.
+    A first decision is a key of `serve`, an element of `reasons` (for a transfer), or the name of a
+    tool whose only argument is the record.
     """
     branches = {family.name: list(family.branches.values()) for family in families}
 

@@ -1,4 +1,4 @@
-"""Telecom: repair a line, its mobile data or its roaming. Only the customer can touch the phone."""
+"""Customer service of a phone company. Only the customer can change the customer's phone."""
 
 from functools import partial
 from random import Random
@@ -42,13 +42,11 @@ REMEDIES = {
     "low_power": "saver_off",
     "wrong_band": "auto_band",
 }
-# the possible values of a line's random fields
+# For each random field of a phone line: the possible values, separated by spaces.
 OPTIONS = {"bill": "due paid", "plan": "basic plus", "usage": "over under", "roaming": "on off"}
 
 
 class Line(BaseModel):
-    """One phone line."""
-
     customer: str
     status: Literal["active", "paused", "ended"] = "active"
     bill: Literal["due", "paid"] = "paid"
@@ -60,21 +58,19 @@ class Line(BaseModel):
 
 
 class Device(BaseModel):
-    """The customer's phone: its fault, and all remedies that were tried."""
+    """The customer's phone, with its fault and all remedies that the customer has tried."""
 
     fault: str
     remedies: list[str] = []
 
 
 class TelecomDatabase(Database):
-    """Lines by id, and the customer's phone."""
-
     lines: dict[str, Line]
     device: Device
 
 
 def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str]:
-    """Check or change the phone, or pay the bill, as the customer does. Return the result."""
+    """Carry out an action of the customer on the phone or on unpaid bills; return the result."""
     device = database.device
     if action == "check":
         return {"fault": device.fault}
@@ -146,7 +142,7 @@ expert = expert_of("line", FAMILIES, SERVE, get_args(Reason))
 
 
 class TelecomEnvironment(CaseEnvironment):
-    """The company's tools on one task's database; only `ask_user` reaches the phone."""
+    """Tools that read and change a task's database; only `ask_user` changes the phone."""
 
     database_class = TelecomDatabase
     _expert = staticmethod(expert)
@@ -190,7 +186,7 @@ class TelecomEnvironment(CaseEnvironment):
 
 
 def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
-    """Draft a task: the lines of two customers, and the first customer's phone."""
+    """Return a task's draft: two customers' phone lines, and the first customer's phone."""
     ids = random.sample(IDS, 4)
     fault = random.choice(list(REMEDIES))
     line = partial(random_record, random, Line, OPTIONS)

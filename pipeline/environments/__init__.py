@@ -1,4 +1,4 @@
-"""Names for modules of domains; `domains.py` describes the contents of such a module."""
+"""The names that a domain's module may import; `domains.py` describes a domain's module."""
 
 from pipeline.environments.domains import Domain as Domain
 from pipeline.environments.domains import load_domains as load_domains

@@ -1,9 +1,10 @@
-"""Domains: an environment class and the optional contents of the class's module.
+"""A domain: an environment class, and optional functions and constants in the class's module.
 
-A domain is named by the import string of its environment class, `my_pkg.bank:BankEnvironment`. The
-module may have `generate_tasks(seed, n, split, difficulty)`, an `expert` for the warm start
-(`experts.py`), `WORDS` for the tiny tokenizer (a list of texts, or a function that returns a list),
-and `MAX_TASKS`, the largest number of tasks of one call of `generate_tasks`.
+The setting `environments` names the class by an import string, such as
+`my_pkg.bank:BankEnvironment`. The module of the class may have `generate_tasks(seed, n, split,
+difficulty)`, and `MAX_TASKS`, the largest allowed `n`. The module may have a function `expert`,
+which solves tasks (`experts.py`). The module may have `WORDS`, tokens of the tiny model's
+tokenizer, as a list of texts or a function that returns a list.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,26 +23,26 @@ from pipeline.environments.tools import started, tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 
-GenerateTasks = Callable[[int, int, str, str], list[Task]]  # (seed, n, split, difficulty)
+GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """One domain of a run; None or empty for a missing part of the domain's module."""
+    """One domain of a run. A field is None or empty if the domain's module lacks the object."""
 
     name: str
     environment: type[Any]
     generate_tasks: GenerateTasks | None = None
     expert: Expert | None = None
-    words: Callable[[], Iterable[str]] = tuple  # each text is one token of the tiny tokenizer
-    max_tasks: int | None = None  # largest number of tasks of one call of generate_tasks
+    words: Callable[[], Iterable[str]] = tuple  # returns tokens for the tiny model's tokenizer
+    max_tasks: int | None = None  # largest number `n` that generate_tasks accepts
 
     def demonstrate(
         self, task: Task, seconds: float, rule_share: float = 1.0, seed: int = 0
     ) -> tuple[list[Message], float]:
-        """Return the expert's conversation on a task, and the reward.
+        """Let the expert solve a task; return the conversation and the reward.
 
-        Raises EnvironmentFault if the environment or the expert fails, or after `seconds`.
+        Raises EnvironmentFault if the environment or the expert fails or takes more than `seconds`.
         """
         assert self.expert is not None, f"{self.name} has no expert"
         arguments = self.expert, task, rule_share, seed
@@ -52,7 +53,7 @@ class Domain:
 
 
 def load_domains(data: DataSettings) -> dict[str, Domain]:
-    """Return the domains of a run by name, in order; UserError if a domain cannot be used."""
+    """Return {name: domain} in the order of `data.domains`; raises UserError for a bad domain."""
     return {name: _load(name, data.import_strings[name]) for name in data.domains}
 
 
@@ -101,7 +102,7 @@ def _words(where: str, words: Any) -> list[str]:
 
 @contextmanager
 def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
-    """Turn an exception of a domain's code into a UserError: `what` (exception); `remedy`."""
+    """Raise a UserError, "{what} (reason); {remedy}", if a domain's code raises an exception."""
     try:
         yield
     except UserError:
@@ -111,7 +112,7 @@ def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
 
 
 def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
-    """Return the tasks of the domain's `generate_tasks`; UserError if the function misbehaves."""
+    """Call the domain's `generate_tasks`; raises UserError unless the function returns tasks."""
     module = data.import_strings[domain.name].partition(":")[0]
     if domain.generate_tasks is None:
         raise UserError(f"environments: {module} has no generate_tasks(...); add it")
@@ -121,7 +122,7 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
     with _refused(f"{call} fails"):
         try:
             tasks = domain.generate_tasks(*arguments)
-        except ValueError as error:  # for example, more tasks than the domain can generate
+        except ValueError as error:  # for example, if the domain has fewer than `count` tasks
             raise UserError(f"{where}: {one_line(str(error))}") from None
     if not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
@@ -131,7 +132,7 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
 
 
 def try_task(domain: Domain, task: Task, source: str, seconds: float, success: float) -> None:
-    """Raise UserError if a task cannot be started, or if the expert does not solve the task."""
+    """Raise UserError if `reset` fails on a task, or if the expert does not solve the task."""
     where = f"{source}: task {shown(task.id)}"
     try:
         guarded("reset", seconds, partial(started, domain.environment, task.row()))
@@ -147,7 +148,7 @@ def try_task(domain: Domain, task: Task, source: str, seconds: float, success: f
 
 
 def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> None:
-    """Raise UserError if the expert does not solve a task that the domain generates."""
+    """Raise UserError if the domain's expert does not solve a task of `generate_tasks`."""
     if why := _unsolved(domain, task, seconds, success):
         raise UserError(
             f"tasks of {domain.name}: the expert does not solve task {shown(task.id)} ({why}); "
@@ -156,7 +157,6 @@ def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> No
 
 
 def _unsolved(domain: Domain, task: Task, seconds: float, success: float) -> str:
-    """Return the reason why the expert fails on a task; empty if the expert solves the task."""
     try:
         _, reward = domain.demonstrate(task, seconds)
     except EnvironmentFault as fault:

@@ -1,4 +1,4 @@
-"""Two event loops: one runs the coroutines of environments, the other runs `Calls.beside`."""
+"""Two asyncio event loops in threads: one runs environment code, one runs the pipeline's code."""
 
 import asyncio
 import threading
@@ -7,17 +7,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-GRACE_S = 5.0  # seconds after which an event loop that does not answer is replaced
+GRACE_S = 5.0  # seconds until a blocked event loop is replaced
 
 Value = TypeVar("Value")
-# A call of an environment; the generator yields awaitables and receives their results.
+# A generator that makes one call of an environment, yields awaitables and receives their results.
 Steps = Generator[Awaitable[Any], Any, Value]
 
 
 async def finish(
     steps: Steps[Any], awaitable: Awaitable[Any] | None = None
 ) -> tuple[Any, BaseException | None]:
-    """Run the rest of a call in an event loop; returns (result, None) or (None, exception)."""
+    """Run `steps` to the end in an event loop; return (result, None) or (None, exception)."""
     try:
         if awaitable is None:
             awaitable = next(steps)
@@ -30,13 +30,13 @@ async def finish(
                 awaitable = steps.send(result)
     except StopIteration as end:
         return end.value, None
-    except BaseException as error:  # SystemExit would end the event loop
+    except BaseException as error:  # an uncaught SystemExit would end the event loop
         return None, error
 
 
 def in_thread(call: Callable[[], Value]) -> Future[Value]:
     future: Future[Value] = Future()
-    future.set_running_or_notify_cancel()  # from now on, `cancel` has no effect
+    future.set_running_or_notify_cancel()  # makes `future.cancel` ineffective
 
     def run() -> None:
         try:
@@ -49,7 +49,7 @@ def in_thread(call: Callable[[], Value]) -> Future[Value]:
 
 
 class _EventLoop:
-    """An asyncio event loop in a daemon thread, which the first call starts."""
+    """An asyncio event loop in a daemon thread. The first call of `run` starts the thread."""
 
     _loop: asyncio.AbstractEventLoop
 
@@ -66,7 +66,7 @@ class _EventLoop:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def replace_if_blocked(self) -> None:
-        """Replace the event loop if a call blocks the event loop for GRACE_S seconds."""
+        """Replace the event loop if a coroutine blocks the event loop for GRACE_S seconds."""
         thread, probe = self._thread, asyncio.wrap_future(self.run(asyncio.sleep(0)))
         await asyncio.wait([probe], timeout=GRACE_S)
         if not probe.done() and self._thread is thread:
@@ -80,4 +80,4 @@ class _EventLoop:
 
 
 environment_loop = _EventLoop()  # runs the coroutines of environments
-work_loop = _EventLoop()  # runs the coroutines of `Calls.beside`, which never block
+work_loop = _EventLoop()  # runs coroutines of `Calls.beside`, none of which blocks

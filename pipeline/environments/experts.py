@@ -1,7 +1,8 @@
-"""Experts: functions that solve a task with the tools of the policy.
+"""Experts: functions that solve a task with the same tools as the trained model.
 
-`expert(agent, goal)` gets the `goal` of the task's payload and returns the final message. The
-warm start trains on the expert's conversations.
+An expert is called as `expert(agent, goal)`, where `goal` comes from the task's payload, and
+returns the final message. The warm start (supervised training before GRPO) trains on conversations
+of experts.
 """
 
 import json
@@ -17,12 +18,13 @@ from pipeline.environments.tools import call_tool, reply_of, reward_of, run_step
 
 @dataclass
 class Agent:
-    """Gives an expert the tools and the user of an environment, and keeps the conversation.
+    """Gives an expert the tools and the user of an environment, and records the conversation.
 
-    Every decision is right if `rule_share` is 1. Below 1, a first decision is right with
-    probability `rule_share`, otherwise random: the first option has probability .35, and the other
-    options share .65. A chained decision is right with probability .6, otherwise uniformly random.
-    Such demonstrations teach tools and formats, and keep all branches likely for GRPO.
+    If `rule_share` is 1, `decide` always returns the right option. If `rule_share` is less than 1,
+    `decide` returns the right option with probability `rule_share` (in a chained decision: .6), and
+    otherwise a random option. The random option is the first option with probability .35 (in a
+    chained decision, all options are equally likely). Demonstrations with random decisions teach
+    tools and formats, and GRPO still samples every option.
     """
 
     environment: Any
@@ -31,7 +33,7 @@ class Agent:
     messages: list[Message] = field(default_factory=list)
 
     def call(self, tool: str, **arguments: Any) -> Any:
-        """Call a tool; returns the parsed result if the result is JSON, else the text."""
+        """Call a tool and return the tool's result, parsed if the result is JSON."""
         call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
         self.messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = call_tool(self.environment, tool, arguments)
@@ -42,7 +44,7 @@ class Agent:
             return result
 
     def ask(self, question: str) -> str:
-        """Send the user a message; returns the answer."""
+        """Ask the user a question and return the user's answer."""
         self.messages.append({"role": "assistant", "content": question})
         answer = run_steps(reply_of(self.environment, question))
         if answer is None:
@@ -51,9 +53,9 @@ class Agent:
         return answer
 
     def decide(self, right: str, options: Sequence[str], chained: bool = False) -> str:
-        """Choose an option; the option `right` follows the rule of the policy text.
+        """Choose one of `options`; `right` is the option that the policy text requires.
 
-        `chained` is True if the decision follows from an earlier decision.
+        `chained` is True if the decision depends on an earlier decision in the episode.
         """
         if self.rule_share >= 1 or self.random.random() < (0.6 if chained else self.rule_share):
             return right
@@ -62,12 +64,12 @@ class Agent:
         return choose(options, weights, self.random.random())
 
 
-# (agent, goal of the payload) -> final message, which is ignored if a tool has ended the episode
+# Arguments: agent, goal. Result: the final message, ignored if a tool has ended the episode.
 Expert = Callable[[Agent, Any], str]
 
 
 def goal_of(task: Task) -> Any:
-    """Return the goal in the task's payload, or None."""
+    """Return the goal in the task's payload, or None if the payload has no goal."""
     payload = json.loads(task.payload)
     return (payload.get("goal") or None) if isinstance(payload, dict) else None
 
@@ -75,7 +77,7 @@ def goal_of(task: Task) -> Any:
 def run_expert(
     environment: Any, expert: Expert, task: Task, rule_share: float = 1.0, seed: int = 0
 ) -> tuple[list[Message], float]:
-    """Run the expert on one task; returns the conversation with the prompt, and the reward."""
+    """Let the expert solve a task; return the conversation with the prompt, and the reward."""
     goal = goal_of(task)
     if goal is None:
         raise ValueError("its payload has no goal")

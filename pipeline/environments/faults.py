@@ -2,22 +2,23 @@
 
 
 class CallTimeout(BaseException):
-    """Interrupts a late call; a BaseException, so that `except Exception` does not catch it."""
+    """The exception that interrupts a late call; `except Exception` does not catch CallTimeout."""
 
 
 class Outage(Exception):
-    """An error that an environment raises if a service is down.
+    """The exception that an environment raises if an external service is down.
 
-    `reset`, a tool, the user's `reply` and `get_reward` may raise an Outage. The episode ends, and
-    training leaves out the episode. Never raise an Outage for a situation that a policy can cause.
+    `reset`, a tool, the user's `reply` and `get_reward` may raise an Outage. An Outage ends the
+    episode, and training leaves the episode out. A mistake of the trained model must never cause an
+    Outage.
     """
 
 
 class EnvironmentFault(Exception):
-    """A failure of an environment's call; the text is one line.
+    """The failure of a call of environment code, with a message of one line.
 
-    `timed_out`: the call exceeded the deadline. `outage`: a service is down, or the rollout has
-    stopped calling the domain.
+    `timed_out` is True if the call took too long. `outage` is True if a service is down, or if the
+    rollout has stopped calling the domain after late calls.
     """
 
     def __init__(self, text: str, timed_out: bool = False, outage: bool = False) -> None:

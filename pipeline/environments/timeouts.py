@@ -1,8 +1,8 @@
 """Deadlines for calls of environment code.
 
-In the main thread, an alarm (SIGALRM) interrupts a late call. Python cannot interrupt other
-threads: a late call in another thread continues, and the result is dropped. A late coroutine is
-cancelled.
+A call that passes the deadline is late. In the main thread, an alarm (SIGALRM) interrupts a late
+call. Python can interrupt only the main thread, so a late call in another thread continues, and the
+late result is dropped. A late coroutine is cancelled.
 """
 
 import asyncio
@@ -34,32 +34,32 @@ from pipeline.environments.event_loop import (
 from pipeline.environments.faults import CallTimeout, EnvironmentFault, Outage, too_long
 from pipeline.errors import CtrlC
 
-REPEAT_S = 1.0  # seconds between two alarms, because a late call may catch the first exception
-MAX_THREADS = 64  # largest number of synchronous calls in the background at the same time
+REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first CallTimeout
+MAX_THREADS = 64  # largest number of threads for synchronous calls in the background
 MAX_HANGS = 3  # number of late calls in a row after which a rollout stops calling a domain
-MAX_CHARACTERS = 10_000_000  # largest length of a text from an environment
-FAULT_CHARACTERS = 500  # largest length of the text of an EnvironmentFault
-# Paths of libraries and of this folder; the place of a fault is the last line outside them.
+MAX_CHARACTERS = 10_000_000  # largest length of a text that an environment returns
+FAULT_CHARACTERS = 500  # largest length of an exception's text in an EnvironmentFault
+# Paths of libraries and of this folder; `describe` names the last source line in other files.
 _LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib")))
 _LIBRARIES += ("<frozen ", str(Path(__file__).parent))
-_signal: Any = import_module("_signal")  # faster than `signal`, whose functions make enums
+_signal: Any = import_module("_signal")  # faster than `signal`, which converts numbers to enums
 
 
-class _State(threading.local):  # state of the guarded call in the current thread
+class _State(threading.local):  # for each thread, the state of the call in `guarded`
     deadline = math.inf
-    interruptible = False  # whether the alarm may raise
-    frame: Any = None  # frame of `_under_alarm`, in which the alarm must not raise
+    interruptible = False  # whether the alarm may interrupt the call now
+    frame: Any = None  # stack frame of `_under_alarm`, which the alarm must not interrupt
 
 
 _state = _State()
-_other_handler: Any = None  # SIGALRM handler of other code
+_other_handler: Any = None  # SIGALRM handler that other code has installed
 
 
 def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, which may return a value, an awaitable or Steps.
+    """Run `call`, which may return a value, an awaitable or Steps, and return the final value.
 
-    Raises EnvironmentFault if the call raises or takes more than `seconds`. In the main thread, a
-    late call is interrupted, unless the call is blocked outside Python.
+    Raises EnvironmentFault if the call raises or takes more than `seconds`. In the main thread, an
+    alarm interrupts the call after `seconds`, unless the call is blocked inside C code.
     """
     begun, outer_deadline = time.monotonic(), _state.deadline
     _state.deadline = begun + seconds
@@ -73,7 +73,7 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
         fault = fault_of(error)
     finally:
         _state.deadline = outer_deadline
-    if time.monotonic() - begun > seconds:  # a late result or fault does not count
+    if time.monotonic() - begun > seconds:  # drop a result or fault after the deadline
         fault = too_long(name, seconds)
     if fault is not None:
         raise fault
@@ -81,7 +81,7 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _alarm(number: int, frame: Any) -> None:
-    """Interrupt the guarded call; without a guarded call, run the handler of other code."""
+    """Handle SIGALRM: interrupt the call in `guarded`; without a call, run the earlier handler."""
     if _state.frame is None:
         if callable(_other_handler):
             _other_handler(number, frame)
@@ -90,10 +90,10 @@ def _alarm(number: int, frame: Any) -> None:
 
 
 def _under_alarm(seconds: float, steps: Steps[Any]) -> Any:
-    """Run a call with an alarm after `seconds`, and more alarms until the call ends.
+    """Run a call; an alarm interrupts the call after `seconds`, then again every REPEAT_S seconds.
 
-    Afterwards a timer of other code continues. The signal handler stays installed, because
-    installing a handler takes longer than most calls.
+    A timer that other code has set continues after the call. `_alarm` stays the handler of SIGALRM,
+    because installing a handler takes longer than most calls.
     """
     global _other_handler
     if (handler := _signal.getsignal(signal.SIGALRM)) is not _alarm:
@@ -114,19 +114,19 @@ def _under_alarm(seconds: float, steps: Steps[Any]) -> Any:
 
 
 def settled(value: Any) -> Any:
-    """Return `value`, or the result of `value` if `value` is awaitable."""
+    """Return `value`; if `value` is awaitable, wait for the awaitable and return the result."""
     return run_steps(awaited(value))
 
 
 def awaited(value: Any) -> Steps[Any]:
-    """Steps that return `value`, or the result of `value` if `value` is awaitable."""
+    """Return Steps whose result is `value`, or the awaited result if `value` is awaitable."""
     if inspect.isawaitable(value):
         value = yield value
     return value
 
 
 def steps_of(call: Callable[[], Any]) -> Steps[Any]:
-    """Steps of a call that returns Steps, an awaitable or a value."""
+    """Return Steps that make a call; the call may return Steps, an awaitable or a value."""
     value = call()
     if inspect.isgenerator(value):
         return (yield from value)
@@ -134,7 +134,7 @@ def steps_of(call: Callable[[], Any]) -> Steps[Any]:
 
 
 def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
-    """Run a call until the first awaitable; returns (awaitable, None) or (None, result)."""
+    """Run `steps` until the first awaitable; return (awaitable, None) or (None, result)."""
     try:
         return next(steps), None
     except StopIteration as end:
@@ -142,16 +142,16 @@ def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
 
 
 def run_steps(steps: Steps[Value]) -> Value:
-    """Run a call in this thread until the first awaitable; the event loop runs the rest.
+    """Run `steps` in this thread until the first awaitable; the event loop runs the rest.
 
-    All calls share one event loop, so that a network client keeps working from call to call. A
-    coroutine is cancelled at the deadline of the guarded call.
+    All environments share one event loop, so that a network client keeps working from call to call.
+    At the deadline that `guarded` has set, a coroutine is cancelled.
     """
     result: Value
     awaitable, result = first_step(steps)
     if awaitable is None:
         return result
-    interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
+    interruptible, _state.interruptible = _state.interruptible, False  # `wait` has a timeout
     try:
         future = environment_loop.run(finish(steps, awaitable))
         wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -168,7 +168,7 @@ def run_steps(steps: Steps[Value]) -> Value:
 
 
 async def finish_or_fault(steps: Steps[Any], awaitable: Awaitable[Any] | None) -> tuple[Any, Any]:
-    """Like `finish`, but returns an EnvironmentFault in place of an exception."""
+    """Call `finish`; return (result, None) or (None, EnvironmentFault)."""
     result, error = await finish(steps, awaitable)
     return result, None if error is None else fault_of(error)
 
@@ -182,8 +182,8 @@ def fault_of(error: BaseException) -> EnvironmentFault:
 
 
 def only_faults(error: BaseException) -> BaseException:
-    """Return an exception of environment code; raise CallTimeout or a person's Ctrl-C again."""
-    # Ctrl-C raises CtrlC in `run.py`, and KeyboardInterrupt under Python's default handler.
+    """Return `error`; raise `error` again if it is a CallTimeout or a person's Ctrl-C."""
+    # Ctrl-C raises CtrlC under `run.py`, and KeyboardInterrupt under Python's default handler.
     by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and in_main_thread()
     is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
     if is_person or isinstance(error, CallTimeout):
@@ -192,13 +192,13 @@ def only_faults(error: BaseException) -> BaseException:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an exception is an Outage, or an exception group with an Outage."""
+    """Return whether an exception is an Outage or an exception group that contains an Outage."""
     in_group = isinstance(error, BaseExceptionGroup) and error.subgroup(Outage) is not None
     return in_group or isinstance(error, Outage)
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and text in one line; for a SystemExit also file and line."""
+    """Return an exception's type and text in one line, with file and line for a SystemExit."""
     name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
     if isinstance(error, Exception):
@@ -211,13 +211,13 @@ def describe(error: BaseException) -> str:
 def text_of(error: BaseException) -> str:
     try:
         return writable(str(error)[:MAX_CHARACTERS])
-    except BaseException as failure:  # `__str__` is environment code
+    except BaseException as failure:  # `__str__` may be environment code
         only_faults(failure)
         return "its text cannot be made"
 
 
 def writable(text: str) -> str:
-    """Return the text without lone surrogates, which tokenizers and files do not accept.
+    """Replace lone surrogates in a text, because tokenizers and files do not accept surrogates.
 
     Raises ValueError if the text is longer than MAX_CHARACTERS.
     """
@@ -227,32 +227,32 @@ def writable(text: str) -> str:
 
 
 class Guard(Protocol):
-    """Makes a call with a deadline; a call of a coroutine function `method` needs no thread."""
+    """Makes a call with a deadline; needs no thread if `method` is a coroutine function."""
 
     async def __call__(self, name: str, call: Callable[[], Any], method: Any = None) -> Any: ...
 
 
-Work = Callable[[Guard], Coroutine[Any, Any, None]]  # makes calls of one environment
+Work = Callable[[Guard], Coroutine[Any, Any, None]]  # coroutine function that calls one environment
 Key = tuple[str, str]  # (domain, task id)
 
 
 class Calls:
-    """Runs the work of environments; each call has a deadline of `seconds`.
+    """Runs functions that call environments; each call may take `seconds`.
 
-    `on_call` gets domain/task_id before each call in the calling thread, and before each wait.
-    After MAX_HANGS late calls in a row, all further work of a domain fails at once, so that a
-    broken service costs a few deadlines, not one deadline per episode.
+    `on_call` gets "domain/task" before each call in the calling thread and before each wait for
+    background work. After MAX_HANGS late calls of a domain in a row, all further calls of the
+    domain fail at once. A broken service then costs a few deadlines, not one deadline per episode.
     """
 
     def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:
         self.seconds, self.on_call = seconds, on_call
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._background: set[Future[None]] = set()
-        # domain: (number of late calls in a row, deadline of the late call that was counted last)
+        # domain -> (number of late calls in a row, deadline of the late call that was counted last)
         self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
 
     def here(self, key: Key, work: Work) -> None:
-        """Run the work in this thread; raises EnvironmentFault if a call fails."""
+        """Run `work` in the calling thread; raises EnvironmentFault if a call fails."""
 
         async def guard(name: str, call: Callable[[], Any], method: Any = None) -> Any:
             self.on_call("/".join(key))
@@ -261,7 +261,7 @@ class Calls:
         begun = time.monotonic()
         self._check(key)
         try:
-            work(guard).send(None)  # the coroutine ends, because `guard` never waits
+            work(guard).send(None)  # the coroutine runs to the end, because `guard` never waits
         except StopIteration:
             self._note(key, None, begun)
         except EnvironmentFault as fault:
@@ -269,11 +269,11 @@ class Calls:
             raise
 
     def beside(self, key: Key, work: Work) -> Callable[[], None]:
-        """Run the work in the background; returns a function that waits and raises like `here`.
+        """Start `work` in the background; return a function that waits for the end of `work`.
 
-        A synchronous call has a daemon thread. A coroutine waits in the event loop, without a
-        thread. A late call ends the work, and the thread of a late call no longer counts against
-        MAX_THREADS.
+        The returned function raises EnvironmentFault if a call in `work` has failed. Each
+        synchronous call runs in a new daemon thread; coroutines run in an event loop. A late call
+        ends `work`, and the thread of the late call no longer counts against MAX_THREADS.
         """
         begun = 0.0
 
@@ -315,7 +315,7 @@ class Calls:
     async def _in_time(self, name: str, begun: float, future: Future[Value]) -> Value:
         deadline = begun + self.seconds
         try:
-            async with asyncio.timeout_at(deadline):  # `wait_for` may lose a cancellation
+            async with asyncio.timeout_at(deadline):  # `asyncio.wait_for` may lose a cancellation
                 result = await asyncio.wrap_future(future)
         except TimeoutError:
             raise too_long(name, self.seconds) from None
@@ -324,13 +324,13 @@ class Calls:
         return result
 
     def forget(self) -> None:
-        """Cancel all work in the background, and allow calls of all domains again."""
+        """Cancel all background work, and forget the late calls of all domains."""
         for future in list(self._background):
             future.cancel()
         self._hangs.clear()
 
     def _note(self, key: Key, fault: BaseException | None, begun: float) -> None:
-        """Count a late call; calls that are late at the same time count as one."""
+        """Count late calls in a row; late calls at overlapping times count as one late call."""
         count, deadline = self._hangs[key[0]]
         if not (isinstance(fault, EnvironmentFault) and fault.timed_out):
             self._hangs[key[0]] = 0, deadline
@@ -338,7 +338,6 @@ class Calls:
             self._hangs[key[0]] = count + 1, begun + self.seconds
 
     def _check(self, key: Key) -> None:
-        """Raise EnvironmentFault after MAX_HANGS late calls of the domain."""
         count, _ = self._hangs[key[0]]
         if count >= MAX_HANGS:
             raise EnvironmentFault(

@@ -1,11 +1,11 @@
-"""The interface of environments, and calls of their tools.
+"""The interface of environments, and functions that call environments.
 
-The class convention is TRL's `environment_factory`: `reset(**row) -> str | None` and `get_reward()
--> float`; all other public methods, with type hints and Google docstrings, are tools. An
-environment may have a `user`, who answers messages without a tool call, and may set `done`, which
-ends the episode after a tool call. The rollout sets `final_message` before `get_reward`.
-`get_reward` may set two attributes for reports: `reward_breakdown` (named parts of the reward) and
-`difference` (name: [actual, expected]).
+An environment is a class in the form of TRL's `environment_factory`. The class has the methods
+`reset(**row) -> str | None` and `get_reward() -> float`. All other public methods are tools, with
+type hints and Google docstrings. An environment may have a `user`, who answers messages without a
+tool call. A tool may set `done`, which ends the episode. The rollout sets `final_message` before
+the call of `get_reward`. `get_reward` may set two dicts for reports: `reward_breakdown` (named
+parts of the reward) and `difference` (name: [actual value, expected value]).
 """
 
 import inspect
@@ -27,18 +27,18 @@ from pipeline.environments.timeouts import settled as settled
 Value = TypeVar("Value")
 MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
 MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`
-MAX_REWARD = 1e30  # largest absolute reward; float64 can still hold the square
+MAX_REWARD = 1e30  # largest absolute reward, whose square is finite in float64
 
 
 class User(Protocol):
-    """The simulated user, with whom the policy talks."""
+    """The simulated user, who talks with the trained model."""
 
     def reply(self, message: str) -> str | None:
-        """Answer a message; None ends the conversation."""
+        """Answer a message, or return None to end the conversation."""
 
 
 class ToolError(Exception):
-    """An error that a tool raises for an impossible request; the model sees the text."""
+    """A tool raises a ToolError for an impossible request; the model sees the error's message."""
 
 
 def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]], Value]:
@@ -47,7 +47,7 @@ def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]
 
 @_once_a_class
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
-    """Return the tools: the class's public functions except `reset` and `get_reward`, as in TRL."""
+    """Return a class's tools: all public methods except `reset` and `get_reward`, as in TRL."""
     return {
         name: member
         for name, member in inspect.getmembers(environment_class, inspect.isfunction)
@@ -57,7 +57,7 @@ def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
 
 @_once_a_class
 def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
-    """Return the tools' JSON schemas, made from signatures and docstrings."""
+    """Return the JSON schemas of a class's tools, made from type hints and docstrings."""
     from transformers.utils import get_json_schema
 
     return [get_json_schema(method) for method in tool_methods(environment_class).values()]
@@ -70,23 +70,23 @@ def _validators(tool: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, 
 
 
 class ToolAnswer(NamedTuple):
-    content: str  # the result that the model sees, JSON or text
+    content: str  # the tool's result as the model sees it, JSON or text
     is_error: bool
     raised: bool  # True if the tool raised an exception other than ToolError
     is_last: bool  # True if the tool ended the episode
 
 
 def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
-    """Call a tool with the model's arguments; returns the text that the model sees.
+    """Call a tool with the model's arguments; return the text that the model sees.
 
     The text is {"error": ...} for an unknown tool, a wrong argument, or an exception of the tool.
-    An Outage is raised again.
+    If a tool raises an Outage, `call_tool` raises the Outage, too.
     """
     return run_steps(answer_call(environment, name, arguments)).content
 
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
-    """Like `call_tool`, with details of the result."""
+    """Return Steps that call a tool as `call_tool` does, with a ToolAnswer as the result."""
     is_error = raised = False
     try:
         content = yield from _call(environment, name, arguments)
@@ -122,12 +122,11 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
 
 class Started(NamedTuple):
     environment: Any
-    addition: str  # text that `reset` appends to the user's request
+    addition: str  # text from `reset` that is appended to the user's request
     in_background: bool  # True if the environment's calls run in the background
 
 
 def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Started]:
-    """Make an environment and call `reset`."""
     environment = environment_class()
     addition = yield from awaited(environment.reset(**row))
     if addition is not None and not isinstance(addition, str):
@@ -136,14 +135,14 @@ def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Start
 
 
 def method_of(environment: Any, *path: str) -> Any:
-    """Return `environment.path[0].path[1]...`, found without running environment code, or None."""
+    """Look up a method, such as `environment.user.reply`, without running environment code."""
     for name in path:
         environment = inspect.getattr_static(environment, name, None)
     return environment
 
 
 def reply_of(environment: Any, message: str) -> Steps[str | None]:
-    """Return the user's answer, or None if the conversation ends with `message`."""
+    """Return the user's answer to `message`, or None if the conversation ends."""
     user = getattr(environment, "user", None)
     if user is None or (answer := (yield from awaited(user.reply(message)))) is None:
         return None
@@ -153,25 +152,25 @@ def reply_of(environment: Any, message: str) -> Steps[str | None]:
 
 
 def reward_of(environment: Any) -> Steps[float]:
-    """Return the reward; raises ValueError for infinity, NaN, or a reward beyond MAX_REWARD."""
+    """Return the reward; raises ValueError for NaN and for absolute values above MAX_REWARD."""
     value = yield from awaited(environment.get_reward())
     if isinstance(value, (str, bytes)):
         raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
     reward = float(value)
-    if not abs(reward) <= MAX_REWARD:  # also refuses NaN
+    if not abs(reward) <= MAX_REWARD:  # the condition also holds for NaN
         raise ValueError(f"get_reward returned {reward:g}, not a number up to {MAX_REWARD:g}")
     return reward
 
 
 def outcome_of(environment: Any) -> Steps[tuple[float, dict[str, float], dict[str, list[str]]]]:
-    """Return the reward, and the attributes `reward_breakdown` and `difference`."""
+    """Return the reward, and the environment's `reward_breakdown` and `difference`."""
     reward = yield from reward_of(environment)
     parts = _explanation(getattr(environment, "reward_breakdown", None))
     return reward, parts, _explanation(getattr(environment, "difference", None))
 
 
 def _explanation(attribute: Any) -> dict[str, Any]:
-    """Return a dict's finite numbers, and the dict's pairs as texts; empty for any other type."""
+    """Return the finite numbers and the pairs in a dict; the values of a pair become texts."""
     shown: dict[str, Any] = {}
     items = list(attribute.items()) if isinstance(attribute, dict) else []
     for key, value in items[:MAX_DIFFERENCES]:
@@ -184,10 +183,10 @@ def _explanation(attribute: Any) -> dict[str, Any]:
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
-    """Whether an environment's calls run in the background, because a call may wait for a network.
+    """Return whether to call an environment in the background, as calls may wait for a network.
 
-    True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the class has
-    `concurrent = True`.
+    The result is True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the
+    class attribute `concurrent` is True.
     """
     reply = getattr(getattr(environment, "user", None), "reply", None)
     return _has_async_calls(environment_class) or inspect.iscoroutinefunction(reply)

@@ -1,4 +1,4 @@
-"""Our environments in `trl.GRPOTrainer`: factories, rows and a reward function.
+"""Adapters with which `trl.GRPOTrainer` trains on the environments of this package.
 
     GRPOTrainer(
         model,
@@ -8,9 +8,10 @@
         ...
     )
 
-TRL differs from our rollouts. TRL has no user, so tasks with a user are left out. A malformed call
-ends the episode. A transfer does not end the episode, but afterwards every tool returns an error.
-The model sees the Outage of a tool as an error.
+TRL's episodes differ from the episodes of `pipeline/rollout`. TRL has no simulated user, so
+`rows_without_user` leaves out tasks with a user. In TRL, a malformed tool call ends the episode. In
+TRL, a tool that sets `done` does not end the episode, but all later tool calls return errors. In
+TRL, the model sees an Outage of a tool as an error message.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from pipeline.environments.tools import call_tool, error_result, settled, tool_m
 
 
 class _Adapter:
-    """An environment without `get_reward`, which TRL would call before the final message is set."""
+    """Hides an environment's `get_reward`, which TRL would call before the final message is set."""
 
     _environment_class: ClassVar[type[Any]]
 
@@ -32,7 +33,6 @@ class _Adapter:
         return addition
 
     def _score(self, message: Message, finished: bool) -> float:
-        """Set the final message, unless the episode was truncated or ended by a tool."""
         is_final = finished and message["role"] == "assistant" and not message.get("tool_calls")
         if is_final and not getattr(self._environment, "done", False):
             self._environment.final_message = message["content"]
@@ -40,9 +40,9 @@ class _Adapter:
 
 
 def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
-    """Return the value of `environment_factory`: for each domain, a class with the domain's tools.
+    """Return the value for TRL's `environment_factory`: {domain: class with the domain's tools}.
 
-    The tools check arguments and return JSON, as in our rollouts.
+    The tools check arguments and return JSON, as the tools in `pipeline/rollout` do.
     """
     adapters: dict[str, Callable[[], Any]] = {}
     for domain, environment_class in classes.items():
@@ -53,7 +53,7 @@ def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
 
 
 def _tool(method: Callable[..., Any]) -> Callable[..., str]:
-    @wraps(method)  # TRL reads the method's name, signature and docstring
+    @wraps(method)  # keeps the name, signature and docstring for TRL
     def tool(self: _Adapter, **arguments: Any) -> str:
         if getattr(self._environment, "done", False):
             return error_result("the conversation has ended")
@@ -65,7 +65,6 @@ def _tool(method: Callable[..., Any]) -> Callable[..., str]:
 def rows_without_user(
     tasks: Iterable[Task], classes: Mapping[str, type[Any]]
 ) -> list[dict[str, Any]]:
-    """Return the dataset rows of the tasks whose environment has no user."""
     rows = []
     for task in tasks:
         environment = classes[task.domain]()
@@ -76,7 +75,7 @@ def rows_without_user(
 
 
 def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
-    """Return a reward function that sets each final message before calling `get_reward`."""
+    """Return a reward function for TRL that sets each final message and calls `get_reward`."""
 
     def outcome(
         *,

@@ -1,4 +1,4 @@
-"""Messages on standard error, and warnings about failures that do not end the run."""
+"""Prints messages, and turns failures after training into warnings."""
 
 import sys
 import traceback
@@ -14,7 +14,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def may_fail(what: str, advice: str) -> Iterator[None]:
-    """Turn an exception of work after training, such as a report, into a warning with advice."""
+    """Print a warning with advice if work after training, such as a report, raises an exception."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Files that stay complete if the process is killed."""
+"""Writes files that stay usable if the process is killed, and reads incomplete files."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from pipeline.files.console import say
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically, and sync it to the disk."""
+    """Replace the content of a file atomically, and sync the file to the disk."""
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text(text, encoding="utf-8")
     sync(aside)
@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 class LinesFile:
-    """A file for appending lines; it starts with the complete lines of its first `size` bytes."""
+    """A file for appending lines; at first cut to the complete lines of the first `size` bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class LinesFile:
         self.sync()
 
     def append(self, line: str) -> None:
-        """Append a line; if it cannot be written completely, remove it and raise OSError."""
+        """Append a line; after an incomplete write, remove the line and raise OSError."""
         rest = f"{line}\n".encode()
         size = self.size + len(rest)
         try:
@@ -66,7 +66,7 @@ class LinesFile:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with None in place of NaN and the infinities, which JSON lacks."""
+    """Replace NaN and the infinities in a value by None, because JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -75,7 +75,7 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file without an incomplete last line; [] without a file."""
+    """Return the records of a JSONL file except an incomplete last line; [] for a missing file."""
     if not path.is_file():
         return []
     *lines, last = path.read_text(encoding="utf-8").split("\n")
@@ -86,6 +86,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a gzip file, which may end early after a killed process."""
+    """Yield the complete lines of a gzip file. The file may end early after a killed process."""
     with gzip.open(path, "rb") as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
         yield from (line for line in file if line.endswith(b"\n"))

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached."""
+"""A test whether the Hugging Face hub can be reached."""
 
 import socket
 from functools import cache
@@ -10,9 +10,9 @@ from huggingface_hub.constants import ENDPOINT
 
 @cache
 def hub_reachable() -> bool:
-    """Whether the hub's name resolves. Otherwise transformers would retry for 30 s per file."""
+    """Return whether DNS knows the hub; otherwise transformers would retry each file for 30 s."""
     if getproxies().keys() & {"https", "all"}:
-        return True  # the proxy resolves the name
+        return True  # the proxy resolves the hub's name
     try:
         return bool(socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443))
     except OSError:

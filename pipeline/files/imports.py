@@ -1,4 +1,4 @@
-"""Large imports without garbage collection."""
+"""Faster imports of large libraries, without garbage collection."""
 
 import gc
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable the garbage collector during imports of torch, which saves a seventh of their time.
+    """Disable the garbage collector, so that an import of torch takes a seventh less time.
 
-    Later collections skip the imported objects, which live as long as the process.
+    Later garbage collections skip the imported objects, which live until the process ends.
     """
     gc.disable()
     try:

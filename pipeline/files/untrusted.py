@@ -1,6 +1,6 @@
-"""Bounded reading of files and JSON from untrusted sources, and text that is safe in a message.
+"""Reads untrusted files and JSON within limits, and makes texts safe for messages.
 
-The untrusted sources are task files, demonstrations and a model's tool calls.
+Task files, demonstrations and a model's tool calls are untrusted.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 
 from pipeline.errors import UserError
 
-MAX_LINE_BYTES = 8 << 20  # of a line in a file of tasks or demonstrations
-MAX_DEPTH = 64  # levels of nested JSON objects and arrays
-MAX_SHOWN = 200  # characters of a refused value in a message
-MAX_MESSAGE = 1000  # characters of a message
+MAX_LINE_BYTES = 8 << 20  # largest size of a line in a file of tasks or demonstrations
+MAX_DEPTH = 64  # largest number of nested levels of JSON objects and arrays
+MAX_SHOWN = 200  # largest number of characters of a refused value in a message
+MAX_MESSAGE = 1000  # largest number of characters of a message
 
 _USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _TOKEN = re.compile(
@@ -27,10 +27,10 @@ _TOKEN = re.compile(
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text; raises ValueError with a short reason.
+    """Parse a JSON text; raises ValueError with a short reason if the text is refused.
 
-    NaN, numbers too large for a float, lone surrogates and more than MAX_DEPTH levels of objects
-    and arrays are also errors.
+    `parse_json` also refuses NaN, numbers too large for a float, lone surrogates, and more than
+    MAX_DEPTH levels of objects and arrays.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
@@ -57,7 +57,7 @@ def _is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON in UTF-8 can hold the value: without NaN, lone surrogates or deep nesting."""
+    """Return whether the value is valid in UTF-8 JSON and has at most MAX_DEPTH nested levels."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
@@ -66,7 +66,7 @@ def is_plain(value: Any) -> bool:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; raises OSError for others, such as a pipe."""
+    """Open a regular file for reading; raises OSError for other kinds of files, such as pipes."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{str(path)!r} is no regular file")
     return open(path, "rb")
@@ -81,7 +81,7 @@ def read_file(path: str | Path, most: int) -> bytes:
 
 
 def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers from 1; only \\n ends a line.
+    """Yield (line number from 1, line) for each line of a file; only \\n ends a line.
 
     Raises UserError for a line of more than MAX_LINE_BYTES.
     """
@@ -93,13 +93,13 @@ def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def shown(value: Any) -> str:
-    """Return the `repr` of a refused value, cut to MAX_SHOWN characters, without passwords."""
+    """Return the `repr` of a value, cut to MAX_SHOWN characters, with passwords masked."""
     text = repr(value)
     return masked(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
 
 
 def one_line(text: str) -> str:
-    """Return the text as one printable line of about MAX_MESSAGE characters, without passwords."""
+    """Return a text as one printable line of about MAX_MESSAGE characters, passwords masked."""
     line = " ".join(masked(text).split())
     if len(line) > MAX_MESSAGE:
         line = f"{line[: MAX_MESSAGE // 2]} ... {line[-MAX_MESSAGE // 2 :]}"
@@ -107,17 +107,17 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters, except newline and tab, as Python escapes."""
+    """Replace each control character in a text, except newline and tab, by its Python escape."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def masked(text: str) -> str:
-    """Return the text with *** in place of `user:password@`, `hf_...` and the X of `?token=X`."""
+    """Replace secrets in a text by ***: `user:password@`, `hf_...`, and X in `?token=X`."""
     return _TOKEN.sub("***", _USER_INFO.sub("***", text))
 
 
 def masked_tree(value: Any) -> Any:
-    """Return a tree of settings with *** in place of passwords and tokens, also in its keys."""
+    """Replace passwords and tokens in nested settings by ***, in keys and in values."""
     if isinstance(value, Mapping):
         return {masked_tree(key): masked_tree(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -126,6 +126,6 @@ def masked_tree(value: Any) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if the message is empty."""
+    """Return the first line of an error's message, or the error's class if the message is empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return one_line(next(filter(None, lines), type(error).__name__)).rstrip(".")

@@ -1,4 +1,7 @@
-"""Checks of how a model can be sampled and trained, and its layers."""
+"""Functions that check whether a model can be sampled and trained, and that find its layers.
+
+The row sampler (`rollout/row_sampler.py`) is the pipeline's own sampler.
+"""
 
 from functools import partial
 from typing import Any
@@ -13,9 +16,10 @@ from pipeline.files.untrusted import reason_of
 
 
 def why_generate(model: Any) -> str | None:
-    """Return the reason why `generate` must sample a model; None if the row sampler can.
+    """Return why only transformers' `generate` can sample a model; None if the row sampler can.
 
-    Reads no weights. UserError if neither `generate` nor the row sampler can sample the model.
+    The check reads no weights. Raises UserError if neither `generate` nor the row sampler can
+    sample the model.
     """
     why = unserved(model.config.get_text_config())
     if why is None and getattr(model, "_is_stateful", False):
@@ -27,7 +31,7 @@ def why_generate(model: Any) -> str | None:
 
 
 def unserved(config: Any) -> str | None:
-    """Return why the row sampler's cache cannot hold a model's layers; None for full attention."""
+    """Return why the row sampler does not support a model's layers; None for full attention."""
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [window])
     return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
@@ -35,10 +39,7 @@ def unserved(config: Any) -> str | None:
 
 @torch.no_grad()
 def refuse_changed_logits(model: Any) -> None:
-    """UserError unless a model's logits are its output layer applied to its decoder's last states.
-
-    Training computes the logits from the decoder and the output layer.
-    """
+    """Raise UserError unless decoder and output layer give the logits, as training assumes."""
     was_training = model.training
     model.eval()  # turns off dropout
     ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
@@ -51,7 +52,7 @@ def refuse_changed_logits(model: Any) -> None:
         is_equal = hidden is not None and torch.allclose(output(hidden), logits, 0, atol)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # The code of a model may raise anything.
+    except Exception as error:  # A model's own code may raise any exception.
         is_equal, problem = False, f"which does not compute ({reason_of(error)})"
     model.train(was_training)
     if not is_equal:
@@ -59,15 +60,15 @@ def refuse_changed_logits(model: Any) -> None:
 
 
 def outer_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers in the order of the forward pass, without nested layers."""
+    """Return a model's blocks (GradientCheckpointingLayer) in forward order, not nested blocks."""
     layers: list[nn.Module] = []
     for child in model.children():
         layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
-    return list(dict.fromkeys(layers))  # A model may use one layer twice.
+    return list(dict.fromkeys(layers))  # A model may contain one layer object twice.
 
 
 def widest(shape: Any, name: str) -> int:
-    """The largest value of a size over all layers of a configuration; 0 if it has no such size."""
+    """Return the largest value of the size `name` in any layer, or 0 if no layer has the size."""
     differ = name in (getattr(shape, "per_layer_attributes", None) or ())
     layers = shape.per_layer_config if differ else [shape]
     return max(getattr(layer, name, None) or 0 for layer in layers)
@@ -76,8 +77,9 @@ def widest(shape: Any, name: str) -> int:
 def recompute_layers(model: Any) -> None:
     """Make the backward pass recompute each layer from the layer's saved inputs.
 
-    Results stay equal to the bit. transformers' own gradient checkpointing needs training mode,
-    which turns on dropout and router noise. UserError if the model has no such layers.
+    The gradients stay equal to the bit. Gradient checkpointing by the library transformers would
+    need training mode, which turns on dropout and router noise. Raises UserError if `outer_layers`
+    finds no layer.
     """
     layers = outer_layers(model)
     if not layers:

@@ -1,4 +1,4 @@
-"""Checks of a model's name and JSON files. Imports no torch."""
+"""Checks of a model's name and JSON files. This module imports no torch."""
 
 import os
 import re
@@ -14,7 +14,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
 def problem_of_name(name: str) -> str:
-    """Return the reason why a name cannot be a model's; "" for a model's folder or a hub id."""
+    """Return why `name` cannot name a model; "" for a model's folder or a hub id."""
     if os.path.isdir(name):
         has_config = any(Path(name, part).is_file() for part in ("config.json", ADAPTER_CONFIG))
         return "" if has_config else "a folder without config.json"
@@ -24,7 +24,7 @@ def problem_of_name(name: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """UserError for a name that is neither `tiny` nor a folder nor a hub id. Reads no file."""
+    """Raise UserError unless the name is `tiny`, a model's folder or a hub id; reads no file."""
     if name != "tiny" and (problem := problem_of_name(name)):
         raise UserError(
             f"model: got {name!r}, but it cannot be loaded ({problem}); give a folder made by "
@@ -33,7 +33,7 @@ def check_name(name: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model. UserError names a file that cannot be read."""
+    """Return the object in a JSON file of a model; raises UserError for an unreadable file."""
     try:
         value = parse_json(read_file(path, _MAX_JSON_BYTES).decode())
         if isinstance(value, dict):

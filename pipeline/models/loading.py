@@ -1,4 +1,4 @@
-"""Loading of tokenizers and models, with or without weights; device and precision of a run."""
+"""Loads tokenizers and models, and tells which device and precision a run uses."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,8 +19,8 @@ from pipeline.models.files import problem_of_name
 from pipeline.models.lora import quiet
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
-# Shapes of hub models in shipped recipes, copied from their config.json. With them, `--check`
-# estimates memory without the hub.
+# Sizes of hub models, copied from config.json. With SHAPES, `--check` estimates the memory of the
+# shipped recipes without the hub.
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B": {
         **{"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728},
@@ -31,9 +31,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> Any:
-    """The tokenizer of a model; UserError if the model has none.
+    """Return the tokenizer of a model; raises UserError if the tokenizer cannot be loaded.
 
-    The tiny model's tokenizer has a token for each word of `domains`.
+    The tokenizer of the tiny model has a token for each word of `domains`.
     """
     if settings.model == "tiny":
         return tiny_tokenizer(domains)
@@ -41,18 +41,18 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
 
 
 def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
-    """A causal language model with fp32 parameters; UserError if the files do not load."""
+    """Return a causal language model with fp32 parameters; raises UserError for unusable files."""
     if settings.model == "tiny":
         return tiny_model(tokenizer, seed)
     return load_folder(settings.model, settings)
 
 
 def load_folder(folder: str | Path, settings: ModelSettings, device: str | None = None) -> Any:
-    """A causal language model with fp32 parameters from a folder or a hub id.
+    """Return a causal language model with fp32 parameters from a folder or a hub id.
 
-    Adapters of a LoRA checkpoint are merged into their base model. The device `meta` checks the
-    files and reads no weights. UserError if there are no safetensors, or if weights are missing or
-    have wrong shapes.
+    If the folder has LoRA adapters, the adapters are merged into their base model. With the device
+    `meta`, `load_folder` checks the files without reading weights. Raises UserError if there are no
+    safetensors files, or if weights are missing or have wrong shapes.
     """
     if lora.is_adapter(folder):
         return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
@@ -71,7 +71,7 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
     problem = f"lacks {min(info['missing_keys'])}" if info["missing_keys"] else ""
     for name, found, wanted in sorted(info["mismatched_keys"])[:1]:
         problem = f"holds {name} as {list(found)} and not the {list(wanted)}"
-    if problem:  # transformers would initialize these weights at random.
+    if problem:  # transformers initializes missing or wrong weights at random.
         raise UserError(
             f"model: {folder} {problem} that its config.json asks for; take both from one model"
         )
@@ -85,9 +85,9 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
 
 
 def empty_model(config: Config, tokenizer: Any = None) -> Any:
-    """The recipe's model on the device `meta`, without weights.
+    """Return the recipe's model on the device `meta`, without weights.
 
-    The tiny model's vocabulary is `tokenizer`'s; the default is the default domains' vocabulary.
+    Without `tokenizer`, the tiny model gets the vocabulary of the default domains.
     """
     settings, name = config.model, config.model.model
     if name == "tiny":
@@ -110,7 +110,7 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
 
 
 def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
-    """UserError if a token id of the tokenizer has no embedding in the model."""
+    """Raise UserError if a token id of the tokenizer has no embedding in the model."""
     last, size = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if last >= size:
         raise UserError(
@@ -120,19 +120,18 @@ def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def on_gpu() -> bool:
-    """Whether this process computes on a GPU. ACCELERATE_USE_CPU forbids the GPU."""
+    """Return whether this process uses a GPU; the variable ACCELERATE_USE_CPU forbids GPUs."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def uses_bf16(settings: ModelSettings) -> bool:
-    """Whether forward passes of this process use bf16 autocast."""
     return on_gpu() if settings.mixed_precision == "auto" else settings.mixed_precision == "bf16"
 
 
 def _from_files(
     load: Callable[..., Any], name: str, what: str, settings: ModelSettings, **options: Any
 ) -> Any:
-    """Call `load`, such as a `from_pretrained`; UserError if `load` fails."""
+    """Call `load`, for example a method `from_pretrained`; raises UserError if `load` fails."""
     reason, remedy = problem_of_name(name), "give a folder made by save_pretrained"
     options["trust_remote_code"] = settings.trust_remote_code
     if not reason:

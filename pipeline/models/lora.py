@@ -1,8 +1,9 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: small trained matrices on a frozen model.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) with the library PEFT: small matrices on frozen weights.
 
-A layer with the weight W computes with W + lora_alpha / lora_r * B A. Checkpoints hold only A, B
-and the folder or hub id of the base model, so PEFT can load and merge the checkpoints, too. Only
-functions import PEFT, because most runs have no adapters.
+A layer with the frozen weight W uses W + lora_alpha / lora_r * B A in place of W. The trained
+matrices A and B are an adapter. A checkpoint holds the adapters and the base model's folder or hub
+id, so the library PEFT can load a checkpoint, too. PEFT is imported inside functions, because most
+runs have no adapters.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftModel:
-    """Freeze a model and add new adapters, whose products are zero.
+    """Freeze a model and add new adapters, which do not change the outputs before training.
 
-    `base` is the folder or hub id of the model's weights. UserError if `lora_target_modules` names
-    anything except linear layers below the output layer.
+    `base` is the folder or hub id of the model's weights. Raises UserError if `lora_target_modules`
+    names anything except linear layers below the output layer.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -55,15 +56,15 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
                 f"lora_target_modules: got {', '.join(targets)}, which PEFT cannot give adapters "
                 f"to in {type(model).__name__} ({reason_of(error)}); name other linear layers"
             ) from None
-    config.base_model_name_or_path = base  # PEFT has set another name.
+    config.base_model_name_or_path = base  # replaces the name that PEFT has set
     _layers(attached)
-    return attached.eval()  # New modules start in training mode.
+    return attached.eval()  # PEFT's new modules start in training mode.
 
 
 def _check_targets(model: Any, targets: list[str]) -> None:
-    """UserError for a target that matches no linear layer, or that matches the output layer."""
+    """Raise UserError for a target that names no linear layer, or that names the output layer."""
     head = model.get_output_embeddings()
-    is_linear = {  # keys: module names
+    is_linear = {  # name of a module -> whether an adapter can be added
         f".{name}": isinstance(module, nn.Linear | Conv1D) and module is not head
         for name, module in model.named_modules()
     }
@@ -78,12 +79,12 @@ def _check_targets(model: Any, targets: list[str]) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """Return the base of a model with adapters, which contains PEFT's layers, or a plain model."""
+    """Return the model inside PEFT's wrapper, or the model itself if the model has no adapters."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The adapters' own tensors, under the names in `adapter_model.safetensors`."""
+    """Return the adapters' tensors, not copied, by their names in `adapter_model.safetensors`."""
     from peft import get_peft_model_state_dict
 
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -91,10 +92,10 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and parameters of the plain model, with the adapters' products added.
+    """Yield (name, tensor) for each parameter of the model after a merge with the adapters.
 
-    The order is the plain model's. Memory holds one product at a time. UserError if an adapter
-    cannot be merged.
+    Names and order are those of the model without PEFT. The generator makes one merged tensor at a
+    time, to save memory. Raises UserError if an adapter cannot be merged.
     """
     layers = _layers(model)
     for name, parameter in _plain_parameters(model).items():
@@ -103,21 +104,21 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
-    """The base's parameters under the plain model's names; tied parameters appear once."""
+    """Return the base model's parameters by names without PEFT; tied parameters appear once."""
     named = model.get_base_model().named_parameters()
     return {name.replace(".base_layer", ""): p for name, p in named if ".lora_" not in name}
 
 
 def _layers(model: PeftModel) -> dict[str, Any]:
-    """PEFT's layers by the plain model's name of each adapted parameter.
+    """Return PEFT's layer for each parameter with an adapter; the keys are names without PEFT.
 
-    UserError if an adapted parameter is not in the plain model, or if training would change a
-    parameter outside the adapters.
+    Raises UserError if the model without PEFT lacks a parameter that has an adapter, or if training
+    would change a parameter outside the adapters.
     """
     from peft.tuners.lora import LoraLayer
 
     base, parameters = model.get_base_model(), _plain_parameters(model)
-    layers = {  # For fused experts and routers, PEFT names the parameter instead of the module.
+    layers = {  # PEFT's layers for fused experts and routers have a `parameter_name`.
         f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
         for name, layer in base.named_modules()
         if isinstance(layer, LoraLayer)
@@ -135,9 +136,10 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def base_of(folder: str | Path) -> str:
-    """The folder or hub id of the base model of an adapter folder.
+    """Return the folder or hub id of the base model for a folder with adapters.
 
-    A folder of the recorded name beside the adapter folder has priority, because runs may be moved.
+    A folder with the base model's name beside the adapters' folder has priority, because both
+    folders may have been moved.
     """
     name = read_json(Path(folder) / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
@@ -155,9 +157,10 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The configuration and the weights of an adapter folder; UserError unless it holds plain LoRA.
+    """Return the configuration and the weights in a folder with adapters.
 
-    PEFT itself would load a pickle, and would import modules for other kinds of adapters.
+    Raises UserError unless the adapters are plain LoRA. PEFT itself would load a pickle, and would
+    import modules for other kinds of adapters.
     """
     path = Path(folder) / "adapter_model.safetensors"
     config = read_json(Path(folder) / ADAPTER_CONFIG)
@@ -174,14 +177,14 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write only the adapters. A config.json would make transformers look for a whole model."""
+    """Write the adapters but no config.json, which would announce a whole model to transformers."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
 
 
 @torch.no_grad()
 def load(model: PeftModel, folder: str | Path) -> None:
-    """Load a checkpoint's adapters; UserError if names or shapes differ.
+    """Load a checkpoint's adapters into a model; raises UserError if names or shapes differ.
 
     PEFT's own loading renames the keys of some architectures, and may lose adapters.
     """
@@ -193,7 +196,7 @@ def load(model: PeftModel, folder: str | Path) -> None:
 
 
 def check_settings(folder: Path, settings: ModelSettings) -> None:
-    """UserError if `lora_r` or `lora_alpha` differs from the value in a checkpoint."""
+    """Raise UserError if `lora_r` or `lora_alpha` differs from the value in a checkpoint."""
     config, _ = read_adapters(folder)
     for name, held in (("lora_r", config["r"]), ("lora_alpha", config["lora_alpha"])):
         if (got := getattr(settings, name)) != held:
@@ -201,7 +204,7 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
-    """Add the products of an adapter folder to the weights of a plain model."""
+    """Merge the adapters in a folder into the weights of a base model; return the model."""
     from peft import LoraConfig, PeftModel
 
     read_adapters(folder)
@@ -222,11 +225,11 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
 def quiet() -> Iterator[None]:
     """Turn off log lines and progress bars of transformers, and two warnings of PEFT."""
     verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()  # Progress bars stay off.
+    logging.disable_progress_bar()  # Progress bars stay off after `quiet`.
     with warnings.catch_warnings():
-        # PEFT 0.21 uses a deprecated name of transformers 5.23.
+        # PEFT 0.21 uses a name that is deprecated in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # PEFT looks for fused experts among the modules; they are parameters.
+        # PEFT searches the modules for fused experts, but fused experts are parameters.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
         logging.set_verbosity_error()
         try:

@@ -1,10 +1,10 @@
-"""Rotary positions with length-dependent factors: one set of factors for a whole run.
+"""Makes the factors of rotary position embeddings independent of the sequence length.
 
 LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling use
-other factors if a sequence is longer than a limit. transformers chooses the factors once for each
-forward pass, so one long sequence changes the factors of all other sequences in its batch. Every
-log-probability would then depend on the other sequences. A run therefore uses the factors of its
-longest episode in every forward pass, as vLLM does for LongRoPE with `max_model_len`.
+other factors if a sequence is longer than a limit. The library transformers chooses the factors
+once for each forward pass, so one long sequence changes the factors of all other sequences in the
+batch. A sequence's log-probabilities would then depend on the other sequences in the batch. Every
+forward pass of a run therefore uses the factors of `max_tokens`, as vLLM does for LongRoPE.
 """
 
 from typing import Any
@@ -13,28 +13,28 @@ import torch
 
 from pipeline.errors import UserError
 
-FIXED = "fixed"  # a rope_type that transformers' forward pass does not update
+FIXED = "fixed"  # a rope_type for which transformers does not change the factors
 
 
 @torch.no_grad()
 def fix_rotary(model: Any, max_tokens: int) -> str:
-    """Fix length-dependent rotary factors at the factors of a sequence of `max_tokens` tokens.
+    """Make a model use the rotary factors of `max_tokens` tokens for sequences of every length.
 
-    Returns a note if the factors of short sequences change, else "". UserError if the factors
-    still depend on the length afterwards.
+    Returns a note for the user if the factors of short sequences change, else "". Raises UserError
+    if the factors still depend on the length after the change.
     """
     changed = set()
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
-            # `transformers.modeling_rope_utils.dynamic_rope_update` tests the same condition.
+            # The condition is copied from `transformers.modeling_rope_utils.dynamic_rope_update`.
             if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
                 continue
             before = _factors(module, layer, 0, 1)
-            _factors(module, layer, max_tokens - 1)  # The module keeps the factors of this length.
+            _factors(module, layer, max_tokens - 1)  # The module keeps the factors of max_tokens.
             module.rope_type = FIXED if layer is None else {**module.rope_type, layer: FIXED}
             alone = _factors(module, layer, 0, 1)
-            # Padded positions reach at most 2 * max_tokens.
+            # In padded batches, positions are at most 2 * max_tokens.
             padded = _factors(module, layer, 0, 1, max_tokens - 1, 2 * max_tokens)
             if not torch.equal(alone, padded):
                 raise UserError(
@@ -52,7 +52,7 @@ def fix_rotary(model: Any, max_tokens: int) -> str:
 
 
 def _factors(module: Any, layer: str | None, *positions: int) -> torch.Tensor:
-    """Cosines and sines, or complex factors, of the first two positions."""
+    """Return the cosines and sines, or the complex factors, of the first two positions."""
     device = next(module.buffers()).device
     options = {} if layer is None else {"layer_type": layer}
     factors = module(torch.zeros(1, device=device), torch.tensor([positions]).to(device), **options)

@@ -1,9 +1,9 @@
-"""The default model: a tiny Qwen3 and its tokenizer, which are created without a download.
+"""The default model, a tiny Qwen3, and its tokenizer. Both are made without a download.
 
-The tokenizer has one token for each word of the domains (`Domain.words`), and splits all other
-text into bytes (byte-level BPE without merges). The chat template is a short form of Qwen's
-template. Prompts contain only the first line of a domain's policy and the names of the tools. A
-model of half a million parameters cannot read prose; demonstrations and rewards teach the rules.
+The tokenizer has one token for each word of the domains (`Domain.words`), and splits all other text
+into bytes (byte-level BPE without merges). The chat template is a short form of Qwen's template,
+and keeps only the first line of a system prompt and the names of the tools. A model of half a
+million parameters cannot read prose; demonstrations and rewards teach the rules.
 """
 
 import re
@@ -61,7 +61,7 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 
 def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with a token for each word of `domains` and the default domains."""
+    """Return a byte-level tokenizer with a token per word of `domains` and the default domains."""
     always = load_domains(DataSettings())
     every = {**always, **{domain.name: domain for domain in domains}}.values()
     texts = {*ROLES, *SYNTAX, *ERRORS, *(word for domain in every for word in domain.words())}
@@ -90,7 +90,7 @@ def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.55 M parameters. The seed alone decides its initial weights."""
+    """Return a Qwen3 of 0.55 M parameters, whose random initial weights depend only on `seed`."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -110,7 +110,7 @@ def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # scales the residual projections down, as in GPT-2
+    with torch.no_grad():  # scales residual projections down, as in GPT-2
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.div_((2 * config.num_hidden_layers) ** 0.5)

@@ -15,8 +15,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the tensor of each trained weight; tensors are not copied.
 
-    A plain model yields every parameter, tied parameters once. A model with LoRA yields the
-    adapters, under the names in `adapter_model.safetensors`.
+    Without LoRA, every parameter is a trained weight; tied parameters appear once. With LoRA, the
+    trained weights are the adapters, by the names in `adapter_model.safetensors`.
     """
     adapted = has_adapters(model)
     for name, tensor in lora.adapters_of(model).items() if adapted else model.named_parameters():
@@ -24,16 +24,16 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class SamplingCopy:
-    """A plain copy of a model, in the attribute `model`, that loads `trained_weights`.
+    """A copy of a model for sampling. The attribute `model` is the copy, without adapter layers.
 
-    The copy of a plain model loads every parameter. The copy of a model with LoRA loads the
-    adapters, and adds their products to the frozen base weights at the base's precision. Copy and
-    original share the memory of all weights of equal type.
+    If the original model has no LoRA, `load` replaces every parameter of the copy. If the original
+    model has LoRA, `load` merges the adapters into the base weights of the copy, in the precision
+    of the base weights. The copy shares the memory of all weights that have the original's dtype.
     """
 
     def __init__(self, model: Any) -> None:
         adapted = has_adapters(model)
-        # Buffers are copied and keep their type: rotary frequencies need fp32.
+        # Buffers are copied with their dtype, because rotary frequencies need fp32.
         shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
         plain = copy.deepcopy(model, shared)
         self.model: Any = (plain.unload() if adapted else plain).eval()
@@ -42,16 +42,16 @@ class SamplingCopy:
         self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the parameters to a type. `load` converts later weights to the type, too."""
+        """Convert the parameters to `dtype`; later calls of `load` convert weights, too."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        """Load trained weights.
+        """Load trained weights into the copy.
 
-        ValueError if a name is unknown, missing or given twice, or if a shape differs. Some weights
-        may have changed before the error.
+        Raises ValueError if a name is unknown, missing or given twice, or if a shape differs. Some
+        weights may have changed before the error.
         """
         if self._adapted is not None:
             for own, tensor in _paired(self._adapters, weights):

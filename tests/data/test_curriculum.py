@@ -193,9 +193,9 @@ def test_interleaved_steps_take_the_domains_in_turns_by_their_weights():
         config(8, 2, curriculum="interleaved", domain_weights={"telecom": 2}), PLENTY
     )
     assert (stage.name, stage.num_steps) == ("interleaved", 8)
-    assert list(stage.turns) == ["telecom", "airline", "retail", "telecom"] * 2
+    assert list(stage.schedule) == ["telecom", "airline", "retail", "telecom"] * 2
     steps = [keys(stage, step) for step in range(8)]
-    assert [{domain for domain, _ in step} for step in steps] == [{d} for d in stage.turns]
+    assert [{domain for domain, _ in step} for step in steps] == [{d} for d in stage.schedule]
     seen = [key for step in steps if step[0][0] == "telecom" for key in step]
     assert len(set(seen[:6])) == 6  # a pass over 7 tasks goes on at the domain's next turn
 
