@@ -1,9 +1,9 @@
 """A domain: an environment class, and optional functions and constants in the class's module.
 
 The setting `environments` names the class by an import string, such as
-`my_pkg.bank:BankEnvironment`. The module of the class may have `generate_tasks(seed, n, split,
-difficulty)`, and `MAX_TASKS`, the largest allowed `n`. The module may have a function `expert`,
-which solves tasks (`experts.py`). The module may have `WORDS`, tokens of the tiny model's
+`my_pkg.bank:BankEnvironment`. The module of the class has `generate_tasks(seed, n, split,
+difficulty)`, and may have `MAX_TASKS`, the largest allowed `n`. The module may have a function
+`expert`, which solves tasks (`experts.py`). The module may have `WORDS`, tokens of the tiny model's
 tokenizer, as a list of texts or a function that returns a list.
 """
 
