@@ -40,7 +40,7 @@ class World(NamedTuple):
 def resolve(num_gpus: int | None) -> World:
     """Return the World for `num_gpus` ranks; if None, for the ranks that a launcher has started.
 
-    Raises UserError if `num_gpus` differs from the launched ranks, or if GPUs are missing.
+    Raises UserError if a launcher started ranks, but not `num_gpus` ranks, or if GPUs are missing.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -82,8 +82,8 @@ def use_device(world: World) -> None:
 def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
     """Run the arguments `argv` on `world.num_ranks` new ranks; returns the exit code of the run.
 
-    Every rank runs the script `entry` (default: `pipeline/run.py`). Environment variables and
-    signal handlers of this process change permanently. The function returns after the last rank.
+    Every rank runs the script `entry` (default: `pipeline/run.py`). The function changes the
+    environment and the signal handlers of this process, and returns when all ranks have ended.
     """
     with importing():
         import psutil

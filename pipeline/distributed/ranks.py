@@ -46,7 +46,7 @@ def meet_again(timeout_s: float, device_type: str) -> None:
     """Make a process group if the launcher has restarted the ranks (`--max_restarts`).
 
     In torch 2.13, all restarts share a key-value store that still holds addresses of ended ranks,
-    so each restart gets another prefix of keys. Accelerate then uses the existing process group.
+    so each restart gets another prefix of keys. Accelerate uses a process group that exists.
     """
     environ, timeout = os.environ, timedelta(seconds=timeout_s)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -79,7 +79,7 @@ class Ranks:
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove the timeouts of collectives, because a timeout also counts a suspension."""
+        """Remove timeouts, because a timeout also counts the time in which a run is suspended."""
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group

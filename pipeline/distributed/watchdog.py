@@ -33,7 +33,7 @@ from pipeline.files.untrusted import printable
 SAME_SIGNAL_S = 2.0
 # A rank that lost a connection gives the rank at fault so many seconds to post a fault.
 PATIENCE_S = 3.0
-# The run was suspended if the watchdog pauses for longer, and for a tenth of the timeout.
+# A pause of the watchdog means a suspended run if it exceeds this and a tenth of the timeout.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

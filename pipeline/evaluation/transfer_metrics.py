@@ -114,10 +114,10 @@ def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
     """Return each metric of OF_COLUMNS by column c, [B], from the matrix R [B, P, C].
 
     - backward_transfer: R[T, c] - R[i, c], where i < T is the last stage that trained c; the mean
-      over columns is GEM's BWT. Columns that no stage or stage T trained lack this metric.
+      over columns is GEM's BWT. Columns that stage T or no stage trained have no value.
     - forward_transfer: R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
-      T + 1 if no stage did; the mean is GEM's FWT. The baseline of GEM is a random initialisation;
-      here the baseline is the policy before GRPO.
+      T + 1 if no stage trained c; the mean is GEM's FWT. The baseline of GEM is a random
+      initialisation; here the baseline is the policy before GRPO.
     - forgetting: max over t < T of R[t, c], minus R[T, c], for the columns of backward transfer
       (Chaudhry et al. 2018, equation 3; here with t = 0). The maximum of noisy numbers is biased
       upwards, so the interval of forgetting is no test of zero; test backward_transfer instead.

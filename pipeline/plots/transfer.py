@@ -75,7 +75,7 @@ def accuracy_matrix(run: RunData) -> Figure | None:
 
 
 def tools(run: RunData) -> Figure | None:
-    """Draw the share of calls without an error, of each tool (rows) after each stage (columns)."""
+    """Draw each tool's share of calls without an error; rows are tools, columns are stages."""
     of = run.transfer.get("tools", {"names": []})
     known = [c for c, name in enumerate(of["names"]) if not name.endswith("/unknown")]
     if not known:

@@ -56,7 +56,7 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
         kept += gathered * layers * 2 * _keys_per_token(shape) * size
     if grpo.gradient_checkpointing:  # keeps activations of one layer and inputs of all layers
         kept = kept // layers + tokens * layers * shape.hidden_size * size
-    # Plus three float32 copies of the logits of one chunk of tokens.
+    # The sum includes three float32 copies of the logits of one chunk of tokens.
     return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
 
 

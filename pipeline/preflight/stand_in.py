@@ -80,7 +80,7 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
 
 
 def gap_of(config: Config, model: Any) -> float:
-    """Return the largest difference of sampled and recomputed log-probabilities, in nats."""
+    """Return the largest difference between sampled and recomputed log-probabilities, in nats."""
     grpo, rollout = config.grpo, config.rollout
     model, sampling = copy.deepcopy(model), RowSampler if _is_served(model) else GenerateSampler
     if config.model.use_peft:

@@ -47,7 +47,7 @@ class WandbFeed:
     """A run of W&B. A thread sends the rows, so that training never waits for W&B.
 
     `metrics` and `timings` are the lines in the files; the server gets the lines that it lacks.
-    Raises UserError if W&B cannot start. If the thread fails, the next call raises.
+    Raises UserError if W&B cannot start. If the thread fails, the next call raises the exception.
     """
 
     name = "W&B"
