@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class GradientAllReduce(nn.Module):
-    """A backward pass with zero gradients, during which DDP sums the gradients over the ranks.
+    """A module whose backward pass adds only zeros and makes DDP sum the gradients of the ranks.
 
-    Backward passes of tokens run before it, without communication, so a rank that runs out of
-    memory can repeat its passes. Every trained parameter takes part in the all-reduce.
+    The backward passes over tokens run earlier and do not communicate. So a rank that runs out of
+    memory can repeat its backward passes alone.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,8 +26,6 @@ class GradientAllReduce(nn.Module):
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """The number zero, whose gradient is a tensor of zeros that takes no memory."""
-
     @staticmethod
     def forward(context: Any, parameter: torch.Tensor) -> torch.Tensor:
         context.like = parameter.detach()
@@ -36,18 +34,17 @@ class _ZeroGradient(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         like: torch.Tensor = context.like
-        return like.new_zeros(()).expand(like.shape)
+        return like.new_zeros(()).expand(like.shape)  # an expanded tensor takes almost no memory
 
 
 def sum_gradients(module: Any) -> Any:
     """Make DDP sum the gradients of the ranks instead of averaging them; returns the module.
 
-    The loss is already divided by the token count of all ranks. A benchmark may replace
-    `module.add_up`.
+    The loss itself is divided by the number of tokens of all ranks, so no average is needed.
     """
     if isinstance(module, DistributedDataParallel):
         wrapped: Any = module
-        wrapped.add_up = add_up
+        wrapped.add_up = add_up  # a benchmark may replace this attribute
         wrapped.register_comm_hook(None, lambda _, bucket: wrapped.add_up(bucket))
     return module
 
@@ -60,17 +57,14 @@ def skip_gradient_sync(module: Any) -> None:
 
 
 def add_up(bucket: dist.GradBucket) -> Any:
-    """Start the all-reduce of a bucket of gradients; returns a future of the sums."""
+    """Start the all-reduce of DDP's bucket of gradients; returns a future of the sums."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.optim.Optimizer:
-    """AdamW whose moments are sharded over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1).
-
-    Without a process group, the optimizer is plain AdamW.
-    """
+    """AdamW with moments sharded over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1)."""
     if not dist.is_initialized():
         return torch.optim.AdamW(parameters, **settings)
     from torch.distributed.optim import ZeroRedundancyOptimizer  # the import takes a second
@@ -79,7 +73,7 @@ def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.
 
 
 def consolidated_state_dict(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
-    """Return the unsharded optimizer state on rank 0, None elsewhere; every rank must call it."""
+    """Return the whole optimizer state on rank 0, else None; every rank must call the function."""
     if hasattr(optimizer, "consolidate_state_dict"):
         optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if rank == 0 else None

@@ -1,7 +1,8 @@
-"""The start of a run's ranks: `--num-gpus N` runs N connected ranks on all machines together.
+"""The start of the ranks of a run: `--num-gpus N` means N ranks in total, on all machines.
 
-`accelerate launch` or `torchrun` may start the ranks. A single process starts N ranks itself, with
-Accelerate's launcher. Without a GPU, or with ACCELERATE_USE_CPU=true, the ranks run on CPU.
+`accelerate launch` or `torchrun` may start the ranks. If no launcher has started the ranks,
+the process itself starts N ranks through Accelerate. Without a GPU, or with
+ACCELERATE_USE_CPU=true, the ranks run on CPU.
 """
 
 import logging
@@ -19,19 +20,17 @@ RUN = Path(__file__).resolve().parents[1] / "run.py"
 RANKS_CONFIG = RUN.parent.parent / "accelerate_configs" / "multi_gpu.yaml"
 COMMAND = "python pipeline/run.py --num-gpus"
 
-# Environment variables that a launcher sets for one rank; `start_ranks` removes them. KMP_AFFINITY
-# is among them, because Accelerate's value would bind every rank to the same cores.
+# Environment variables that a launcher sets for one rank, and that `start_ranks` removes.
+# Accelerate's value of KMP_AFFINITY would bind every rank to the same cores.
 OF_ONE_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 OF_ONE_RANK |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 OF_ONE_RANK |= {"KMP_AFFINITY"}
 SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-SHUTDOWN_TIMEOUT_S = 20  # from SIGTERM to SIGKILL; many schedulers send SIGKILL after 30 s
+SHUTDOWN_TIMEOUT_S = 20  # time from SIGTERM to SIGKILL; many schedulers send SIGKILL after 30 s
 
 
 class World(NamedTuple):
-    """The number of ranks of a run, and the rank of this process."""
-
     num_ranks: int
     rank: int
     device_type: Literal["cpu", "cuda"]
@@ -39,9 +38,9 @@ class World(NamedTuple):
 
 
 def resolve(num_gpus: int | None) -> World:
-    """Return the World for `num_gpus` ranks; None means the number of launched ranks.
+    """Return the World for `num_gpus` ranks; if None, for the ranks that a launcher has started.
 
-    Raises UserError if the launcher started another number of ranks, or if GPUs are missing.
+    Raises UserError if a launcher started ranks, but not `num_gpus` ranks, or if GPUs are missing.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -72,7 +71,7 @@ def visible_gpus() -> int:
 
 
 def use_device(world: World) -> None:
-    """Make Accelerate use the device type of `world`, before the first `Accelerator` is made."""
+    """Make Accelerate use the device type of `world`; call this before making an Accelerator."""
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         if world.rank == 0:
@@ -81,10 +80,10 @@ def use_device(world: World) -> None:
 
 
 def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
-    """Run the command line on `world.num_ranks` new ranks; returns the exit code of the run.
+    """Run the arguments `argv` on `world.num_ranks` new ranks; returns the exit code of the run.
 
-    Every rank runs the script `entry` (default: `pipeline/run.py`). The environment variables and
-    the signal handlers of this process change permanently. All ranks end before the return.
+    Every rank runs the script `entry` (default: `pipeline/run.py`). The function changes the
+    environment and the signal handlers of this process, and returns when all ranks have ended.
     """
     with importing():
         import psutil
@@ -96,7 +95,7 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         _set_environment(world, log_dir)
         arguments = ["--config_file", str(RANKS_CONFIG), "--num_processes", str(world.num_ranks)]
         arguments += ["--log_dir", log_dir, str(entry or RUN), *argv]
-        logging.disable(logging.ERROR)  # the launcher logs the errors of the ranks again
+        logging.disable(logging.ERROR)  # the ranks have already printed their errors
         try:
             launch_command(launch_command_parser().parse_args(arguments))
         except ChildFailedError as error:
@@ -104,7 +103,7 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         except SignalException:
             for stop in STOPS:  # a second Ctrl-C must not interrupt the code below
                 signal.signal(stop, signal.SIG_IGN)
-            file = Path(log_dir, "rank-0")  # `run.leave` has written the exit code of rank 0
+            file = Path(log_dir, "rank-0")  # `run.leave` writes the exit code of rank 0
             code = file.read_text(encoding="utf-8") if file.is_file() else ""
             if not code:
                 print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
@@ -137,7 +136,6 @@ def _num_launched() -> int:
 
 
 def _refuse_lost_processes(num_gpus: int | None) -> None:
-    """Raise UserError if `accelerate launch --cpu` started one process instead of several."""
     by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     starts_ranks = num_gpus is not None and address in ("127.0.0.1", "localhost")
@@ -169,7 +167,7 @@ def _set_environment(world: World, log_dir: str) -> None:
     environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))
     if world.device_type == "cpu":
         environ["ACCELERATE_USE_CPU"] = "true"
-        has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+        has_affinity = hasattr(os, "sched_getaffinity")  # missing on macOS
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // world.num_ranks)))
         # The ranks share the cores, so a waiting thread must not keep a core busy.

@@ -1,7 +1,7 @@
 """The collectives of a run, except the all-reduce of gradients.
 
-They use a gloo process group, never NCCL: gloo keeps its timeouts and takes no GPU memory. With one
-rank, every collective is local.
+The collectives in this file use gloo instead of NCCL, because gloo obeys timeouts and takes no GPU
+memory. With one rank, no collective communicates.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ FOREVER = timedelta(days=30)
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to stop; every rank raises it at the same point of the run."""
+    """Raised by every rank, at the same point of the run, after a signal asked the run to stop."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed or timed out, so another rank has ended, is late or waits elsewhere."""
+    """A failed collective: another rank has ended, is late, or waits in another collective."""
 
 
 class Phase(NamedTuple):
-    """The current work of a rank (`sample`, `update`, `evaluate`, ...), with its stage and step."""
+    """The current work of a rank, such as `sample` or `update`, with the work's stage and step."""
 
     name: str
     stage: str = ""
@@ -43,11 +43,10 @@ class Phase(NamedTuple):
 
 
 def meet_again(timeout_s: float, device_type: str) -> None:
-    """Make the process group of ranks that a launcher has restarted (`--max_restarts`).
+    """Make a process group if the launcher has restarted the ranks (`--max_restarts`).
 
-    With static rendezvous, Accelerate's default, the launcher keeps one key-value store over all
-    restarts (torch 2.13), and the store still holds the addresses of the ended ranks. So each
-    restart gets its own prefix of keys. Accelerate then uses this process group.
+    In torch 2.13, all restarts share a key-value store that still holds addresses of ended ranks,
+    so each restart gets another prefix of keys. Accelerate uses a process group that exists.
     """
     environ, timeout = os.environ, timedelta(seconds=timeout_s)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -70,34 +69,34 @@ class Ranks:
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._store: Any = dist.distributed_c10d._get_default_store()  # no public name
-        self._num_agreements, self.agreement = 0, "agreement 0"  # the key of `agree` in the store
-        self.stop_wanted = False  # the watchdog sets it; the next `agree` then stops all ranks
+            self._store: Any = dist.distributed_c10d._get_default_store()  # private in torch
+        self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement`: a key of the store
+        self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
-        self.seconds: dict[str, float] = defaultdict(float)  # by phase; `wait`: in collectives
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase; collectives count as `wait`
         self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove the timeouts of collectives, because they also count the time of a suspension."""
+        """Remove timeouts, because a timeout also counts the time in which a run is suspended."""
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group
-                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # no public name (torch 2.13)
+                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # private in torch 2.13
 
     def shard(self, count: int) -> range:
-        """Return the indices of this rank's groups, among `count` groups of all ranks."""
+        """Return the indices of this rank's share of `count` items."""
         return range(self.rank, count, self.num_ranks)
 
     def alive(self) -> None:
-        """Record the time of this rank's last progress, for the watchdog."""
+        """Tell the watchdog that this rank makes progress."""
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
-        """Record progress and the current task; between tasks, raise Interrupted if asked to stop.
+        """Record progress and the current task; without a task, raise Interrupted after a signal.
 
-        `agree` must follow on all ranks; it raises Interrupted on the ranks that went on.
+        Every rank must call `agree` later: `agree` raises Interrupted on the ranks that still run.
         """
         self.task = task
         self.alive()
@@ -105,10 +104,7 @@ class Ranks:
             self.agree("stop")
 
     def agree(self, name: str) -> None:
-        """Wait for all ranks; raises Interrupted on every rank if a signal asked one to stop.
-
-        A rank that stops ends the wait of all ranks at once.
-        """
+        """Wait for all ranks; raises Interrupted on every rank if a signal stops any rank."""
         self._num_agreements += 1
         self.agreement = f"agreement {self._num_agreements}"
         self.alive()
@@ -125,7 +121,7 @@ class Ranks:
         if self.stop_wanted:
             return bytes(self._store.compare_set(key, "", "stop"))
         if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
-            for used in (old, f"{old}, ranks"):  # every rank has read these keys
+            for used in (old, f"{old}, ranks"):  # every rank has read the old keys
                 self._store.delete_key(used)
             return bytes(self._store.compare_set(key, "", "go"))
         self._store.wait([key], self._timeout)
@@ -134,7 +130,7 @@ class Ranks:
         return answer
 
     def connect_to_store(self) -> Any:
-        """Return a connection to the ranks' key-value store that works while collectives hang."""
+        """Return another connection to the key-value store, for use while a collective hangs."""
         return dist.HashStore() if self._group is None else self._store.clone()
 
     def barrier(self, name: str) -> None:
@@ -154,7 +150,7 @@ class Ranks:
         return gathered
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks, element by element, in float64."""
+        """Return the sum of each number over the ranks, in float64."""
         if self._group is None:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
@@ -168,7 +164,7 @@ class Ranks:
         return max(numbers[0] for numbers in self.all_gather_numbers([number]))
 
     def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the CPU tensors of all ranks, which have one shape, in order of ranks."""
+        """Return the CPU tensors of all ranks, in order of ranks; the shapes must be equal."""
         if self._group is None:
             return [tensor]
         self.bytes["tensors"] += tensor.nbytes
@@ -178,11 +174,11 @@ class Ranks:
         return gathered
 
     def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the float64 numbers of all ranks, in order of ranks; their counts may differ."""
+        """Return the `values` of each rank, in order of ranks; the lengths may differ."""
         return self.all_gather_objects([float(value) for value in values], "wait")
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
-        """All-to-all: send each rank its message; returns one message from each rank, in order."""
+        """Send `messages[i]` to rank i (all-to-all); returns the messages that this rank gets."""
         if self._group is None:
             return list(messages)
         sizes = [len(message) for message in messages]
@@ -197,7 +193,7 @@ class Ranks:
     def check_same_parameters(
         self, parameters: Iterable[tuple[str, torch.Tensor]], when: str
     ) -> str:
-        """Return the SHA-256 of named parameters; raises RuntimeError if it differs by rank."""
+        """Return the parameters' SHA-256; raises RuntimeError if the ranks' parameters differ."""
         digests = self.all_gather_objects(parameter_hash(parameters), f"parameters {when}")
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             why = f"ranks {different} differ from rank 0; the run stops here"
@@ -206,7 +202,7 @@ class Ranks:
 
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
-        """A phase of the run: messages name it, and `seconds` holds its time without waits."""
+        """Run a phase: messages show `name`, and `seconds[name]` counts the time without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
         self.task = ""
         self.alive()
@@ -215,13 +211,13 @@ class Ranks:
         with self._clock(name):
             yield
         self.seconds[name] -= self.seconds["wait"] - waited
-        # An exception skips this line: `current` then names the phase that failed.
+        # After an exception, `current` stays the phase that failed.
         inside = outer.name != "start" and not outer.name.startswith("after ")
         self.current = outer if inside else Phase(f"after {name}", stage, step)
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """A wait for other ranks; a RuntimeError in it is raised as CollectiveError."""
+        """Mark a wait for other ranks; a RuntimeError in the context becomes a CollectiveError."""
         self.waits_for = name
         self.alive()
         try:
@@ -237,7 +233,7 @@ class Ranks:
     def _clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with record_function(name):  # the name in the traces of --profile
+            with record_function(name):  # a named range in the traces of --profile
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - start

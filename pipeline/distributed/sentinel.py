@@ -1,11 +1,11 @@
-"""A process beside each rank: it ends the rank if the watchdog's thread stops running.
+"""A process beside each rank, which ends the rank if the watchdog's thread stops running.
 
     python sentinel.py PID TICKS
 
 Twice a second, the watchdog's thread writes a byte to this process, unless the rank is stuck
-outside Python. After TICKS ticks of half a second without a byte, the sentinel sends SIGABRT; ticks
-of a suspended rank do not count. `faulthandler` then prints the stacks of the rank. The sentinel
-exits when its standard input is closed. To stay small, it imports no module of the package.
+outside Python. After TICKS half seconds without a byte, the sentinel sends SIGABRT to the rank, and
+`faulthandler` prints the stacks of the rank. Time in which the rank is suspended does not count.
+The sentinel exits when its standard input is closed.
 """
 
 import os

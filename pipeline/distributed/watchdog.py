@@ -1,9 +1,9 @@
-"""The watchdog: a thread on each rank that handles signals and names the rank at fault.
+"""The watchdog: a thread on each rank that handles signals and finds the rank at fault.
 
 Twice a second, each rank posts a heartbeat (its state) to the ranks' key-value store. A rank that
 fails, or finds a rank that hangs or has ended, posts a fault. The first fault is printed, and every
-rank ends with exit code 1. A rank stuck outside Python posts no heartbeats, so another rank names
-it; if all ranks are stuck outside Python, their sentinels end them.
+rank ends with exit code 1. A rank that is stuck outside Python posts no heartbeats, so another rank
+posts the fault. If all ranks are stuck outside Python, the sentinels end the ranks.
 """
 
 import faulthandler
@@ -29,13 +29,13 @@ from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, UserError
 from pipeline.files.untrusted import printable
 
-# A second signal within this time is ignored: both the terminal and the launcher send SIGINT.
+# Seconds in which a repeated signal is ignored: terminal and launcher both send SIGINT.
 SAME_SIGNAL_S = 2.0
-# A rank that lost its connection waits this long for the rank at fault to post its own fault.
+# A rank that lost a connection gives the rank at fault so many seconds to post a fault.
 PATIENCE_S = 3.0
-# If this thread pauses for longer (and for a tenth of the timeout), the run was suspended.
+# A pause of the watchdog means a suspended run if it exceeds this and a tenth of the timeout.
 SUSPENDED_S = 3.0
-GRACE_S = 5.0  # from a fault to the forced end of a rank
+GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
@@ -53,11 +53,11 @@ class Heartbeat:
     rank: int
     host: str
     pid: int
-    posted_at: float  # by the clock of the posting rank; differs between its heartbeats
+    posted_at: float  # time by the monotonic clock of the posting rank
     phase: str  # the phase and the current task as text
     waits_for: str  # the name of a collective; empty while the rank works
-    idle_s: float  # from the last progress of the rank to this heartbeat
-    left: bool  # the watchdog of the rank has ended normally
+    idle_s: float  # seconds from the rank's last progress to this heartbeat
+    left: bool  # whether the watchdog of the rank has ended normally
     seen_at: float  # when the reading rank first read this heartbeat
 
     def __str__(self) -> str:
@@ -69,9 +69,9 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Handles signals and looks for faults inside its `with` block, in the main thread.
+    """A context manager for the main thread: handles signals and finds faults of ranks.
 
-    `timeout_s` is the longest time without progress of a rank. Set `can_resume` when the run has a
+    A rank without progress for `timeout_s` is at fault. Set `can_resume` when the run has a
     checkpoint. `advice` is printed after the message about a rank that hangs or has ended.
     """
 
@@ -81,7 +81,7 @@ class Watchdog:
         self._store = ranks.connect_to_store()
         self._own: Heartbeat
         self._others: dict[int, Heartbeat] = {}
-        self._fault: dict[str, Any] = {}  # the first fault of the run, once this rank has read it
+        self._fault: dict[str, Any] = {}  # the run's first fault, or empty
         self._fault_at = self._first_signal_at = 0.0
         self._handlers: dict[int, Any] = {}
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -109,7 +109,7 @@ class Watchdog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
-        """Add phase and task to the exception; raises ToldElsewhere if another rank is at fault."""
+        """Add the phase to the exception; raises ToldElsewhere if another rank is at fault."""
         try:
             if error is not None and not isinstance(error, Interrupted):
                 self._blame(error)
@@ -129,13 +129,13 @@ class Watchdog:
     def _blame(self, error: BaseException) -> None:
         self._post_heartbeat()
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
-        if self._ranks.stop_wanted and lost:  # the signal has ended other ranks, too
+        if self._ranks.stop_wanted and lost:  # the signal has also ended other ranks
             raise ToldElsewhere("stop") from error
         patient_until = time.monotonic() + (PATIENCE_S if lost else 0)
         while not self._fault and time.monotonic() < patient_until:
             time.sleep(0.1)
         if not self._fault and lost:
-            with suppress(RuntimeError):  # the store may have ended, too
+            with suppress(RuntimeError):  # the store may have ended
                 self._name_missing_rank(is_deadlock=False)
         kind = "mistake" if isinstance(error, UserError) else "raised"
         fault = self._fault or self._post_fault(kind, self._own)
@@ -147,7 +147,6 @@ class Watchdog:
             error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._own.phase}")
 
     def _post_fault(self, kind: str, beat: Heartbeat, text: str = "") -> dict[str, Any]:
-        """Post a fault of the rank of `beat`, print it if it is the first, and return the first."""
         own = {"kind": kind, "rank": beat.rank, "by": self._ranks.rank, "text": text}
         try:
             first = self._store.compare_set("fault", "", json.dumps(own))
@@ -180,7 +179,6 @@ class Watchdog:
                 self._end()
 
     def _handle_signal(self, number: int) -> None:
-        """Ask all ranks to stop at the first signal; end this rank at a later one."""
         now, is_first = time.monotonic(), not self._first_signal_at
         self._first_signal_at = self._first_signal_at or now
         if now - self._first_signal_at > SAME_SIGNAL_S:
@@ -188,7 +186,7 @@ class Watchdog:
         with suppress(RuntimeError):  # `_watch` handles the end of the store
             self._exchange_heartbeats()
             self._look_for_ended_ranks()
-            # The launcher also sends SIGTERM after a fault, if a rank has ended.
+            # After a fault, the launcher sends SIGTERM as soon as a rank has ended.
             if not is_first or self._fault:
                 return
             self._ranks.stop_wanted = True
@@ -230,7 +228,6 @@ class Watchdog:
             self._store.set(f"heartbeat {ranks.rank}", json.dumps(asdict(self._own)))
 
     def _look(self) -> None:
-        """Post a fault if a rank, perhaps this one, has ended or hangs."""
         now = time.monotonic()
         gap_s, self._looked_at = now - self._looked_at, now
         if gap_s > max(SUSPENDED_S, self._timeout_s / 10):
@@ -262,7 +259,6 @@ class Watchdog:
                 self._post_fault("gone", beat, text)
 
     def _name_missing_rank(self, is_deadlock: bool) -> None:
-        """Post the fault of the rank for which the collective of this rank waits."""
         self._look_for_ended_ranks()
         now, beats = time.monotonic(), list(self._others.values())
         silent = [beat for beat in beats if now - beat.seen_at > PATIENCE_S]
@@ -277,15 +273,14 @@ class Watchdog:
         self._post_fault("hangs", beat, text)
 
     def _end(self) -> None:
-        """After a fault, wake the main thread; end this rank if it hangs or does not end itself."""
         own = self._own
         hangs = self._fault["kind"] == "hangs" and self._fault["rank"] == self._ranks.rank
-        # Without the store, this rank cannot know that another rank has posted its fault.
+        # If the store has ended, no other rank can report that this rank hangs.
         hangs |= not own.waits_for and own.idle_s > self._timeout_s
         if hangs:
             stack = "".join(traceback.format_stack(_main_frame()))
             print(f"rank {self._ranks.rank} is at\n{stack}", file=sys.stderr, flush=True)
-        with suppress(RuntimeError):  # without the store, the main thread is not waiting
+        with suppress(RuntimeError):  # if the store has ended, the main thread does not wait
             self._store.compare_set(self._ranks.agreement, "", "fault")
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)
@@ -296,7 +291,6 @@ def _main_frame() -> Any:
 
 
 def _collective_of_torch() -> str:
-    """A name if the main thread runs code of torch that may wait for other ranks, else ""."""
     file = getattr(getattr(_main_frame(), "f_code", None), "co_filename", "")
     return "a collective of torch" if any(part in file for part in WHERE_TORCH_WAITS) else ""
 

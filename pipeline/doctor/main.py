@@ -1,8 +1,8 @@
-"""`--doctor`: checks the ranks, the links between them and the folder of the runs within a minute.
+"""`--doctor`: checks of the ranks, of the links between ranks, and of the folder of the runs.
 
-A `measure_...` function runs on one rank and returns plain values. Its `judge_...` function gets
-the values of all ranks, in order of ranks, and returns one Finding. Rank 0 prints a row of the
-table after each check. A rank that raises an exception prints the row itself.
+Each rank runs the `measure_...` function of a check. The `judge_...` function of the check gets the
+values of all ranks, in order of ranks, and returns one Finding. Rank 0 prints the Finding as a row
+of a table. A rank that raises an exception also prints a row.
 """
 
 import os
@@ -30,10 +30,10 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
 
-TIMEOUT_S = 30.0  # longest time of a check, unless `--timeout` is shorter
+TIMEOUT_S = 30.0  # maximum time of a check, unless `--timeout` is shorter
 SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
 REDUCED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of the all-reduce that measures bandwidth
-SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # points of the fitted line, over all ranks
+SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # number of points on all ranks for the line fit
 FIT_STEPS, FIT_RATE = 30, 0.75  # a step at this rate halves the distance to the solution
 FAULTY = "NCCL_P2P_DISABLE=1, NCCL_ALGO=Ring; a GPU or link may be faulty (dmesg)"
 UNSUMMED = "TORCH_DISTRIBUTED_DEBUG=DETAIL; the ranks do not add their gradients up"
@@ -50,12 +50,10 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One check: a measurement on each rank, and a function that judges all measurements."""
-
     name: str
     measure: Callable[[Config, Accelerator, Ranks], Any]
     judge: Callable[[list[Any]], Finding]
-    remedy: str = ""  # for an exception in the check; if empty, `links_remedy` is printed
+    remedy: str = ""  # advice after an exception; if empty, `links_remedy()` is printed
     needs_links: bool = False
 
 
@@ -104,14 +102,14 @@ def judge_versions(values: list[str]) -> Finding:
 
 
 def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
-    """Return the mean over the ranks of [1, 2, 3] + rank / 2, and seconds of two all-reduces."""
+    """Return the ranks' mean of [1, 2, 3] + rank / 2, and seconds of two all-reduces."""
     device = accelerator.device
     own = torch.tensor([1.0, 2.0, 3.0], device=device) + ranks.rank / 2
     values: Values = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
-    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # sizes in float32 numbers
+    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # sizes in float32 values
         reduce = partial(sum_over_ranks, torch.zeros(size, device=device))
         first = ranks.max(_seconds(reduce, device))
-        count = max(1, min(most, int(2 / first)))  # about two seconds, and equal on all ranks
+        count = max(1, min(most, int(2 / first)))  # calls in two seconds; equal on all ranks
         values["seconds"].append(median(_seconds(reduce, device) for _ in range(count)))
     return {**values, "bytes": REDUCED[device.type]}
 
@@ -125,9 +123,9 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def judge_all_reduce(values: list[Values]) -> Finding:
-    """Compare the means; the text gives the bandwidth and latency of the slowest rank.
+    """Compare the means of the ranks; the text gives the bandwidth and latency of the slowest rank.
 
-    The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): 2 (n - 1) / n bytes over seconds.
+    Bus bandwidth of n ranks as in nccl-tests (doc/PERFORMANCE.md): 2 (n - 1) / n * bytes / seconds.
     """
     num_ranks, num_bytes = len(values), values[0]["bytes"]
     expected = [number + (num_ranks - 1) / 4 for number in (1.0, 2.0, 3.0)]
@@ -142,9 +140,9 @@ def judge_all_reduce(values: list[Values]) -> Finding:
 
 
 def measure_fit(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
-    """Return the weights of a line that DDP fits on all ranks, and the median seconds of a step.
+    """Fit a line with DDP on all ranks; returns the line's weights and median seconds of a step.
 
-    Each rank has points of another line; only the mean gradient of all ranks leads to y = 2x + 3.
+    Each rank's points lie on another line; only the mean gradient leads to y = 2x + 3.
     """
     num_ranks, device = ranks.num_ranks, accelerator.device
     size = max(2, SAMPLES[device.type] // num_ranks)
@@ -154,7 +152,7 @@ def measure_fit(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
     line = nn.Linear(1, 1, dtype=torch.float64, device=device)
     for parameter in line.parameters():
         nn.init.zeros_(parameter)
-    model = sum_gradients(accelerator.prepare(line))  # training also sums gradients
+    model = sum_gradients(accelerator.prepare(line))  # gradients are summed as in training
     optimizer = torch.optim.SGD(line.parameters(), lr=FIT_RATE)
 
     def step() -> None:
@@ -178,7 +176,7 @@ def judge_fit(values: list[Values]) -> Finding:
 
 
 def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, bool]:
-    """Return the folder of the runs, and whether this rank sees a file of rank 0 in it."""
+    """Return the folder of the runs, and whether this rank sees a file that rank 0 makes there."""
     wanted = (config.run.output_dir or Path("runs")).absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.exists())
     temporary = partial(NamedTemporaryFile, dir=folder, prefix=".doctor-")
@@ -254,7 +252,6 @@ def _print_row(name: str, finding: Finding) -> None:
 
 
 def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iterator[Finding]:
-    """Yield a Finding about the connection, then one of each check; they are equal on all ranks."""
     begun = time.perf_counter()
     accelerator, ranks = connect(config)
     seconds, backend = time.perf_counter() - begun, "NCCL" if on_gpu() else "gloo"

@@ -20,7 +20,7 @@ from pipeline.environments.tools import (
     tool_schemas,
 )
 
-LOOKUPS = ("find", "get")  # prefixes of tools that change nothing
+LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 ID = re.compile(r"\w*\d\w*")  # a word with a digit
 Schemas = Sequence[dict[str, Any]]
 
@@ -33,7 +33,7 @@ def baselines(
     """Return the mean reward of each blind policy on the tasks of each domain.
 
     The policy `nothing` calls no tool, and `every_tool` calls each tool once. The policy `transfer`
-    calls the lookups and then a transfer tool, always with the reason that earns most on average.
+    calls tools that change nothing, then one `transfer...` tool with the most rewarding reason.
     An episode earns 0 if its environment fails or a call takes more than `call_timeout` seconds.
     """
     calls = Calls(call_timeout, lambda _: None)
@@ -58,11 +58,6 @@ def _of_domain(calls: Calls, environment: type[Any], tasks: Sequence[Task]) -> d
 
 
 def _reward(calls: Calls, environment_class: type[Any], schemas: Schemas, task: Task) -> float:
-    """Return the reward after one call of each tool, lookups first, and a final message.
-
-    Each call passes ids from the request and from tool answers, the newest ids first, until the
-    tool accepts them. For an argument with options, each call passes the first option.
-    """
     rewards = [0.0]
 
     async def play(guard: Guard) -> None:
@@ -70,6 +65,7 @@ def _reward(calls: Calls, environment_class: type[Any], schemas: Schemas, task: 
         ids = ID.findall(task.prompt[-1]["content"]) or ["x"]
         for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
             name, properties = schema["name"], schema["parameters"]["properties"]
+            # Try ids from the request and from tool answers, the newest ids first.
             for values in islice(product(reversed(ids), repeat=len(properties)), 100):
                 choices = zip(properties.items(), values, strict=True)
                 arguments = {key: p.get("enum", [an_id])[0] for (key, p), an_id in choices}

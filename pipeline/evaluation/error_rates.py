@@ -30,7 +30,7 @@ class ErrorRates:
     def problem(self, limits: RolloutSettings, when: str) -> str | None:
         """Return a message about the first domain whose error rate is above the limit, or None.
 
-        A domain with fewer episodes than two groups is not checked.
+        Domains with fewer than `2 * num_generations` episodes are not checked.
         """
         for domain, (episodes, errors) in self.counts.items():
             if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
@@ -52,8 +52,7 @@ def stop_on_errors(
 ) -> None:
     """Raise the same RuntimeError on every rank if a domain has too many errors.
 
-    `trajectories` are this rank's new episodes. The message shows the text of the last error.
-    Without an error to raise, the ranks do not communicate.
+    `trajectories` are this rank's new episodes. The ranks communicate only to raise the error.
     """
     for t in trajectories:
         if t.stop_reason is StopReason.ENVIRONMENT_ERROR:

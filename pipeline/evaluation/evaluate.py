@@ -14,7 +14,7 @@ from pipeline.evaluation.transfer_metrics import is_graded, succeeded
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
-Success = dict[str, Any]  # the success of a domain, family or branch in `results.json`
+Success = dict[str, Any]  # success rates in `results.json`, of a domain or of a kind of tasks
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
 METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
@@ -30,8 +30,8 @@ def evaluate(
     """Run `num_trials` episodes of each task; every rank runs a share of the tasks.
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
-    Random numbers depend on seed, task and trial only. A trial is run again if its environment
-    fails, at most ATTEMPTS times in all. Raises RuntimeError if a trial has no record or several
+    Random numbers depend on seed, task and trial only. A trial whose environment fails is
+    repeated, up to ATTEMPTS runs in all. Raises RuntimeError if a trial has no record or several
     records, and Interrupted if a signal stops the run.
     """
     requests = [
@@ -67,7 +67,7 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     """Raise RuntimeError, on every rank, if the environment of a trial failed in each attempt.
 
-    A reward of 0 for such a trial would look like forgetting.
+    With a reward of 0 for the trial, the policy would seem to have forgotten the task.
     """
     if failed := failed_trials(records):
         raise RuntimeError(
@@ -78,7 +78,7 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
 
 
 def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunRecord]]:
-    """Group records by the values of the fields `names`, joined by `/`."""
+    """Return groups of records; a group's key joins the values of the fields `names` with `/`."""
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
         groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
@@ -101,8 +101,8 @@ def success(
 ) -> dict[str, Success]:
     """Return each domain's success for `results.json`, from a sampled and a greedy evaluation.
 
-    An episode is a success if its reward is at least `threshold`. A domain with a reward other
-    than 0 and 1 also has mean rewards.
+    An episode is a success if its reward is at least `threshold`. If a domain has a
+    reward other than 0 and 1, the result also has the domain's mean rewards.
     """
 
     def rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
@@ -145,7 +145,7 @@ def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
 
 
 def in_words(rates: Mapping[str, Success]) -> str:
-    """Return a text such as `airline 0.41  retail 0.38`; some domains also have a mean reward."""
+    """Return a text such as `airline 0.41  retail 0.38`, with mean rewards if there are any."""
     return "  ".join(
         f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
         for d, r in rates.items()
@@ -171,7 +171,7 @@ def _rate(rewards: Mapping[str, float], threshold: float) -> float:
 def validation_metrics(
     rewards: Mapping[str, Mapping[str, float]], kl: Mapping[str, float], threshold: float
 ) -> dict[str, float]:
-    """Return the `validation/` metrics from the rewards (`scored`) and KL estimates of domains."""
+    """Return the `validation/` metrics from the rewards and the KL estimates of domains."""
     graded = {d: fmean(of.values()) for d, of in rewards.items() if is_graded(of.values())}
     return {
         **{f"validation/{d}/success": _rate(of, threshold) for d, of in rewards.items()},
@@ -181,10 +181,7 @@ def validation_metrics(
 
 
 def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
-    """Return the best validation success of a stage on a plateau; None without a plateau.
-
-    All ranks have the same validations and return the same value.
-    """
+    """Return a stage's best validation success if the success no longer rises, else None."""
     settings, threshold = config.curriculum, config.evaluation.success_threshold
     of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
     complete = (of for of in of_stage if set(stage.own) <= set(of))

@@ -2,7 +2,7 @@
 
 At the end of a stage, the policy runs episodes of a few validation tasks of the stage's domains.
 Later validations estimate KL(policy at the end of the stage || current policy), per token, on the
-tokens of these episodes.
+tokens of the stage's episodes.
 """
 
 import json
@@ -28,7 +28,7 @@ FIELDS = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_ma
 
 
 class KLProbe:
-    """Keeps episodes from the ends of stages in `kl_probe/`, and estimates the KL on them."""
+    """Keeps episodes from the ends of stages in `kl_probe/`; estimates the KL on these episodes."""
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
         self._folder, self._config, self._ranks = folder / "kl_probe", config, ranks
@@ -52,7 +52,7 @@ class KLProbe:
     def load(self, stages: Sequence[Stage]) -> None:
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
-            before = path.parent.with_name("anchors") / path.name  # of earlier versions
+            before = path.parent.with_name("anchors") / path.name  # the path in earlier versions
             path = before if before.is_file() else path
             if path.is_file():
                 self._add(json.loads(path.read_text(encoding="utf-8")))
@@ -60,13 +60,12 @@ class KLProbe:
                 print(f"warning: {path} is gone, so there is no KL of {stage.name}")
 
     def _add(self, episodes: Sequence[dict[str, Any]]) -> None:
-        """Add episodes; each domain with new episodes loses its old ones."""
         self.episodes |= {episode["domain"]: [] for episode in episodes}
         for episode in episodes:
             self.episodes[episode["domain"]].append(Trajectory(**episode))
 
     def divergences(self, updater: Updater) -> dict[str, float]:
-        """Return the KL estimate per token of each domain that has episodes.
+        """Return the KL estimate (nats per token) of each domain that has episodes.
 
         The estimator is k3 of Schulman (2020), as in the loss. The order of summation does not
         depend on the number of ranks.
@@ -88,7 +87,7 @@ class KLProbe:
     @torch.no_grad()
     def _sums(self, trajectories: Sequence[Trajectory], updater: Updater) -> list[float]:
         order = sorted(range(len(trajectories)), key=lambda i: -trajectories[i].num_tokens)
-        # With one episode per forward pass, shapes do not depend on the number of ranks.
+        # With one episode per pass, the shapes of tensors do not depend on the number of ranks.
         budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch
         items, sums = [(trajectories[i], 0.0, 0.0) for i in order], list[float]()
         for batch in make_micro_batches(items, budget, updater.pad_id):
@@ -96,7 +95,7 @@ class KLProbe:
             with updater.accelerator.autocast():
                 logprobs, _ = updater.module(batch)
             ratio = (logprobs - batch.old_logprobs).double()
-            terms = (torch.expm1(ratio) - ratio).cpu()  # index_add on a GPU has no fixed order
+            terms = (torch.expm1(ratio) - ratio).cpu()  # on a GPU, index_add has no fixed order
             zeros = terms.new_zeros(len(batch.lengths))
             sums += zeros.index_add(0, batch.sequences.cpu(), terms).tolist()
         return [value for _, value in sorted(zip(order, sums, strict=True))]

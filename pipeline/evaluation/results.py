@@ -1,4 +1,4 @@
-"""`results.json`: the results of a run. Checkpoints hold the data for `results.json`."""
+"""`results.json`: the results of a run, written from the data in the checkpoints."""
 
 import json
 from collections import Counter
@@ -27,10 +27,9 @@ def write_results(
     facts: Mapping[str, Any],
     is_final: bool,
 ) -> None:
-    """Write `results.json`, with all `facts`, and `curriculum.json`.
+    """Write `curriculum.json`, and `results.json` with all entries of `facts`.
 
-    Only the final file has transfer numbers, because the computation takes seconds. The report of
-    an unfinished run computes transfer numbers from the evaluations.
+    Transfer numbers are computed only if `is_final`, because the computation takes seconds.
     """
     described = describe(stages, config)
     write_text(folder / "curriculum.json", json.dumps(described, indent=1))
@@ -57,7 +56,7 @@ def write_results(
 def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
     """Summarize a stage's training episodes; `gathered` has the records of each rank.
 
-    Mean rewards do not count the episodes that training leaves out.
+    Mean rewards do not count episodes that are left out of training.
     """
     records = [record for of_rank in gathered for record in of_rank]
     counted = grouped((r for r in records if not r.left_out), "domain")

@@ -1,6 +1,6 @@
 """The transfer numbers of a run, or of several seeds of one curriculum, from `results.json`.
 
-`transfer_metrics.py` defines the numbers; this module makes arrays of the evaluations. Every number
+`transfer_metrics.py` computes the numbers from arrays; this file makes the arrays. Every number
 is a list [value, low, high] with the bounds of the 95 % interval. A missing bound is null.
 """
 
@@ -15,13 +15,13 @@ from pipeline.evaluation import transfer_metrics as metrics
 from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
 
 BEFORE_GRPO = ("start", "warm_start")
-SUCCESS = 1.0  # success_threshold of old runs, whose settings lack success_threshold
+SUCCESS = 1.0  # the threshold of old runs, whose settings have no threshold
 
 Results = Mapping[str, Any]  # the content of `results.json`
 
 
 class Runs:
-    """The evaluations of runs on the same tasks. `transfer_metrics.py` explains the shapes.
+    """The evaluations of runs on the same tasks. `transfer_metrics.py` explains S, P and N.
 
     Raises UserError if the runs have different tasks or thresholds.
     """
@@ -41,7 +41,7 @@ class Runs:
             self.tasks[domain] = sorted(first)
 
     def by_task(self, domain: str, pair: Callable[..., Sequence[float]]) -> Floats:
-        """Return `pair(success, task)` for each run, point and task, [2, S, P, N]."""
+        """Return the two numbers of `pair(success, task)` by run, point and task, [2, S, P, N]."""
         pairs = [
             [[pair(e["success"][domain], task) for task in self.tasks[domain]] for e in evaluations]
             for evaluations in self.evaluations
@@ -62,7 +62,7 @@ class Runs:
         return [*map(estimate, samples.T)]
 
     def num_episodes(self, stages: Sequence[str]) -> float:
-        """Return the number of training episodes of these stages, mean over the runs."""
+        """Return the number of training episodes in all `stages`, averaged over the runs."""
         training = [run.get("training", {}) for run in self.runs]
         return fmean(sum(of.get(s, {}).get("episodes", 0) for s in stages) for of in training)
 
@@ -73,9 +73,9 @@ class Matrix(NamedTuple):
     names: list[str]  # column names
     points: list[str]  # the stage (or `start`, `warm_start`) before each evaluation
     samples: Floats
-    own: list[set[int]]  # columns of the domains that each stage trained, without replay
+    own: list[set[int]]  # columns that each stage trained; replayed domains do not count
     num_tasks: list[int]  # number of tasks behind each column
-    num_episodes: int  # number of training episodes, mean over seeds
+    num_episodes: int  # number of training episodes, averaged over the runs
 
     def numbers(self) -> dict[str, Floats]:
         return metrics.of_matrix(self.samples, self.own, self.num_episodes)
@@ -84,8 +84,8 @@ class Matrix(NamedTuple):
 def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
     """Return all transfer numbers of a run, or of runs that differ in their seed only.
 
-    Intervals are over tasks and, by default, over seeds. Raises UserError if the runs have
-    different points, domains, tasks or thresholds.
+    The intervals come from resampled tasks and, by default, resampled seeds. Raises UserError if
+    the runs have different points, domains, tasks or thresholds.
     """
     if not any(of["evaluations"] for of in results):
         return {}
@@ -113,7 +113,6 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
 
 
 def _of_columns(matrix: Matrix) -> dict[str, Any]:
-    """Return the cells of a matrix, the differences of its rows, and metrics by column name."""
     names, _, samples, own, num_tasks, _ = matrix
     gain = zip(names, (samples[:, len(own)] - samples[:, 0]).T, strict=True)
     rows, steps = np.moveaxis(samples, 0, -1), np.diff(np.moveaxis(samples, 0, -1), axis=0)
@@ -134,7 +133,7 @@ def _estimates(samples: Mapping[str, Floats | None]) -> dict[str, Number]:
 
 
 def _cell(samples: Floats, num_tasks: int) -> Number | None:
-    """Return an estimate, with Wilson's interval if all resamples are 0 or all are 1."""
+    """Return an estimate; the interval is Wilson's if all resamples are 0, or all are 1."""
     number = estimate(samples)
     if number is None or number[0] not in (0, 1) or number[1] is None or number[1] != number[2]:
         return number
@@ -142,7 +141,6 @@ def _cell(samples: Floats, num_tasks: int) -> Number | None:
 
 
 def _of_stages(runs: Runs, matrix: Matrix) -> list[dict[str, Any]]:
-    """Return each stage's mean gain on the domains that it trained, also per 1,000 episodes."""
     stages, gains = [], metrics.stage_gains(matrix.samples, matrix.own)
     for name, own, of_domains in zip(matrix.points[1:], matrix.own, gains, strict=True):
         episodes, gain = runs.num_episodes([name]), np.asarray(np.mean(of_domains, axis=0))
@@ -153,7 +151,6 @@ def _of_stages(runs: Runs, matrix: Matrix) -> list[dict[str, Any]]:
 
 
 def _matrix(runs: Runs, kind: str) -> Matrix:
-    """Return the accuracy matrix whose columns are `domains`, `families` or `tools`."""
     points, *others = [[entry["after"] for entry in entries] for entries in runs.evaluations]
     if different := [names for names in others if names != points]:
         raise UserError(
@@ -182,7 +179,6 @@ def _matrix(runs: Runs, kind: str) -> Matrix:
 
 
 def _columns(runs: Runs, kind: str, domain: str) -> Iterator[tuple[str, Floats, Floats]]:
-    """Yield the columns of a domain: name, totals and counts (see `resampled`)."""
     if kind == "tools":
         tools = [e["success"][domain].get("tools", {}) for of in runs.evaluations for e in of]
         for tool in sorted(set[str]().union(*tools)):
@@ -209,7 +205,7 @@ def points_of(results: Results) -> list[dict[str, Any]]:
 
 
 def threshold_of(runs: Sequence[Results]) -> float:
-    """Return the reward from which a trial is a success; UserError if the runs differ."""
+    """Return the least reward of a successful trial; UserError if the runs' thresholds differ."""
     first, *others = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})
     if others:
         raise UserError(
@@ -221,17 +217,13 @@ def threshold_of(runs: Sequence[Results]) -> float:
 
 
 def _areas(runs: Runs) -> dict[str, Floats]:
-    """Return the area under the curve of each domain's validation success, [B].
-
-    The curve has the steps at which all runs were validated. There is no area for a domain if a
-    resume changed the domain's validation tasks.
-    """
     areas = {}
     validations = [{v["step"]: v["success"] for v in of.get("validations", [])} for of in runs.runs]
     for domain in dict.fromkeys(d for run in validations for of in run.values() for d in of):
         steps_of_runs = [{step for step, of in run.items() if domain in of} for run in validations]
         steps = sorted(set.intersection(*steps_of_runs))
         rewards = [[run[step][domain] for step in steps] for run in validations]
+        # A resume may have changed the domain's validation tasks.
         if len(steps) < 2 or len({frozenset(of) for run in rewards for of in run}) > 1:
             continue
         tasks = sorted(rewards[0][0])
@@ -243,7 +235,6 @@ def _areas(runs: Runs) -> dict[str, Floats]:
 
 
 def _passes(runs: Runs, domain: str) -> dict[str, list[Number | None]]:
-    """Return pass@k and pass^k of a domain at each point, for each k up to the number of trials."""
     successes, num_trials = runs.successes(domain).astype(int)
     estimators = {"@": np.vectorize(metrics.pass_at_k), "^": np.vectorize(metrics.pass_hat_k)}
     return {

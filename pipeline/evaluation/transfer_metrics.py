@@ -8,7 +8,7 @@ Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over
 resampled task keeps all its trials at all points. Two curricula with the same tasks and the same
 number of runs have the same resamples, so that differences between the two curricula are paired.
 
-Legend: B samples (the first one is the estimate), S seeds, P points, N tasks, C columns.
+Letters in shapes: B samples (the first is the estimate), S seeds, P points, N tasks, C columns.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +26,7 @@ Z95 = 1.959964
 OF_COLUMNS = ("backward_transfer", "forward_transfer", "forgetting")
 Floats = NDArray[np.float64]
 Number = list[float | None]  # [value, low, high]
-Stages = Sequence[Collection[int]]  # columns of the domains that each stage trained, without replay
+Stages = Sequence[Collection[int]]  # columns that each stage trained; replay does not count
 
 
 def succeeded(reward: Any, threshold: float) -> Any:
@@ -35,7 +35,7 @@ def succeeded(reward: Any, threshold: float) -> Any:
 
 
 def is_graded(rewards: Iterable[float]) -> bool:
-    """Return whether some reward is neither 0 nor 1."""
+    """Return whether any reward is a number other than 0 and 1."""
     return any(reward not in (0, 1) for reward in rewards)
 
 
@@ -53,7 +53,7 @@ def estimate(samples: Floats | None) -> Number | None:
     """Return [value, low, high] from samples [B], or None if the first sample is not finite.
 
     The value is the first sample. The other finite samples give the 95 % interval; the bounds are
-    None if there are no such samples. The success rate of a tool without calls is NaN.
+    None if no other sample is finite. The success rate of a tool without calls is NaN.
     """
     if samples is None or not np.isfinite(samples[0]):
         return None
@@ -63,7 +63,7 @@ def estimate(samples: Floats | None) -> Number | None:
 
 
 def mean(samples: Iterable[Floats]) -> Floats | None:
-    """Return the mean of arrays of samples [B], or None without arrays."""
+    """Return the element-wise mean of arrays [B], or None if there are no arrays."""
     samples = list(samples)
     return np.asarray(np.mean(samples, axis=0)) if samples else None
 
@@ -82,14 +82,14 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True) -> Floats:
-    """Return ratios of sums over tasks at each point, averaged over seeds, [B, P].
+    """Return sum(totals) / sum(counts) over resampled tasks, averaged over seeds, [B, P].
 
     Args:
-        totals: [S, P, N], such as a task's success rate, or a tool's successful calls.
+        totals: [S, P, N], for example each task's success rate, or a tool's successful calls.
         counts: [S, P, N], the divisors: 1 for a task, 0 for a task of another family, the number of
-            calls for a tool. If fewer than two tasks have a divisor above 0, all samples but the
-            first are NaN.
-        name: the key of the random numbers; equal names and numbers of tasks have equal resamples.
+            calls for a tool. If fewer than two tasks have a divisor above 0, all samples except
+            the first are NaN.
+        name: the key of the random numbers; resamples are equal for equal names and task counts.
         over_seeds: whether seeds are resampled as well.
     """
     num_seeds, _, num_tasks = totals.shape
@@ -99,28 +99,27 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
         ratios = np.einsum("spn,bn->bsp", totals, tasks) / np.einsum("spn,bn->bsp", counts, tasks)
     if (counts > 0).any((0, 1)).sum() < 2:
         ratios[1:] = np.nan
-    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed of weight 0 may be NaN
+    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a ratio of weight 0 may be NaN
     return np.asarray(np.einsum("bsp,bs->bp", ratios, seeds / num_seeds))
 
 
 @lru_cache(maxsize=32)
 def _weights(count: int, *key: int | str) -> Floats:
-    """Return the weight of each item in each sample, [B, count]; the first sample weighs all 1."""
     generator = np.random.default_rng(stream_key("bootstrap", *key))
     weights = generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     return np.asarray(np.vstack([np.ones(count), weights]))
 
 
 def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
-    """Return the metrics OF_COLUMNS by column c, [B], from the matrix [B, P, C].
+    """Return each metric of OF_COLUMNS by column c, [B], from the matrix R [B, P, C].
 
     - backward_transfer: R[T, c] - R[i, c], where i < T is the last stage that trained c; the mean
-      over columns is GEM's BWT. Other columns do not have this number.
+      over columns is GEM's BWT. Columns that stage T or no stage trained have no value.
     - forward_transfer: R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
-      T + 1 if no stage did; the mean is GEM's FWT. The baseline of GEM is a random initialisation;
-      here the baseline is the policy before GRPO.
+      T + 1 if no stage trained c; the mean is GEM's FWT. The baseline of GEM is a random
+      initialisation; here the baseline is the policy before GRPO.
     - forgetting: max over t < T of R[t, c], minus R[T, c], for the columns of backward transfer
-      (Chaudhry et al. 2018, equation 3; t = 0 counts). The maximum of noisy numbers is biased
+      (Chaudhry et al. 2018, equation 3; here with t = 0). The maximum of noisy numbers is biased
       upwards, so the interval of forgetting is no test of zero; test backward_transfer instead.
     """
     end = len(own)
@@ -138,7 +137,7 @@ def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
 
 
 def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
-    """Return R[t, c] - R[t - 1, c], [B], of each stage t and each column c that t trained."""
+    """Return R[t, c] - R[t - 1, c], [B], for each stage t and every column c that t trained."""
     return [
         [matrix[:, t, c] - matrix[:, t - 1, c] for c in sorted(columns)]
         for t, columns in enumerate(own, 1)
@@ -146,7 +145,7 @@ def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
 
 
 def of_matrix(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, Floats]:
-    """Return the numbers [B] of the whole matrix [B, P, C] that are defined.
+    """Return the metrics of the whole matrix [B, P, C] that have a value, each [B].
 
     - average_accuracy: mean over columns of R[T, c] (GEM's ACC)
     - total_gain: mean over columns of R[T, c] - R[0, c]

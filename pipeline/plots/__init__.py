@@ -1,1 +1,0 @@
-"""Pictures of a run and of a comparison of runs."""

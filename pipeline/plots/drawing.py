@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
     Axes = Figure = Any
 
-WIDTH = 5.4  # inches; text is legible in a paper and on a phone
+WIDTH = 5.4  # inches; the text is legible in a printed paper
 FONT_SIZE = 8.5
 # Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 DARK = ("#0072B2", "#D55E00", "#009E73")
@@ -27,7 +27,7 @@ Handle = Sequence[Any]  # text and line style of a legend entry
 
 
 def new_figure(run: RunData | None, words: str, width: float, height: float) -> Figure:
-    """Make a figure (size in inches); with a run, the title names the recipe and the seed."""
+    """Return a figure (size in inches); the title shows the recipe and the seed of `run`."""
     from matplotlib import figure
 
     made = figure.Figure(figsize=(width, height), layout="constrained")
@@ -39,7 +39,7 @@ def new_figure(run: RunData | None, words: str, width: float, height: float) -> 
 def panels_over_steps(
     run: RunData, words: str, heights: Sequence[int], height: float
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with a panel over the optimizer steps for each of the relative `heights`."""
+    """Return a figure with a panel for each relative height; the x axes are optimizer steps."""
     figure = new_figure(run, words, WIDTH, height)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels: list[Axes] = list(grid.flat)
@@ -51,7 +51,7 @@ def panels_over_steps(
 
 
 def percent(number: Number | None) -> list[float]:
-    """Value, low and high in per cent; empty if the number has no interval."""
+    """Return value, low and high in per cent, or [] if the number has no interval."""
     return [] if number is None or None in number else [100 * (x or 0.0) for x in number]
 
 
@@ -61,7 +61,6 @@ def error_bar(value: float, low: float, high: float) -> list[list[float]]:
 
 
 def tidy(axes: Axes, grid: Any = "y") -> None:
-    """Draw fine grid lines behind the data, and hide the top and right borders."""
     axes.set_axisbelow(True)
     axes.grid(axis=grid, linewidth=0.5, alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)
@@ -73,7 +72,7 @@ def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
-        room = int((end - first) / last * 50)  # approximate number of characters in a stage
+        room = int((end - first) / last * 50)  # approximate number of characters that fit
         if with_names and room > 3:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
             above, middle = axes.get_xaxis_transform(), (first + end) / 2

@@ -31,14 +31,14 @@ PAGE_COLOURS = {"#ffffff": "var(--paper)", "#000000": "currentColor"}
 
 
 def pictures_of(run: RunData) -> dict[str, Figure]:
-    """The figures of a run by file name; pictures without data are left out."""
+    """Return the figures of a run by file name, without the figures that would be empty."""
     return draw(OF_RUN, run)
 
 
 def draw(
     functions: Mapping[str, Callable[[Any], Figure | None]], content: Any
 ) -> dict[str, Figure]:
-    """The figures by name; a function without data to draw returns None."""
+    """Return the figures by name; a function that returns None has no data and no figure."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": FONT_SIZE}):
@@ -49,7 +49,7 @@ def draw(
 def save(figures: Mapping[str, Figure], folder: Path) -> None:
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.png", dpi=DPI)
-        figure.set_layout_engine(None)  # the SVG element keeps the layout of the file
+        figure.set_layout_engine(None)  # the SVG element keeps the layout of the PNG file
 
 
 def inline_svg(figure: Figure, name: str) -> str:

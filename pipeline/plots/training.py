@@ -12,7 +12,7 @@ from pipeline.plots import drawing
 from pipeline.plots.drawing import COLOURS, Axes, Figure, Handle
 from pipeline.tracking.run_files import RunData
 
-SMOOTHED_OVER = 9  # number of steps in a centred window
+SMOOTHED_OVER = 9  # number of steps in the window of the moving average
 LEAST_KL = 1e-3  # nats; the KL axis ends at this value or above
 PALE = "#999999"
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
@@ -29,10 +29,9 @@ Values = np.ndarray[Any, Any]  # a number for each step
 
 
 def learning_curves(run: RunData) -> Figure:
-    """Training reward, validation success and held-out success over the steps.
+    """Draw training reward, validation success and held-out success by domain over the steps.
 
-    Each domain has one panel. If validations measured the KL estimate from the policy that had just
-    learned the domain, a low panel below shows the KL estimate.
+    A low panel below a domain shows the domain's KL estimates (see `kl_probe.py`), if any.
     """
     divergences = {d: _points(run.validation, f"validation/{d}/kl") for d in run.domains}
     heights = [height for d in run.domains for height in ((3, 1) if divergences[d] else (3,))]
@@ -92,7 +91,7 @@ def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, f
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving average; the window is shorter at both ends."""
+    """Return the centred moving average; the window is shorter at both ends."""
     half = SMOOTHED_OVER // 2
     return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
@@ -116,7 +115,6 @@ def stop_reasons(run: RunData) -> Figure | None:
 
 
 def zero_std_groups(run: RunData) -> Figure | None:
-    """Shares of groups: all failed, all solved, too few episodes left, or with a signal."""
     records = [record for record in run.train if "rollout/all_failed" in record]
     names = ("all_failed", "all_solved", "too_few_left")
     failed, solved, few = _columns(records, "rollout/", *names)
@@ -153,11 +151,6 @@ def _stacked(
     colours: Iterable[str],
     top: float | None = None,
 ) -> Figure | None:
-    """Draw panels of stacked layers over the steps; `panels` maps labels to layers by name.
-
-    The first panel is twice as high as the others, and its layers are in the legend. Layers of
-    zeros are left out; a first panel without layers gives no picture.
-    """
     if not any(values.any() for values in next(iter(panels.values())).values()):
         return None
     heights = [2, *[1] * (len(panels) - 1)]

@@ -28,7 +28,7 @@ Bar = tuple[str, Number | None, str]  # name, value with interval, colour
 
 
 def stage_performance(run: RunData) -> Figure:
-    """Sampled success (bars) and greedy success (diamonds) of each domain after each stage."""
+    """Draw sampled success (bars) and greedy success (diamonds) of each domain after each stage."""
     names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
     columns = min(3, len(run.domains))
     rows = math.ceil(len(run.domains) / columns)
@@ -63,7 +63,7 @@ def _draw_rates(axes: Axes, x: float, of: Mapping[str, Any], colour: str, pale: 
 
 
 def accuracy_matrix(run: RunData) -> Figure | None:
-    """Success of each domain (columns) after each stage (rows), in per cent with intervals."""
+    """Draw the success of each domain (columns) after each stage (rows), in per cent."""
     if not run.transfer:
         return None
     of, points = run.transfer["domains"], run.transfer["points"]
@@ -75,7 +75,7 @@ def accuracy_matrix(run: RunData) -> Figure | None:
 
 
 def tools(run: RunData) -> Figure | None:
-    """Share of each tool's calls without an error (rows) after each stage (columns)."""
+    """Draw each tool's share of calls without an error; rows are tools, columns are stages."""
     of = run.transfer.get("tools", {"names": []})
     known = [c for c, name in enumerate(of["names"]) if not name.endswith("/unknown")]
     if not known:
@@ -98,7 +98,6 @@ def _heat_map(
     height: float,
     framed: Sequence[tuple[int, int]] = (),
 ) -> Figure:
-    """Draw numbers in per cent as coloured cells; a dash is a number without an interval."""
     from matplotlib import colormaps, patches
 
     width = max(WIDTH, 0.95 * len(columns) + 1.9)
@@ -129,7 +128,7 @@ def _heat_map(
 
 
 def transfer(run: RunData) -> Figure | None:
-    """Changes over each stage, backward transfer, forward transfer and forgetting, as bars."""
+    """Draw changes over each stage, backward transfer, forward transfer and forgetting, as bars."""
     if not run.transfer or not run.transfer["domains"]["effects"]:
         return None
     of, means = run.transfer["domains"], run.transfer["metrics"]
@@ -159,7 +158,6 @@ def transfer(run: RunData) -> Figure | None:
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Draw horizontal bars in percentage points; a number without an interval gets no bar."""
     for y, (_, number, colour) in enumerate(bars):
         if not (points := percent(number)):
             axes.text(0, y, "no interval", va="center", fontsize="small")
@@ -178,7 +176,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 class Configuration(NamedTuple):
-    """Runs with equal settings except the seed, and their transfer metrics."""
+    """Runs whose settings differ only in the seed, and the transfer numbers of the runs."""
 
     label: str
     runs: Sequence[RunData]
@@ -188,10 +186,9 @@ class Configuration(NamedTuple):
 
 
 def pareto(configurations: Sequence[Configuration]) -> Figure:
-    """New-domain gain against forgetting: each configuration is a point with two intervals.
+    """Draw new-domain gain against forgetting; a configuration is a point with two intervals.
 
-    A configuration with nothing to forget has a forgetting of zero. The legend is below the plot,
-    where labels never overlap.
+    A configuration without the metric `forgetting` is drawn at a forgetting of zero.
     """
     shown = [c for c in configurations if percent(c.transfer["metrics"].get("stage_gain"))]
     words = "gain against forgetting, 95 % intervals over tasks and seeds"
@@ -213,7 +210,7 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
         axes.errorbar(*point, yerr=error_bar(*gain), xerr=across, **lines)
         axes.plot(*point, label=configuration.label, linestyle="none", zorder=4, **style)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # an axis of at least 5 percentage points
+    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # the x axis spans at least 5 percentage points
     axes.autoscale_view()
     axes.margins(0.08)
     axes.set_xlabel("forgetting, percentage points (+ lost, - gained)")

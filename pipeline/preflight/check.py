@@ -18,7 +18,7 @@ from pipeline.preflight.stand_in import try_architecture
 
 
 def validate(config: Config) -> Prepared:
-    """Check everything except the run's folder, on every rank. Raises UserError."""
+    """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError."""
     parts = prepare(config)
     _, notes = check_model(config, parts)
     for note in notes if os.environ.get("RANK", "0") == "0" else ():
@@ -55,10 +55,10 @@ def main(config: Config) -> int:
 
 
 def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
-    """Check the model without its weights; return the result of `why_generate`, and notes.
+    """Check the model without its weights; return the result of `why_generate`, and notes to print.
 
-    Raises UserError if the model's files do not fit each other, if sampling and training of a small
-    model of its architecture differ, or if the disk has no room for two checkpoints.
+    Raises UserError if the model's files do not fit each other, if sampling and training differ in
+    a small model of the same architecture, or if the disk has no room for two checkpoints.
     """
     name = config.model.model
     if lora.is_adapter(name):
@@ -79,7 +79,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
 
 
 def refuse_full_disk(config: Config, size: float) -> None:
-    """UserError if the disk of the run's folder has no room for two checkpoints of `size` bytes."""
+    """Raise UserError if the run's disk has no room for two checkpoints of `size` bytes."""
     folder = folder_of(config)
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     if disk.total > 0 and disk.free < 2 * size:  # Some file systems report a size of 0.

@@ -39,12 +39,6 @@ def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
 
 
 def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
-    """Estimate the bytes of a micro-batch's activations, for numbers of `size` bytes.
-
-    `groups` is the number of groups per rank and step. For each token, each layer keeps about 16
-    hidden states and 3 intermediate states for the backward pass. Three float32 copies of one
-    chunk's logits are added.
-    """
     grpo, limits, layers = config.grpo, config.rollout, shape.num_hidden_layers
     if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
         balances = grpo.balance_ranks and not config.run.deterministic
@@ -55,17 +49,18 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
     trained = episodes * limits.max_tokens  # largest number of tokens per rank and step
     tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
+    # For the backward pass, a layer keeps about 16 hidden and 3 intermediate states per token.
     kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
-    if grpo.share_prefixes and not grpo.padding_free:  # Attention gathers keys and values.
+    if grpo.share_prefixes and not grpo.padding_free:  # Attention copies keys and values.
         gathered = min(tokens * KEYS_PER_TOKEN, trained)
         kept += gathered * layers * 2 * _keys_per_token(shape) * size
-    if grpo.gradient_checkpointing:  # activations of one layer, and inputs of all layers
+    if grpo.gradient_checkpointing:  # keeps activations of one layer and inputs of all layers
         kept = kept // layers + tokens * layers * shape.hidden_size * size
+    # The sum includes three float32 copies of the logits of one chunk of tokens.
     return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
 
 
 def _cached_per_token(shape: Any) -> int:
-    """How many numbers a layer caches per token: keys and values, or their latent vector."""
     if latent := getattr(shape, "kv_lora_rank", None):
         return int(latent + shape.qk_rope_head_dim)
     return 2 * _keys_per_token(shape)
@@ -78,7 +73,6 @@ def _keys_per_token(shape: Any) -> int:
 
 
 def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:
-    """Bytes of gradients, moments and reference, in GRPO or in the warm start if larger."""
     grpo, trained = config.grpo, 4.0 * num_trained(config, model)
     moments = 2 * trained / (config.run.num_gpus or 1 if grpo.shard_optimizer else 1)
     memory = {"LoRA adapters (fp32)": trained} if config.model.use_peft else {}
@@ -94,7 +88,7 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
 
 
 def num_trained(config: Config, model: Any) -> int:
-    """The number of weights that GRPO trains. With LoRA, `model` gets its adapters."""
+    """Return the number of weights that GRPO trains; with LoRA, this adds adapters to `model`."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):
@@ -103,7 +97,7 @@ def num_trained(config: Config, model: Any) -> int:
 
 
 def memory_of_a_rank(config: Config) -> float:
-    """Bytes of the smallest GPU, or a rank's share of the machine's or container's memory."""
+    """Return the bytes of the smallest GPU or, without a GPU, a rank's share of main memory."""
     if on_gpu():
         devices = range(torch.cuda.device_count())
         return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))

@@ -21,8 +21,8 @@ from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.sft import check_demonstrations
 
-NUM_TRIED = 1000  # tasks of a source that are tried in their environment
-NUM_LONGEST = 64  # prompts of a domain that are tokenized to find the longest
+NUM_TRIED = 1000  # maximum number of a source's tasks that are tried in the environment
+NUM_LONGEST = 64  # number of a domain's prompts that are tokenized to find the longest
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Prepared:
 
 
 def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
-    """Load and check everything except the weights. Raises UserError.
+    """Load and check the parts of a run, without the model. Raises UserError.
 
-    `with_tiny_tokenizer` uses the tiny model's tokenizer instead of the recipe's.
+    With `with_tiny_tokenizer`, the tiny model's tokenizer replaces the recipe's tokenizer.
     """
     data, limits, domains = config.data, config.rollout, load_domains(config.data)
 
@@ -88,17 +88,17 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
 def train_tasks(
     config: Config, domain: Domain, held_out: Sequence[Task]
 ) -> tuple[Sequence[Task], list[Task]]:
-    """The training tasks of a domain, and the training tasks with the most text.
+    """Return the training tasks of a domain, and a list of the training tasks with the most text.
 
-    Validates each row of a source, and compares each row with the held-out tasks. Up to NUM_TRIED
-    tasks, at equal distances in the source, are tried in the environment.
+    Each row of a task source is validated and compared with the held-out tasks. Up to NUM_TRIED
+    tasks, evenly spaced in the source, are tried in the environment.
     """
     data, count = config.data, config.data.tasks_per_domain
     source = data.tasks.get(domain.name)
     if source is None:
         tasks: Sequence[Task] = generated(data, domain, count, "train")
         return tasks, _longest(tasks)
-    by_request = defaultdict(list)  # held-out tasks by request: payloads are slow to compare
+    by_request = defaultdict(list)  # held-out tasks by request; payloads are slow to compare
     for task in held_out:
         by_request[task.prompt[-1]["content"]].append((list(task.prompt), json.loads(task.payload)))
     lengths: list[int] = []

@@ -3,8 +3,8 @@
 Training is correct only if sampler and training compute equal log-probabilities. Caches, masks,
 positions, routers, dropout and adapters may break the equality in some architectures. The small
 model has the same kinds of layers, but few and narrow layers with random weights. The trial samples
-short conversations under the recipe's settings. A training forward pass computes their
-log-probabilities again.
+short conversations under the recipe's settings. A training forward pass computes the
+log-probabilities of the conversations again.
 """
 
 import copy
@@ -29,11 +29,11 @@ from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
-MOST_NATS = 5e-4  # bound of rounding: the largest difference of a log-probability in float32
-MOST_NATS_OF_GENERATE = 0.05  # bound for transformers' `generate`, which differs for some layers
-MOST_PARAMETERS = 300_000_000  # bound of the small model's size
+MOST_NATS = 5e-4  # largest difference of two log-probabilities that float32 rounding explains
+MOST_NATS_OF_GENERATE = 0.05  # bound with transformers' `generate`, where some layers differ more
+MOST_PARAMETERS = 300_000_000  # maximum size of the small model
 TURNS, REPLY, MESSAGE = 3, 5, 6  # turns of a conversation; tokens of a reply; tokens of a message
-SMALLER = (  # bounds of sizes; windows become shorter than a conversation
+SMALLER = (  # maximum sizes by name; attention windows become shorter than a conversation
     (1, "n_group topk_group first_k_dense_replace"),
     (2, "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_heads"),
     (8, "num_experts num_local_experts n_routed_experts moe_num_experts"),
@@ -47,8 +47,8 @@ SMALLER = (  # bounds of sizes; windows become shorter than a conversation
 def try_architecture(config: Config, empty: Any) -> list[str]:
     """Try a small model like `empty` under a recipe's settings, and return notes about the model.
 
-    `empty` has no weights. UserError if sampling or training fails, or if their log-probabilities
-    differ by more than rounding.
+    `empty` has no weights. Raises UserError if sampling or training fails, or if sampled and
+    recomputed log-probabilities differ by more than rounding explains.
     """
     try:
         model = stand_in(empty)
@@ -80,17 +80,13 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
 
 
 def gap_of(config: Config, model: Any) -> float:
-    """The largest difference between sampled and recomputed log-probabilities, in nats.
-
-    The recipe decides whether a copy of the model gets adapters (with random weights), gradient
-    checkpointing and a backward pass.
-    """
+    """Return the largest difference between sampled and recomputed log-probabilities, in nats."""
     grpo, rollout = config.grpo, config.rollout
     model, sampling = copy.deepcopy(model), RowSampler if _is_served(model) else GenerateSampler
     if config.model.use_peft:
         model = lora.attach(model, config.model, "", config.run.seed)
     sampler: Sampler = sampling(model, 0, rollout.temperature, torch.float32)
-    if config.model.use_peft:  # The adapters' outputs get about a third of the layers' scale.
+    if config.model.use_peft:  # Adapter outputs get about a third of the scale of layer outputs.
         std = math.sqrt(config.model.lora_r) / (2 * config.model.lora_alpha)
         _fill((p for name, p in model.named_parameters() if ".lora_B." in name), 1, std)
     if grpo.gradient_checkpointing:
@@ -111,7 +107,6 @@ def gap_of(config: Config, model: Any) -> float:
 
 
 def _converse(sampler: Sampler, vocabulary: int) -> list[Trajectory]:
-    """Sample three conversations of several turns. Two have the same prompt, one a shorter one."""
     prompts = [_ids(0, 12, vocabulary), _ids(0, 12, vocabulary), _ids(1, 7, vocabulary)]
     episodes = sampler.open(prompts, [stream_key("stand-in", n) for n in range(len(prompts))])
     rows = [Trajectory(domain="", task_id="", prompt_ids=prompt) for prompt in prompts]
@@ -135,10 +130,6 @@ def _ids(number: int, count: int, vocabulary: int) -> list[int]:
 
 @torch.no_grad()
 def _check_positions(config: Config, model: Any) -> str:
-    """Return a note if `max_tokens` exceeds the model's trained length, else "".
-
-    UserError if `max_tokens` exceeds the model's learned positions.
-    """
     limit, ids = config.rollout.max_tokens, torch.ones((1, 1), dtype=torch.int64)
     shape = model.config.get_text_config(decoder=True)
     trained = getattr(shape, "max_position_embeddings", None)
@@ -146,7 +137,7 @@ def _check_positions(config: Config, model: Any) -> str:
         try:
             model.get_decoder()(ids, position_ids=position * ids, use_cache=False)
         except Exception:  # Different models raise different errors.
-            if position == 0:  # The model accepts no positions.
+            if position == 0:  # The model takes no `position_ids`.
                 break
             raise UserError(
                 f"max_tokens: got {limit}, but the model has positions for "
@@ -158,9 +149,9 @@ def _check_positions(config: Config, model: Any) -> str:
 
 
 def stand_in(empty: Any) -> Any:
-    """A model like `empty`, with few and small layers and random weights.
+    """Return a model like `empty`, with few and small layers and random weights.
 
-    Raises any exception of the model's code if a small model cannot be made or does not compute.
+    Raises the exception of the model's code if a small model cannot be made or cannot run.
     """
     if empty.num_parameters() < 10_000_000:
         return _made(empty, copy.deepcopy(empty.config))
@@ -171,7 +162,7 @@ def stand_in(empty: Any) -> Any:
 
 
 def _made(empty: Any, config: Any) -> Any:
-    config.tie_word_embeddings = False  # Tied embeddings give each token's own logit a peak.
+    config.tie_word_embeddings = False  # With tied embeddings, each token would predict itself.
     with torch.device("meta"):
         size = type(empty)._from_config(copy.deepcopy(config)).num_parameters()
     if size > MOST_PARAMETERS:
@@ -189,14 +180,13 @@ def _made(empty: Any, config: Any) -> Any:
 
 
 def _narrowed(config: Any) -> Any:
-    """Reduce the number of heads and the width; heads keep their size."""
     text = config.get_text_config(decoder=True)
     heads, width = text.num_attention_heads, text.hidden_size
     queries = heads // (getattr(text, "num_key_value_heads", None) or heads)
-    few = min(heads, 2 * queries)  # two key-value heads
+    few = min(heads, 2 * queries)  # leaves two key-value heads
     is_free = vars(text).get("head_dim") is not None or hasattr(text, "kv_lora_rank")
     text.num_attention_heads = few
-    # In some architectures the width is the number of heads times their size.
+    # In some architectures the width is the number of heads times the size of a head.
     text.hidden_size = min(width, 256) if is_free else width // heads * few
     if vars(text).get("num_key_value_heads"):
         text.num_key_value_heads = few // queries
@@ -237,10 +227,7 @@ def _is_served(model: Any) -> bool:
 
 @torch.no_grad()
 def _fill(parameters: Iterable[torch.Tensor], seed: int, std: float | None = None) -> None:
-    """Set matrices to random values that are large enough to show a missing term in the logits.
-
-    Vectors, such as the weights of norms, stay.
-    """
+    """Set matrices to random values; vectors, such as the weights of norms, stay."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         if parameter.dim() > 1:

@@ -1,8 +1,8 @@
 """The metrics files of a run, and the trackers that get the same numbers.
 
 `metrics.jsonl` holds the numbers that the seed determines; `timings.jsonl` holds times, memory and
-hosts. A resumed run sends the lines that a tracker lacks. This module imports no torch. It imports
-the package of a tracker only if the settings name the tracker.
+hosts. A resumed run sends each tracker the lines that the tracker lacks. This module does not
+import torch, and imports the package of a tracker only if the settings name the tracker.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from pipeline.tracking.wandb import Line, WandbFeed, numbers
 
 
 class TensorBoard:
-    """TensorBoard in the run folder; `metrics` and `timings` are the lines in the files so far."""
+    """TensorBoard in the run folder; `metrics` and `timings` are the lines already in the files."""
 
     name = "TensorBoard"
     advice = ""
@@ -34,9 +34,9 @@ class TensorBoard:
     def __init__(
         self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
     ) -> None:
-        from accelerate.tracking import TensorBoardTracker  # needs an Accelerator
+        from accelerate.tracking import TensorBoardTracker  # the class needs an Accelerator
 
-        # TensorBoard hides the points of `purge_step` and later steps: send those points again.
+        # TensorBoard hides the points of `purge_step` and later steps, so send the last step again.
         last = max((line["step"] for line in metrics), default=0)
         self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
         self._tracker.start()
@@ -56,11 +56,11 @@ class TensorBoard:
 class RunLog(AbstractContextManager["RunLog"]):
     """The metrics files of a run folder and the trackers; only rank 0 writes.
 
-    Every line has `kind`, `stage` and `step`, the number of GRPO optimizer steps done. Make a
-    RunLog on every rank, after the Accelerator. A resumed run passes the `state_dict()` in its
-    checkpoint as `state`: the files are cut to the sizes in `state`. Without `state` the files
-    start empty. Raises OSError if a file cannot be written. Raises UserError if a tracker's package
-    is missing, or if W&B cannot start a fresh run. A tracker that fails later gets no more lines.
+    Every line has `kind`, `stage` and `step`; `step` counts GRPO optimizer steps. Make a RunLog on
+    every rank, after the Accelerator. A resumed run passes the checkpoint's `state_dict()` as
+    `state`, and the files are cut to the sizes in `state`. Without `state`, the files start
+    empty. Raises OSError if a file cannot be written. Raises UserError if a tracker's package is
+    missing, or if W&B cannot start a fresh run. A tracker that fails later gets no more lines.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._write(TIMINGS, {**line, "time": time.time()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Sync the files to the disk; return their sizes and W&B's id, for a checkpoint."""
+        """Write the files to the disk; returns the sizes of the files and the id of the W&B run."""
         for file in self._files.values():
             file.sync()
         sizes = {name: file.size for name, file in self._files.items()}

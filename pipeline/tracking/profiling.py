@@ -41,17 +41,17 @@ class Meter:
         self._spent = {name: value - before[name] for name, value in self._counters().items()}
 
     def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the `perf/` numbers of the measured step from this rank's trajectories.
+        """Return the `perf/` numbers of the last step; `trajectories` are this rank's episodes.
 
-        Seconds are means over the ranks. `sample` contains `environment`, and `update` contains the
-        all-reduce of gradients; neither contains `wait`, the time spent waiting for other ranks.
-        Tokens per second are sums over the ranks, divided by the time of the step or phase. FLOP/s
-        (see `Work`) and MFU are per rank. Memory is the largest peak of a rank: GPU memory in the
-        step, or without a GPU the memory of the process. `exchanged_bytes` are sums over the ranks.
+        Seconds are means over the ranks. `sample_s` contains `environment_s`; `update_s` contains
+        the all-reduce of gradients. `sample_s` and `update_s` do not contain the waits for other
+        ranks. Tokens per second are those of all ranks. FLOP/s (see `Work`) and MFU are per rank.
+        Memory is the largest peak of a rank: GPU memory in the step or, without a GPU, memory of
+        the process. `exchanged_bytes` is the sum over the ranks.
         """
         spent, lengths = self._spent, [t.num_tokens for t in trajectories]
         sampled = sum(t.num_sampled_tokens for t in trajectories)
-        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # mean over tokens
+        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # mean, weighted by tokens
         trained = spent["update_tokens"], spent["update_sampled"]
         spent["sample_flops"] = self._work.of_sampling(spent["sample_tokens"], sampled, length)
         spent["update_flops"] = self._work.of_update(*trained, length)
@@ -79,7 +79,7 @@ class Meter:
 
 
 def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dict[str, float]:
-    """Return the `perf/` numbers from sums over the ranks; `peak` is the FLOP/s of one GPU."""
+    """Return the `perf/` numbers from sums over the ranks; `peak` is the peak FLOP/s of a GPU."""
     metrics = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
     metrics["episodes_per_s"] = total["episodes"] / metrics["step_s"]
     metrics["tokens_per_s"] = total["sampled"] / metrics["step_s"]
@@ -100,10 +100,7 @@ def rates(total: Mapping[str, float], num_ranks: int, peak: float | None) -> dic
 def profiled(
     step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
 ) -> Iterator[None]:
-    """Write a trace of the code inside this context into the folder, if `step` is in `steps`.
-
-    Each rank writes one file; the phases are named ranges in the trace.
-    """
+    """Profile this context if `step` is in `steps`; each rank writes a trace file into `folder`."""
     if step not in steps:
         yield
         return
@@ -128,30 +125,30 @@ PEAKS = {
 
 
 def peak_of(device_name: str) -> float | None:
-    """Return dense bf16 FLOP/s of a GPU; None for a MIG partition or a GPU that PEAKS lacks."""
+    """Return a GPU's peak FLOP/s in bf16; None for a MIG partition or a GPU that PEAKS lacks."""
     words = set(device_name.replace("-", " ").split())
     matches = (peak for name, peak in PEAKS.items() if {*name.split()} <= words)
     return None if "MIG" in words else next(matches, None)
 
 
 class Work(NamedTuple):
-    """The numbers of parameters of a model, from which its FLOPs follow.
+    """The sizes of a model that determine the FLOPs of sampling and training.
 
-    All experts of a mixture-of-experts model count, so its FLOP/s are too high.
+    All experts of a mixture-of-experts model count, so the FLOPs are too high.
     """
 
     body: int  # parameters between embedding and output layer
     head: int  # parameters of the output layer
     lora: int  # parameters of LoRA's matrices
     attention: int  # layers x heads x head size
-    trains_all: bool  # False: only LoRA's matrices get gradients
+    trains_all: bool  # whether all weights get gradients, not only LoRA's
 
     def of_sampling(self, tokens: float, sampled: float, length: float) -> float:
-        """Return FLOPs of `tokens` in sequences of `length`, with logits of `sampled` tokens."""
+        """Return FLOPs of `tokens` in sequences of `length`, with logits for `sampled` tokens."""
         return tokens * (2 * self.body + 4 * self.attention * length) + 2 * sampled * self.head
 
     def of_update(self, tokens: float, sampled: float, length: float) -> float:
-        """Return FLOPs of a forward and a backward pass; arguments as in `of_sampling`."""
+        """Return the FLOPs of a forward and a backward pass; arguments as in `of_sampling`."""
         each = 6 if self.trains_all else 4
         per_token = each * self.body + 6 * self.lora + 12 * self.attention * length
         return tokens * per_token + each * sampled * self.head
@@ -163,7 +160,7 @@ def work_of(model: Any) -> Work:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
     shape = model.config.get_text_config(decoder=True)
-    # All layers count as if they had the largest attention of the model.
+    # Every layer counts as if it had the largest attention of all layers.
     heads = widest(shape, "num_attention_heads")
     size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return Work(

@@ -15,7 +15,7 @@ from pipeline.files.console import say
 
 
 class StageProgress(AbstractContextManager["StageProgress"]):
-    """The progress of a stage on rank 0's standard error: a bar on a terminal, else lines."""
+    """Shows a stage's progress on rank 0's standard error: a bar on a terminal, else lines."""
 
     def __init__(self, stage: str, num_steps: int, *, is_main: bool, done: int = 0) -> None:
         self._stage, self._num_steps, self._done, self._is_main = stage, num_steps, done, is_main
@@ -34,7 +34,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
             parts.append(f"left out {count:.0f} episodes")
         self._bar.set_postfix_str("  ".join(parts), refresh=False)
         self._bar.update()
-        # Without a terminal, print about ten lines per stage, and at least one per minute.
+        # Without a terminal, print about ten lines per stage, and at least one line per minute.
         every, now = max(10, self._num_steps // 10), time.monotonic()
         is_due = self._done % every == 0 or self._done == self._num_steps
         if self._is_main and self._bar.disable and (is_due or now - self._last_print > 60):
@@ -53,7 +53,7 @@ def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]
         notes.append(f"resuming from {opened.checkpoint.name}: {step} steps done")
     grpo, wanted = config.grpo, config.rollout.tasks_per_step
     if grpo.use_grpo:
-        # A step does not repeat a task, so a stage with few tasks has smaller steps.
+        # No step uses a task twice, so a stage with few tasks has fewer groups per step.
         sizes = {s.name: (min if s.schedule else sum)(s.groups.values()) for s in stages}
         if short := {name: size for name, size in sizes.items() if size < wanted}:
             notes.append(

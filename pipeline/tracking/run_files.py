@@ -1,4 +1,4 @@
-"""The files of a run folder as values, for reports, plots and W&B. This module imports no torch."""
+"""Read the files of a run folder, for reports, plots and W&B. This module imports no torch."""
 
 import json
 from collections import defaultdict
@@ -17,14 +17,14 @@ from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
 from pipeline.files.durable import whole_lines
 
 Evaluation = Mapping[str, Any]
-MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers in the table of episodes
+MAX_STEPS, MAX_EPISODES = 50, 200  # limits of the table of episodes
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
 COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The content of a run folder. Parts are empty if the run was interrupted."""
+    """The content of a run folder. After an interruption, some fields may be empty."""
 
     folder: Path
     config: dict[str, Any]
@@ -34,7 +34,7 @@ class RunData:
     train: list[dict[str, Any]]  # lines of `metrics.jsonl`, in order of steps
     validation: list[dict[str, Any]]
     timings: list[dict[str, Any]]  # lines of `timings.jsonl` of training steps
-    transfer: dict[str, Any]  # the value of `transfer.summary`
+    transfer: dict[str, Any]  # the result of `transfer.summary`
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def load_run(folder: Path) -> RunData:
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
     curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0)
     results = _read_json(folder / "results.json", evaluations=[])
-    results.setdefault("baselines", results.get("floors", {}))  # name in old runs
+    results.setdefault("baselines", results.get("floors", {}))  # old runs call baselines floors
     metrics, timings = read_metrics(folder)
     train = _of_training(metrics)
     trained = {line["stage"] for line in train}
@@ -101,7 +101,6 @@ def _of_training(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _transfer(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the transfer numbers, or {} if old results lack the rewards of single trials."""
     successes = [of for e in results["evaluations"] for of in e["success"].values()]
     rewards = [task for of in successes for task in of.get("tasks", {"": None}).values()]
     per_trial = all(isinstance(task, list) for task in rewards)
@@ -109,7 +108,7 @@ def _transfer(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
-    """Return the transcript files by (stage or `evaluation-<after>`, step), in order of time."""
+    """Return the transcript files by stage (or `evaluation-...`) and step, in order of time."""
     files = defaultdict[tuple[str, int], list[Path]](list)
     for path in sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")):
         files[path.parent.name, int(path.name.split(".")[0].removeprefix("step-"))].append(path)
@@ -141,7 +140,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return the last evaluation as `final/<domain>/<name>`, and the transfer numbers."""
+    """Return the numbers of the last evaluation (`final/...`) and the transfer numbers."""
     evaluations = results.get("evaluations") or [{"success": {}}]
     names = {"mean": "success", "greedy": "greedy", "reward": "reward"}
     return dict(_flat("transfer", results.get("transfer"))) | {
@@ -153,7 +152,6 @@ def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a tree of mappings whose leaves are numbers or [number, low, high]."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flat(f"{name}/{key}", item)
@@ -176,7 +174,7 @@ def before_and_after(evaluations: Sequence[Evaluation]) -> list[Evaluation | Non
 
 
 def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:
-    """Return the success of a domain or the `mean` of all; `kind`: `mean` (sampled) or `greedy`."""
+    """Return the success rate of a domain, or the mean over domains if `domain` is "mean"."""
     success = evaluation["success"] if evaluation else {}
     if domain == "mean":
         return fmean(of[kind] for of in success.values()) if success else None

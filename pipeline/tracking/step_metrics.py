@@ -12,7 +12,7 @@ from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# Metrics of zero-std groups, and the outcomes (see `_outcome`) that each metric counts.
+# Metrics of groups with equal rewards (zero-std groups), and the outcomes that a metric counts.
 ZERO_STD = {
     "frac_reward_zero_std": ("failed", "solved", "few"),
     "all_failed": ("failed",),
@@ -24,11 +24,10 @@ ZERO_STD = {
 def rollout_metrics(
     batch: RolloutBatch, ranks: Ranks, config: Config
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """Return the metrics of a step's episodes, and each domain's numbers of episodes and errors.
+    """Return a step's metrics, and each domain's numbers of episodes and of environment errors.
 
-    Tool errors, environment errors and left-out episodes count all episodes of the step. All other
-    metrics count only the stage's own groups, without the replacements of dynamic sampling. Rewards
-    do not count left-out episodes.
+    The replacement groups of dynamic sampling count only in tool errors, environment errors and
+    left-out episodes. Mean rewards do not count left-out episodes.
     """
     counts = _counts(batch, config)
     total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
@@ -63,7 +62,7 @@ def rollout_metrics(
 
 
 def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
-    """Return sums over this rank's episodes; every rank has the same names in the same order."""
+    """Return sums over this rank's episodes; the order of names is equal on all ranks."""
     size, threshold = config.rollout.num_generations, config.evaluation.success_threshold
     first, played = batch.first, batch.trajectories
     rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
@@ -93,7 +92,6 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
 
 
 def _outcome(group: Sequence[Trajectory], threshold: float) -> str:
-    """Return the outcome of a zero-std group: `failed`, `solved`, or `few` episodes counted."""
     rewards = [t.reward for t in group if not t.left_out]
     if len(rewards) < 2:
         return "few"

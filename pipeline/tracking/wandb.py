@@ -39,7 +39,7 @@ Line = Mapping[str, Any]  # a line of metrics.jsonl or timings.jsonl
 
 
 def numbers(line: Line) -> dict[str, float]:
-    """Return the numbers of a line whose names have a group, as in `train/loss`."""
+    """Return the numbers in a line whose names contain `/`, as in `train/loss`."""
     return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
 
 
@@ -47,7 +47,7 @@ class WandbFeed:
     """A run of W&B. A thread sends the rows, so that training never waits for W&B.
 
     `metrics` and `timings` are the lines in the files; the server gets the lines that it lacks.
-    Raises UserError if W&B cannot start. An exception in the thread is raised by the next call.
+    Raises UserError if W&B cannot start. If the thread fails, the next call raises the exception.
     """
 
     name = "W&B"
@@ -92,20 +92,18 @@ class WandbFeed:
             raise self._error
 
     def _log(self, row: dict[str, float]) -> None:
-        """Queue a row; W&B merges rows of the same step."""
         if self._error is not None:
             raise self._error
         if self._line >= self._next:
             self._calls.put(partial(self._run.log, row, step=self._line))
 
     def _make_calls(self) -> None:
-        """Make the calls of the queue until None, or until one call fails."""
         import wandb
 
         try:
             for call in iter(self._calls.get, None):
                 call()
-            wandb.teardown()  # waits until everything is sent; run.finish() may not
+            wandb.teardown()  # waits until all rows are sent; run.finish() may not
         except Exception as error:
             self._error = error
             with suppress(Exception):  # without teardown, W&B waits when the process ends
@@ -154,7 +152,7 @@ def _start(folder: Path, config: Config) -> Any:
         run = wandb.init(
             project=tracking["project"],
             name=tracking["run_name"] or folder.resolve().name,
-            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server's limit
+            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server's limit of length
             job_type=os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:64]),
             tags=tracking["tags"],
             id=known_id(folder),
@@ -186,7 +184,7 @@ def has_wandb_key() -> bool:
 
 
 def send_results(run: Any, folder: Path) -> None:
-    """Send the results in the run folder; if one kind fails, the others are sent."""
+    """Send the results in the run folder; a failure of one part does not stop the other parts."""
     import wandb
 
     pictures = sorted(folder.glob("*.png"))
@@ -205,11 +203,11 @@ def send_results(run: Any, folder: Path) -> None:
             run.summary["trajectories"] = wandb.Table(columns=[*COLUMNS], data=episodes)
 
 
-# Runs that have ended
+# The command for runs that have ended
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
-    """Return 0 after the command, 2 after a UserError, 1 after another exception."""
+    """Run the command; returns 0, or 2 after a UserError, or 1 after any other exception."""
     try:
         command()
     except UserError as error:
