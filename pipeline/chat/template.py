@@ -48,7 +48,10 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
         self.max_tokens, self.num_tokens = max_tokens, 0
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, cached and not copied. Arguments must be JSON values."""
+        """Return the result of `function(*arguments)`. The arguments must be JSON values.
+
+        The cache keeps the result itself, so the caller must not change the result.
+        """
         text = json.dumps([function.__name__, *arguments])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if key in self:
@@ -67,6 +70,7 @@ class Chat:
     """A tokenizer's chat template and tool-call format.
 
     Raises UserError if the chat template is missing or fails a check in `template_checks.py`.
+    Warns if the template drops earlier thoughts, leaves calls out, or cannot write some arguments.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Chat:
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         checks.check_deltas(self._template, self._after_stub)
         self._opening = self._template([ASKED], add_generation_prompt=True)
-        self._reader: ResponseTemplate | None = None  # If None, `parse_hermes` reads calls.
+        self._reader: ResponseTemplate | None = None  # If None, `parse_hermes` reads tool calls.
         self._prefix = ""  # the generation prompt, if the response template needs this prompt
         if tool_call_format == "auto":
             self._find_reader()
@@ -166,7 +170,7 @@ class Chat:
     def _render(
         self, before: list[Message], messages: list[Message], **options: Any
     ) -> tuple[str, Guards]:
-        """Render messages with placeholders for special strings; return text and special strings."""
+        """Return the text with placeholders for special strings, and the replaced strings."""
         guards, guarded = Guards(), list(before)
         for message in messages:
             special = self._control if message["role"] == "assistant" else self._special
@@ -229,14 +233,14 @@ class Chat:
         """Parse the token ids of one sampled message.
 
         `tools` give the types of arguments if the tool-call format writes all values as text.
-        `finished` says whether the last id ended the message. By default, the last id is compared
-        with the template's end of turn.
+        `finished` says whether the last id ended the message. The default is whether the
+        last id is the template's end of turn.
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
         typed_by = list(tools) if values_are_text(self._reader) else []
         parsed: Parsed = self.cache.call(self._parse, list(ids), finished, typed_by)
-        return replace(parsed, calls=deepcopy(parsed.calls))  # A tool may change arguments.
+        return replace(parsed, calls=deepcopy(parsed.calls))  # Tools may change their arguments.
 
     def _parse(self, ids: list[int], finished: bool, tools: list[dict[str, Any]]) -> Parsed:
         text: str = self.tokenizer.decode(

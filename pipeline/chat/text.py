@@ -89,7 +89,7 @@ def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
 
         template = tokenizer.chat_template
         try:
-            # TRL has no response template for the training variant of a chat template.
+            # TRL has response templates for plain chat templates, but not for training variants.
             for name, text in vars(known).items():
                 if name.endswith("_training_chat_template") and text == template:
                     tokenizer.chat_template = getattr(known, name.replace("_training_", "_"), text)
@@ -186,7 +186,7 @@ class Guards:
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """Replace special strings in `value` by placeholders, except in keys that templates read."""
+        """Put placeholders for special strings into `value`, except into keys that templates read."""
         if isinstance(value, str):
             if key == "type" and value.isidentifier():  # the type of a message's part or of a tool
                 return value

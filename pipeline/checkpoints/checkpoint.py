@@ -204,7 +204,7 @@ class Checkpointer:
         return seconds
 
     def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:
-        """Write a checkpoint with the `state_dict()` of all `owners`. Only rank 0 may call this."""
+        """Write a checkpoint with the `state_dict()` of all `owners`. Only rank 0 calls `write`."""
         self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
         state: SavedState = {}
         for owner in self.owners:

@@ -98,7 +98,10 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove unused checkpoints, and all but the newest `limit` checkpoints named `step-...`."""
+    """Remove all hidden, unfinished and replaced checkpoints except `latest`.
+
+    Of the checkpoints named `step-...`, only the newest `limit` stay.
+    """
     useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):
         useless += folder.glob(pattern)

@@ -38,7 +38,7 @@ def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Pa
 
 
 def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
-    """Return the state and the model of a checkpoint. For None, return {} and a new model."""
+    """Return a checkpoint's state and model. If `path` is None, return {} and a new model."""
     if path is None:
         return {}, load_model(config.model, tokenizer, config.run.seed)
     state, is_adapter = read_state(path), lora.is_adapter(path)
@@ -54,7 +54,10 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
 def base_of_adapters(
     model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
 ) -> str:
-    """Return the base model of LoRA adapters as a folder or hub id, saving the model if needed."""
+    """Return the folder or hub id of the base model of LoRA adapters.
+
+    A base model without a folder or hub id is saved first.
+    """
     folder, name = checkpointer.folder, settings.model
     if (folder / "warm-start").is_dir():
         return str(_whole(folder / "warm-start").resolve())
@@ -85,7 +88,7 @@ def _whole(path: Path) -> Path:
 
 @torch.no_grad()
 def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
-    """Load a checkpoint's weights or LoRA adapters into `model`. None means original weights."""
+    """Load weights or LoRA adapters into `model`. If `folder` is None, use the original weights."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)

@@ -43,7 +43,7 @@ def folder_of(config: Config) -> Path:
     if name == "latest":
         raise UserError("resume_from_checkpoint: needs the run's folder; give --output-dir as well")
     begun_s: float | None = None
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # A restart by torchrun must not change the name.
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # A restart must not change the folder's name.
         import psutil
 
         begun_s = psutil.Process(os.getppid()).create_time()
@@ -61,7 +61,7 @@ def restarted(config: Config) -> Config:
 
 
 def check_folder(config: Config) -> None:
-    """Raise UserError if the run folder is not writable, holds a run, or lacks a checkpoint."""
+    """Raise UserError if the run folder is unusable, holds another run, or lacks a checkpoint."""
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
@@ -153,7 +153,7 @@ def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> Non
 
 
 def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
-    """Raise UserError if settings that affect results differ; return a note with `override`."""
+    """Raise UserError if a changed setting affects results. With `override`, return notes."""
     new, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
     changes = []
     for section, setting in SETTINGS:

@@ -124,7 +124,7 @@ def _unknown(name: str, section: str = "") -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text. Keys must be unique."""
+    """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text. Keys must not repeat."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()

@@ -34,7 +34,7 @@ def field(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A group of immutable, validated settings. Unknown names are refused."""
+    """A group of immutable, validated settings. Unknown names of settings are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -57,7 +57,10 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
 def one_after_another(
     stages: Sequence[Stage], ended: Mapping[str, int] | None = None
 ) -> list[Stage]:
-    """Set each `first_step`. `ended` has the number of steps of each stage that ended early."""
+    """Return the stages with first steps: each stage begins at the end of the stage before.
+
+    `ended` has the number of steps of each stage that ended early.
+    """
     counts = [(ended or {}).get(stage.name, stage.num_steps) for stage in stages]
     firsts = accumulate(counts, initial=0)
     return [
@@ -100,7 +103,10 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
 
 
 def quota(shares: Mapping[str, float], count: int) -> list[str]:
-    """Return `count` names, each prefix of which is as close as possible to `shares` (sum 1)."""
+    """Return `count` names in proportion to `shares`, which sum to 1.
+
+    Each prefix of the list is as close to the shares as possible.
+    """
     given, names = dict.fromkeys(shares, 0), list[str]()
     for number in range(1, count + 1):
         names.append(max(shares, key=lambda name: shares[name] * number - given[name]))

@@ -69,7 +69,10 @@ def _named(path: Path, key: str) -> list[str]:
 
 
 def _load_dataset(source: str, split: str) -> Any:
-    """Load a dataset's split. Raises ValueError for files outside the dataset or not of KINDS."""
+    """Load a split of a dataset on the hub or in a folder.
+
+    Raises ValueError for files outside the dataset, and for file formats that are not in KINDS.
+    """
     from datasets import Features, Json, config, load_dataset, load_dataset_builder
 
     builder = load_dataset_builder(source)

@@ -26,7 +26,7 @@ def stream_key(*parts: Part) -> int:
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a random 53-bit number in [0, 1) for each (key, position). The arrays broadcast."""
+    """Return a random 53-bit number in [0, 1) for each (key, position), after broadcasting."""
     with np.errstate(over="ignore"):
         state = keys.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         state = (state ^ (state >> np.uint64(30))) * _MIX1
@@ -49,7 +49,7 @@ def permutation(count: int, *parts: Part) -> list[int]:
 
 
 def choose(items: Sequence[str], weights: Sequence[float], number: float) -> str:
-    """Return the item that `number`, uniform in [0, 1), selects in proportion to `weights`."""
+    """Choose an item by a `number` in [0, 1). Probabilities are proportional to `weights`."""
     total = sum(weights)
     for item, weight in zip(items, weights, strict=True):
         number -= weight / total
