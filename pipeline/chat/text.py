@@ -186,7 +186,7 @@ class Guards:
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """Return `value` with placeholders for special strings, but unchanged names for templates."""
+        """Return `value` with placeholders for special strings, except in names for templates."""
         if isinstance(value, str):
             if key == "type" and value.isidentifier():  # the type of a message's part or of a tool
                 return value
