@@ -1,11 +1,9 @@
-"""Messages to tokens and back, through a tokenizer's chat template and tool-call format.
+"""Converts messages to tokens and back with a tokenizer's chat template and tool-call format.
 
-Tokens in, tokens out: the prompt of a conversation is rendered once. After that, only the *delta*
-of each reply is rendered after a stub conversation, and its ids are appended to the sampled ids.
-So a template that rewrites history cannot change sampled tokens (Qwen3's drops earlier thinking).
-Text in messages and tools never becomes control tokens: special strings in messages are encoded as
-plain text. A piece of a special string at the end of a text is encoded as plain text too, because
-the template may write the missing piece beside the text.
+The chat template renders a conversation's prompt once. Each later tool result or user message is
+rendered alone, after a short test conversation, and the ids of the result or message are appended
+to the sampled ids. So a chat template that rewrites earlier messages cannot change sampled tokens.
+Special strings in messages and tools are encoded as plain text, never as control tokens.
 """
 
 import hashlib
@@ -38,22 +36,21 @@ from pipeline.data.tasks import Message
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
-MAX_CACHED_TOKENS = 1 << 21  # about 80 MB
-ENTRY = 8  # memory of a cache entry besides its ids, counted in ids
+MAX_CACHED_TOKENS = 1 << 21  # Lists of this many ids take about 80 MB.
+ENTRY = 8  # A cache entry without its ids takes the memory of about 8 ids.
 
 
 class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
-    """A cache of function results. Above `max_tokens`, old results are removed."""
+    """A least-recently-used cache of function results, limited to about `max_tokens` token ids."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__()
         self.max_tokens, self.num_tokens = max_tokens, 0
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the cached result itself, not a copy. The arguments must be JSON values.
+        """Return the result of `function(*arguments)`. The arguments must be JSON values.
 
-        A list of ids counts as its length. Any other result counts as the length of the first
-        argument.
+        The cache keeps the result itself, so the caller must not change the result.
         """
         text = json.dumps([function.__name__, *arguments])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -72,10 +69,8 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
 class Chat:
     """A tokenizer's chat template and tool-call format.
 
-    Raises UserError for a tokenizer without a template, and for a template that ignores tools,
-    refuses a conversation with tools, does not close an assistant message with a special token,
-    renders a reply differently after other text, or writes calls that are not parsed as written.
-    Warns if a template drops earlier thoughts, leaves calls out, or cannot write some arguments.
+    Raises UserError if the chat template is missing or fails a check in `template_checks.py`.
+    Warns if the template drops earlier thoughts, leaves calls out, or cannot write some arguments.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class Chat:
         self._special = Special({token.content for token in added.values()})
         # An assistant message may contain added tokens that are not special, such as <think>.
         self._control = Special({token.content for token in added.values() if token.special})
-        # Some tokenizers put a space before a text, but not after a line break.
+        # Some tokenizers add a space at the start of a text, but not after a line break.
         self._line_break: list[int] = []
         ids, line_break = self._encode("\n<"), self._encode("\n")
         self._line_break = [] if ids == line_break + self._encode("<") else line_break
@@ -102,8 +97,8 @@ class Chat:
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         checks.check_deltas(self._template, self._after_stub)
         self._opening = self._template([ASKED], add_generation_prompt=True)
-        self._reader: ResponseTemplate | None = None  # None: `parse_hermes` reads calls
-        self._prefix = ""  # start of each message, for the response template
+        self._reader: ResponseTemplate | None = None  # If None, `parse_hermes` reads tool calls.
+        self._prefix = ""  # the generation prompt, if the response template needs this prompt
         if tool_call_format == "auto":
             self._find_reader()
         self._renders_calls = "probe_tool" in self._template([ASKED, checks.CALL])
@@ -116,27 +111,24 @@ class Chat:
             )
         checks.warn_of_lost_thoughts(self._template, self._opening)
 
-    # -- messages to tokens --
-
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
-        """Return the ids of a conversation and of the header of the next assistant message."""
+        """Return the token ids of a conversation and of the next assistant message's header."""
         return list(self.cache.call(self._prompt_ids, messages, tools))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
-        """Return the ids between two sampled messages: the replies and the next header.
+        """Return the ids of tool results or a user message, and of the next assistant header.
 
-        Replies are tool results or a user message. The replies follow the token that ended the
-        sampled message, even if that token is not the template's end of turn (Llama's <|eom_id|>).
-        A server that renders the whole conversation again would write the end of turn instead.
+        The sampled message before these ids may end with a token other than the template's end of
+        turn, for example with Llama's <|eom_id|>.
         """
         return list(self.cache.call(self._reply_ids, replies))
 
     def message_ids(self, message: Message) -> list[int]:
-        """Return the ids that a policy must sample for `message`, with the end of turn."""
+        """Return the ids that a policy samples to write `message`, with the end-of-turn token."""
         return list(self.cache.call(self._message_ids, message))
 
     def num_content_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text in a message; special strings are plain text."""
+        """Return the number of tokens of a text. Special strings in a text count as plain text."""
         return len(self.cache.call(self._content_ids, text))
 
     def _content_ids(self, text: str) -> list[int]:
@@ -149,12 +141,11 @@ class Chat:
 
     def _reply_ids(self, replies: list[Message]) -> list[int]:
         text, guards = self._render(STUB_TURN, replies, add_generation_prompt=True)
-        # Encode the end of turn too: some special tokens absorb the white space beside them.
+        # A special token may absorb adjacent white space, so the end of turn is encoded too.
         ids = self._encode_guarded(self._after_stub(text), guards)
         return ids[ids.index(self.end_of_turn_id) + 1 :]
 
     def _after_stub(self, text: str) -> str:
-        """Return a rendered text from the stub's end of turn on, or an empty text without one."""
         _, end_of_turn, rest = text.partition(STUB)[2].partition(self.end_of_turn)
         return end_of_turn + rest
 
@@ -169,10 +160,7 @@ class Chat:
         return self._encode_guarded(text, guards)
 
     def _continued(self, message: Message) -> tuple[str, Guards]:
-        """Return a message's rendered text from the generation prompt to the last end of turn.
-
-        The text is empty if the template does not write the generation prompt before the message.
-        """
+        """Return the text that the template writes for `message` after the generation prompt."""
         text, guards = self._render([ASKED], [message])
         if not text.startswith(self._opening):
             return "", guards
@@ -182,7 +170,7 @@ class Chat:
     def _render(
         self, before: list[Message], messages: list[Message], **options: Any
     ) -> tuple[str, Guards]:
-        """Return the rendered text, and guards for special text in `messages` and tools."""
+        """Return the text with placeholders for special strings, and the replaced strings."""
         guards, guarded = Guards(), list(before)
         for message in messages:
             special = self._control if message["role"] == "assistant" else self._special
@@ -207,7 +195,7 @@ class Chat:
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
-        """Return the ids of a rendered text. Only special strings of the template are special."""
+        """Return a rendered text's ids. Special strings in messages are encoded as plain text."""
         tokens, ids = self._special.tokens, list[int]()
         for number, piece in enumerate(GUARD.split(text)):
             is_guarded = number % 2 == 1
@@ -217,8 +205,7 @@ class Chat:
                 continue
             piece_ids = self._encode(piece, inside=is_guarded or bool(ids) or not at_start)
             if sum(i in self._special_ids for i in piece_ids) > len(tokens.findall(piece)):
-                # The tokenizer's normalizer made a special token from plain text. NFKC, for
-                # example, turns wide letters into ASCII.
+                # The tokenizer's normalizer (NFKC, say) made a special token from plain text.
                 piece_ids = []
                 for n, part in enumerate(re.split(f"({tokens.pattern})", piece)):
                     plain = self._encode(part)
@@ -228,14 +215,11 @@ class Chat:
         return ids
 
     def _spell(self, text: str) -> list[int]:
-        """Return the ids of a special string as plain text, character by character.
-
-        In a whole string, `split_special_tokens` keeps added tokens that are not marked special.
-        """
+        # For a whole string, `split_special_tokens` splits only tokens that are marked special.
         return [i for c in text for i in self._encode(c, split_special_tokens=True)]
 
     def _encode(self, text: str, inside: bool = True, **options: Any) -> list[int]:
-        """Return the ids of a text. With `inside`, the tokenizer puts no space before the text."""
+        """Return the ids of a text. If `inside`, the tokenizer adds no space before the text."""
         before = self._line_break if inside else []
         context = "\n" if before else ""
         encoded = self.tokenizer(context + text, add_special_tokens=False, **options)
@@ -243,22 +227,20 @@ class Chat:
         is_joined = ids[: len(before)] != before  # the tokenizer joined the line break and the text
         return self._encode(text, False, **options) if is_joined else ids[len(before) :]
 
-    # -- tokens to messages --
-
     def parse(
         self, ids: Sequence[int], tools: Sequence[dict[str, Any]] = (), finished: bool | None = None
     ) -> Parsed:
-        """Parse a sampled message. The content excludes the token that ended the message.
+        """Parse the token ids of one sampled message.
 
         `tools` give the types of arguments if the tool-call format writes all values as text.
-        `finished` says whether the last id ended the message. The default is whether the last id is
-        the template's end of turn.
+        `finished` says whether the last id ended the message. The default is whether the
+        last id is the template's end of turn.
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
         typed_by = list(tools) if values_are_text(self._reader) else []
         parsed: Parsed = self.cache.call(self._parse, list(ids), finished, typed_by)
-        return replace(parsed, calls=deepcopy(parsed.calls))  # tools may alter arguments
+        return replace(parsed, calls=deepcopy(parsed.calls))  # Tools may change their arguments.
 
     def _parse(self, ids: list[int], finished: bool, tools: list[dict[str, Any]]) -> Parsed:
         text: str = self.tokenizer.decode(
@@ -273,8 +255,7 @@ class Chat:
     def _find_reader(self) -> None:
         try:
             self._reader = response_template_of(self.tokenizer)
-            # The template may write the start of a message (<think>). The response template needs
-            # this start, unless the response template would return the start as content.
+            # The response template needs the generation prompt, but must not return it as content.
             if self._reader is not None:
                 nothing = parse_response(self.end_of_turn, self._reader, prefix=self._opening)
                 self._prefix = "" if nothing.get("content") else self._opening
@@ -283,11 +264,7 @@ class Chat:
             raise UserError(f"model: {fault}; set tool_call_format: hermes, or mend it") from None
 
     def _read_back(self, message: Message) -> Parsed | None:
-        """Encode a message as a policy must sample it, and parse the ids.
-
-        The message gets a thought if the template requires a thought. Returns None if the template
-        leaves calls out, or refuses several calls in one message.
-        """
+        """Encode and parse a message. Return None if the template cannot write the tool calls."""
         names = [call["function"]["name"] for call in message["tool_calls"]]
         for variant in (message, {**message, "reasoning_content": "-"}):
             try:

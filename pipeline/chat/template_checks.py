@@ -10,8 +10,8 @@ from pipeline.chat.text import STUB, Parsed, Special
 from pipeline.data.tasks import Message
 from pipeline.errors import UserError
 
-Render = Callable[..., str]  # (messages, options of `apply_chat_template`) -> text
-ReadBack = Callable[[Message], Parsed | None]  # None: the template cannot write the message
+Render = Callable[..., str]  # a function with the arguments of `apply_chat_template`
+ReadBack = Callable[[Message], Parsed | None]  # returns None if the template cannot write a message
 
 
 def _say(content: str, *calls: tuple[str, dict[str, Any]]) -> Message:
@@ -42,7 +42,7 @@ _ANSWERS = {
     "a tool call": CALL,
     "a tool call with text": {**CALL, "content": "One moment."},
 }
-# A reply must have the same text after each conversation as after the stub conversation.
+# A template must render a reply as the same text after every conversation of this table.
 _CONVERSATIONS: dict[str, list[Message]] = {
     "another answer": [ASKED, _ANSWER],
     "another request": [_REQUEST, _ANSWER],
@@ -64,7 +64,7 @@ _WITH_THOUGHT = [
     *({**_say(_ANSWERED), k: _THOUGHT} for k in ("reasoning_content", "thinking", "reasoning")),
 ]
 
-_ARGUMENTS: dict[str, tuple[str, Any]] = {  # an argument of each type
+_ARGUMENTS: dict[str, tuple[str, Any]] = {  # each argument's name, JSON type and value
     "text": ("string", "Anna B., seat 7"),
     "digits": ("string", "007"),
     "number": ("integer", 3),
@@ -82,7 +82,7 @@ _CALLS = {
     "one after text": _say("One moment.", ("probe_tool", _VALUES)),
     "two at once": _say("", ("probe_tool", _VALUES), ("probe_other", {"text": "b"})),
 }
-_RARE_CALLS = {  # a template that cannot write these calls causes only a warning
+_RARE_CALLS = {  # A template that cannot write a call of this table causes only a warning.
     "quotes": _say("", ("probe_tool", {"text": 'it\'s "so"'})),
     "line breaks": _say("", ("probe_tool", {"text": "one\n\ntwo"})),
 }
@@ -119,7 +119,7 @@ def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
 
 
 def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) -> None:
-    """Raise UserError if calls that the template writes are parsed as other calls."""
+    """Raise UserError if the template writes tool calls that are parsed as different calls."""
     if unread := next(_unread(read_back, _CALLS), None):
         reader, remedy = "as Hermes", "leave tool_call_format at auto"
         if tool_call_format == "auto":
@@ -147,10 +147,7 @@ def _unread(read_back: ReadBack, messages: dict[str, Message]) -> Iterator[str]:
 
 
 def warn_of_lost_thoughts(render: Render, opening: str) -> None:
-    """Warn if the template drops a thought after a later request, unless thinking is off.
-
-    Thinking is off if the generation prompt closes an empty thought.
-    """
+    """Warn if the template drops the thoughts of earlier messages, unless thinking is off."""
     generation_prompt = opening.removeprefix(render([ASKED]))
     for answer in _WITH_THOUGHT:
         text, later = render([ASKED, answer]), render([ASKED, answer, ASKED])

@@ -1,4 +1,4 @@
-"""Parses sampled messages, and guards texts that must not become control tokens."""
+"""Parses sampled messages, and keeps text in messages from becoming control tokens."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from pipeline.data.tasks import Message
 from pipeline.files.untrusted import is_plain, parse_json
 
 THINK = "<think>"
-MAX_NOTATION = 8192  # maximum length of a call that is not plain JSON; parsing is quadratic
-_LOOKAHEAD = r"(?=[\s\S]*?"  # start of a pattern that matches at every position before its target
+MAX_NOTATION = 8192  # largest length of a call that is not JSON, whose parsing takes quadratic time
+_LOOKAHEAD = r"(?=[\s\S]*?"  # start of a pattern that looks ahead without a limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A sampled message: its text, its tool calls (name, arguments), and the mistake if any."""
+    """A sampled message: text, tool calls as (name, arguments), and the syntax mistake or ""."""
 
     content: str
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -34,7 +34,6 @@ class Parsed:
 
 
 def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of {"name": text, "arguments": object}; arguments are optional."""
     name = value.get("name") if isinstance(value, dict) else None
     if isinstance(name, str) and is_plain(value):
         arguments = value.get("arguments") or {}
@@ -44,10 +43,7 @@ def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def parse_hermes(text: str) -> Parsed:
-    """Parse a message in the Hermes format, which Qwen uses.
-
-    A call is a block `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-    """
+    """Parse a message with calls `<tool_call>{"name": "f", "arguments": {}}</tool_call>`."""
     text = re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL)
     content, *blocks = text.split("<tool_call>")
     try:
@@ -73,7 +69,7 @@ def _hermes_call(block: str) -> tuple[str, dict[str, Any]]:
 def parse_with(
     template: ResponseTemplate, text: str, end: str, prefix: str, tools: Sequence[dict[str, Any]]
 ) -> Parsed:
-    """Parse `prefix`, the sampled text and `end` as one message with a response template."""
+    """Parse `prefix`, the sampled text and `end` together as one message."""
     try:
         message = parse_response(text + end, template, prefix=prefix, tools=list(tools))
         content, values = message.get("content") or "", message.get("tool_calls") or []
@@ -87,16 +83,13 @@ def parse_with(
 
 
 def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
-    """Return the tokenizer's response template, or TRL's for the tokenizer's chat template.
-
-    TRL has variants of chat templates for training. A variant writes calls like its plain template,
-    so the plain template's response template is returned.
-    """
+    """Return the response template of a tokenizer, or TRL's for the same chat template, or None."""
     if getattr(tokenizer, "response_template", None) is None:
         from trl import chat_template_utils as known
 
         template = tokenizer.chat_template
         try:
+            # TRL has response templates for plain chat templates, but not for training variants.
             for name, text in vars(known).items():
                 if name.endswith("_training_chat_template") and text == template:
                     tokenizer.chat_template = getattr(known, name.replace("_training_", "_"), text)
@@ -109,13 +102,13 @@ def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
 
 
 def values_are_text(template: ResponseTemplate | None) -> bool:
-    """Return whether the format writes all arguments as text, so that tools must give the types."""
+    """Return whether the tool-call format writes arguments as text, without their types."""
     fields = {} if template is None else template.fields
     return any(field.content in ("xml-inline", "kv-lines") for field in fields.values())
 
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:
-    """Return a response template that parses a text in time proportional to the text's length."""
+    """Return a copy of a response template that parses a text in linear time."""
     loaded, fields = response_templates.load_response_template(template), {}
     for name, part in loaded.fields.items():
         is_notation = part.content == "xml-inline" or "string_delims" in part.content_args
@@ -125,18 +118,15 @@ def steady(template: dict[str, Any]) -> ResponseTemplate:
 
 
 class _Mark:
-    """A compiled pattern that keeps its last match, so that no part of a text is searched twice.
-
-    `limit` is the largest number of characters between the start of a search and the match.
-    """
+    """A compiled pattern that keeps its last match, so that no part of a text is searched twice."""
 
     def __init__(self, pattern: Any, limit: int | None = None) -> None:
         # With \G, a pattern that matches everywhere is tried at one position only. Without the
-        # second alternative (?!), `regex` would search the rest of the text at each position.
+        # alternative (?!), `regex` would search the rest of the text at each position.
         start = r"\G" if pattern.pattern.startswith(_LOOKAHEAD) else ""
         self._pattern = regex.compile(rf"{start}(?:{pattern.pattern})|(?!)", pattern.flags)
         self._limit = limit
-        self._last: tuple[str, bool, int, Any] = ("", False, 0, None)  # last arguments and match
+        self._last: tuple[str, bool, int, Any] = ("", False, 0, None)
 
     def search(self, text: str, start: int = 0, *, partial: bool = False) -> Any:
         last_text, last_partial, last_start, match = self._last
@@ -150,12 +140,12 @@ class _Mark:
         return match
 
 
-STUB = "\ue000stub\ue001"  # text of an answer that no conversation contains
-GUARD = re.compile("\u29d8(\\d+)\u29d9")  # a placeholder for a text in a message
+STUB = "\ue000stub\ue001"  # a test answer that no real conversation contains
+GUARD = re.compile("\u29d8(\\d+)\u29d9")  # a placeholder for a special string in a message
 
 
 class Special:
-    """The special and added strings of a tokenizer. Each string becomes one token."""
+    """The texts of a tokenizer's special and added tokens."""
 
     def __init__(self, texts: set[str]) -> None:
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
@@ -167,11 +157,10 @@ class Special:
         self._longest = max(map(len, texts), default=0)
 
     def guard(self, text: str, guard: Callable[[str], str]) -> str:
-        """Return `text` with `guard(piece)` instead of each special piece.
+        """Return `text` with `guard(piece)` instead of each special string.
 
-        A piece at the start or the end of `text` is special too if text of a template beside the
-        piece could complete a special string. White space at the ends is ignored, because templates
-        may strip white space.
+        A part of a special string at an end of `text` is replaced too: the chat template could
+        write the rest of the special string beside `text`.
         """
         text = self._whole.sub(lambda match: guard(match.group()), text)
         body = text.strip()
@@ -187,7 +176,7 @@ class Special:
 
 
 class Guards:
-    """Pieces of messages that are encoded as plain text. Each piece has a placeholder."""
+    """Parts of messages that are encoded as plain text, and their placeholders."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -197,9 +186,9 @@ class Guards:
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """Return `value` with placeholders in all strings, except names that templates look up."""
+        """Return `value` with placeholders for special strings, except in names for templates."""
         if isinstance(value, str):
-            if key == "type" and value.isidentifier():  # type of a message's part or of a tool
+            if key == "type" and value.isidentifier():  # the type of a message's part or of a tool
                 return value
             text = value.encode(errors="replace").decode()  # tokenizers fail on lone surrogates
             return special.guard(text, self._add)

@@ -1,8 +1,8 @@
-"""Atomic checkpoints, the state of a run, and the steps at which a run saves a checkpoint.
+"""Writes atomic checkpoints of a run, and decides when the run saves a checkpoint.
 
-A checkpoint is a folder with the model (or its LoRA adapters) and the tokenizer, for
-`from_pretrained`, and with `optimizer.pt`, `state.json` and `manifest.json`. No state of a
-scheduler or a random generator is needed: each random number has its own key.
+A checkpoint is a folder with the model or its LoRA adapters, the tokenizer, `optimizer.pt`,
+`state.json` and `manifest.json`. No state of a random generator is saved, because each random
+number has its own key.
 """
 
 import errno
@@ -30,21 +30,20 @@ from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
 from pipeline.models.weights import has_adapters
 
-# The content of state.json: the `state_dict()` of all owners, `format` and `config_hash`.
-SavedState = dict[str, Any]
+SavedState = dict[str, Any]  # the content of state.json
 
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The progress of a run and its results."""
+    """The progress and the results of a run."""
 
     stage: str = "start"
-    step: int = 0  # optimizer steps done
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
-    validations: list[dict[str, Any]] = field(default_factory=list)  # as in results.json
-    ended_early: dict[str, int] = field(default_factory=dict)  # number of steps by stage
-    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # summary by stage
-    wall_s: float = 0.0  # from the first start to the last save, without pauses
+    step: int = 0  # number of optimizer steps done
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # one entry per evaluation
+    validations: list[dict[str, Any]] = field(default_factory=list)  # one entry per validation
+    ended_early: dict[str, int] = field(default_factory=dict)  # number of steps by stage name
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
+    wall_s: float = 0.0  # seconds of the run up to the last save, without pauses
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,10 +68,10 @@ class TrainState:
 def save(
     folder: Path, name: str, model: Any, tokenizer: Any, state: SavedState, moments: Any = None
 ) -> Path:
-    """Write the checkpoint `folder/name`; of a model with LoRA, write only the adapters.
+    """Write the checkpoint `folder/name`. For a model with LoRA, write only the adapters.
 
-    The files are written and synced in a hidden folder, which is then renamed, so a failing or
-    killed call changes no earlier checkpoint. `moments` is the state of the optimizer.
+    A hidden folder is written and then renamed, so a failure changes no earlier checkpoint.
+    `moments` is the state of the optimizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, writing = folder / name, folder / f"{manifest.WRITING}{name}"
@@ -87,7 +86,7 @@ def save(
             model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
         if moments is not None:
-            with (writing / "optimizer.pt").open("wb") as file:  # with a path: no OSError
+            with (writing / "optimizer.pt").open("wb") as file:  # torch.save(path) hides OSError
                 torch.save(moments, file)
         (writing / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         write_manifest(writing, number)
@@ -96,7 +95,7 @@ def save(
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-    if final.exists():  # the old checkpoint stays until the new one is renamed
+    if final.exists():  # The old checkpoint stays until the new checkpoint is renamed.
         previous = folder / f"{name}{manifest.PREVIOUS}"
         shutil.rmtree(previous, ignore_errors=True)
         final.rename(previous)
@@ -107,7 +106,7 @@ def save(
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer from a checkpoint, unless the checkpoint is that of a warm start."""
+    """Restore the optimizer from a checkpoint. A warm start's checkpoint has no optimizer state."""
     if (file := path / "optimizer.pt").is_file():
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
@@ -115,8 +114,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
 class Checkpointer:
     """Saves the model, the optimizer and the `state_dict()` of each object in `owners`.
 
-    All ranks call its methods at the same points; only rank 0 writes. `lock` is the open lock file
-    of the run folder on rank 0. `resumed` is the checkpoint from which the run continues.
+    All ranks call `save` together; rank 0 writes. The run continues from the checkpoint `resumed`.
     """
 
     def __init__(
@@ -141,17 +139,17 @@ class Checkpointer:
 
     @property
     def wall_s(self) -> float:
-        """The seconds of the run so far, including those before a resume."""
+        """The seconds that the run has taken, including the time before a resume."""
         return self._state.wall_s + time.perf_counter() - self._begun
 
     @property
     def is_current(self) -> bool:
-        """Whether no step and no evaluation was done after the last checkpoint."""
+        """Whether the last checkpoint holds all finished steps and evaluations."""
         return self._saved == self._state.position
 
     @property
     def is_due(self) -> bool:
-        """Whether to save now: every `save_steps` steps, or `save_minutes` after the last save."""
+        """Whether to save a checkpoint now, because of `save_steps` or `save_minutes`."""
         steps, minutes = self._settings.save_steps, self._settings.save_minutes
         due = steps > 0 and self._state.step % steps == 0
         if minutes is not None:
@@ -174,7 +172,7 @@ class Checkpointer:
             self.check_folder()
         except MachineError as gone:
             return gone
-        # safetensors and tokenizers give the error number of the system only in their messages.
+        # safetensors and tokenizers give the system's error number only in texts of exceptions.
         messages = f"{error} {error.__cause__} {error.__context__}"
         for number in (errno.ENOSPC, errno.EDQUOT):
             if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
@@ -184,7 +182,7 @@ class Checkpointer:
         return None
 
     def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
-        """Save a checkpoint; returns the seconds. Raises RuntimeError if ranks differ."""
+        """Save a checkpoint; return the seconds. Raises RuntimeError if ranks' weights differ."""
         begun = time.perf_counter()
         self.check_folder()
         while self.unsynced:
@@ -206,7 +204,7 @@ class Checkpointer:
         return seconds
 
     def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:
-        """Write a checkpoint with the `state_dict()` of all `owners`; only rank 0 calls it."""
+        """Write a checkpoint with the `state_dict()` of all `owners`. Only rank 0 calls `write`."""
         self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
         state: SavedState = {}
         for owner in self.owners:

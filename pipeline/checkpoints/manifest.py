@@ -1,4 +1,4 @@
-"""The manifests of checkpoints; finding, ordering and removing the checkpoints of a folder.
+"""Writes and checks manifests of checkpoints; orders and removes checkpoints.
 
 A manifest holds the number of the checkpoint in the run, and the size and SHA-256 of each file. A
 save writes the manifest last, so a folder without a manifest is no checkpoint.
@@ -20,7 +20,7 @@ PREVIOUS = ".previous"  # suffix of a checkpoint that a save replaces
 
 
 def write_manifest(folder: Path, number: int) -> None:
-    """Write the manifest of all files below `folder`; `number` counts the saves of the run."""
+    """Write the manifest of all files in a folder. `number` counts the checkpoints of the run."""
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.rglob("*"))
@@ -41,10 +41,7 @@ def _sha256(path: Path) -> str:
 
 
 def problem(folder: Path) -> str | None:
-    """Return the first problem of a checkpoint; None if every byte is as it was written.
-
-    A link, or a file that the manifest lacks, is a problem, because libraries might load it.
-    """
+    """Return a text about the first damaged, linked or unknown file of a checkpoint, or None."""
     if (manifest := read_manifest(folder)) is None:
         exists = (folder / MANIFEST).is_file()
         return f"{MANIFEST} is damaged" if exists else f"it has no {MANIFEST}"
@@ -54,6 +51,7 @@ def problem(folder: Path) -> str | None:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             return f"{name} is a link"
+        # A library might load a file that the manifest lacks.
         is_loaded = path.is_file() and path.suffix.lower() != ".md" and path.name[0] != "."
         if is_loaded and name not in (MANIFEST, *manifest["files"]):
             return f"{name} is not in its {MANIFEST}"
@@ -76,19 +74,19 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def number_of(folder: Path) -> int:
-    """Return the number of a checkpoint in its run; -1 if its manifest cannot be read."""
+    """Return the number of a checkpoint in the run; -1 if the manifest cannot be read."""
     manifest = read_manifest(folder)
     return -1 if manifest is None else int(manifest["number"])
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder by falling number, after those without a number."""
+    """Return a folder's checkpoints, newest first. Damaged checkpoints come before all others."""
     numbers = {path: number_of(path) for path in folder.glob("[!.]*") if path.is_dir()}
     return sorted(numbers, key=lambda p: (numbers[p] < 0, numbers[p], p.name), reverse=True)
 
 
 def put_aside(folder: Path, kept: Path | None) -> None:
-    """Hide the checkpoints after `kept` (None: all) until `prune` removes them."""
+    """Hide all checkpoints that are newer than `kept`. If `kept` is None, hide all checkpoints."""
     last = -1 if kept is None else number_of(kept)
     for path in newest_first(folder):
         if not 0 <= number_of(path) <= last:
@@ -100,9 +98,9 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove the hidden, unfinished and replaced checkpoints, after `latest` was written.
+    """Remove all hidden, unfinished and replaced checkpoints except `latest`.
 
-    Of the checkpoints inside stages, named `step-...`, only the newest `limit` stay.
+    Of the checkpoints named `step-...`, only the newest `limit` stay.
     """
     useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):

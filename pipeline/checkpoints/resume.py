@@ -1,4 +1,4 @@
-"""The start of a run: its folder, its state and its weights, fresh or from a checkpoint."""
+"""Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,10 @@ from pipeline.models.loading import load_folder, load_model
 
 
 def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
-    """Open the run folder on rank 0; returns Opened (on rank 0), folder and checkpoint.
+    """Open the run folder on rank 0, and tell all ranks the folder and the checkpoint to resume.
 
-    The checkpoint is the one to continue from, or None. Every rank raises a UserError of rank 0.
+    A UserError on rank 0 is raised on every rank. Ranks other than 0 return None
+    instead of Opened.
     """
     opened: Opened | None = None
     result: Any = None
@@ -37,7 +38,7 @@ def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Pa
 
 
 def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
-    """Return the state and the model of the checkpoint `path`; {} and a new model for None."""
+    """Return a checkpoint's state and model. If `path` is None, return {} and a new model."""
     if path is None:
         return {}, load_model(config.model, tokenizer, config.run.seed)
     state, is_adapter = read_state(path), lora.is_adapter(path)
@@ -53,7 +54,10 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
 def base_of_adapters(
     model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
 ) -> str:
-    """Return the folder or hub id of the adapters' base model; save the model if it has neither."""
+    """Return the folder or hub id of the base model of LoRA adapters.
+
+    A base model without a folder or hub id is saved first.
+    """
     folder, name = checkpointer.folder, settings.model
     if (folder / "warm-start").is_dir():
         return str(_whole(folder / "warm-start").resolve())
@@ -68,7 +72,7 @@ def base_of_adapters(
 def folder_of_reference(
     folder: Path, state: TrainState, stages: Sequence[Stage], sync_ref_model: bool
 ) -> Path | None:
-    """Return the checkpoint with the reference's weights; None means the original model."""
+    """Return the checkpoint with the reference model's weights; None means the original model."""
     finished = [stage for stage in stages if state.evaluated(stage.name)]
     if sync_ref_model and finished:
         return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
@@ -84,11 +88,11 @@ def _whole(path: Path) -> Path:
 
 @torch.no_grad()
 def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
-    """Load the weights (with LoRA, the adapters) of a checkpoint; None means the original ones."""
+    """Load weights or LoRA adapters into `model`. If `folder` is None, use the original weights."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
-        return  # new adapters do not change the output of the model
+        return  # New LoRA adapters do not change the output of a model.
     if folder is None:
         loaded = load_model(config.model, tokenizer, config.run.seed)
     else:

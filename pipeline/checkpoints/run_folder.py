@@ -1,4 +1,4 @@
-"""The folder of a run: choosing, checking and locking it, and finding the checkpoint to resume."""
+"""Chooses, checks and locks the folder of a run, and finds the checkpoint to resume."""
 
 import fcntl
 import json
@@ -21,8 +21,7 @@ HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_
 HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference"}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
 HARMLESS -= {"seed", "deterministic"}
-# The format of state.json. It gets a new number only if older code would misread newer files.
-FORMAT = 1
+FORMAT = 1  # version of state.json; increases if older code would misread newer files
 
 
 class Opened(NamedTuple):
@@ -30,12 +29,12 @@ class Opened(NamedTuple):
 
     folder: Path
     checkpoint: Path | None  # None for a new run
-    notes: list[str]  # lines for the user
-    lock: IO[str]  # the open lock file; closing it unlocks the folder
+    notes: list[str]  # lines to print for the user
+    lock: IO[str]  # the open lock file; closing the file unlocks the folder
 
 
 def folder_of(config: Config) -> Path:
-    """Return `output_dir`, or the run folder of the checkpoint to resume, or runs/RECIPE-TIME."""
+    """Return `output_dir`, or the folder of the run to resume, or the path of a new folder."""
     if config.run.output_dir is not None:
         return config.run.output_dir
     name = config.run.resume_from_checkpoint
@@ -44,7 +43,7 @@ def folder_of(config: Config) -> Path:
     if name == "latest":
         raise UserError("resume_from_checkpoint: needs the run's folder; give --output-dir as well")
     begun_s: float | None = None
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that torchrun restarts need the same name
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # A restart must not change the folder's name.
         import psutil
 
         begun_s = psutil.Process(os.getppid()).create_time()
@@ -53,7 +52,7 @@ def folder_of(config: Config) -> Path:
 
 
 def restarted(config: Config) -> Config:
-    """Return the settings; set `resume_from_checkpoint` to auto after a restart by torchrun."""
+    """Return `config`, with `resume_from_checkpoint: auto` if torchrun restarted this process."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not is_restart or config.run.resume_from_checkpoint is not None:
         return config
@@ -62,10 +61,7 @@ def restarted(config: Config) -> Config:
 
 
 def check_folder(config: Config) -> None:
-    """Raise UserError if the run folder cannot be used, holds another run, or has no checkpoint.
-
-    Only the existence of paths is checked, so that a mistake is reported before large imports.
-    """
+    """Raise UserError if the run folder is unusable, holds another run, or lacks a checkpoint."""
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
@@ -79,7 +75,6 @@ def check_folder(config: Config) -> None:
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:
-    """Return the checkpoints that `name` can mean, newest first; UserError if there is none."""
     checkpoints = newest_first(folder / "checkpoints")
     if name == "auto" or (name == "latest" and checkpoints):
         return checkpoints
@@ -97,9 +92,9 @@ def _candidates(folder: Path, name: str) -> list[Path]:
 
 
 def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
-    """Return the newest undamaged checkpoint that `name` can mean, and warnings about damaged ones.
+    """Return the newest undamaged checkpoint that `name` can mean, and warnings to print.
 
-    If all are damaged, `auto` returns None; for other names, UserError is raised.
+    If all checkpoints are damaged, return None for the name `auto`, else raise UserError.
     """
     notes: list[str] = []
     for path in _candidates(folder, name):
@@ -114,7 +109,7 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json, with settings renamed as now; UserError for a newer format."""
+    """Return state.json with the present names of settings. Raises UserError for a newer format."""
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if (number := state.get("format", 1)) > FORMAT:
         why = f"{checkpoint.name} has format {number}, and this version reads up to {FORMAT}"
@@ -123,10 +118,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def open_folder(config: Config) -> Opened:
-    """Make and lock the run folder, and find the checkpoint to resume; only rank 0 calls it.
-
-    Raises UserError if the folder cannot be used or if the settings differ from the checkpoint's.
-    """
+    """Make and lock the run folder, and find the checkpoint to resume, or raise UserError."""
     check_folder(config)
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     try:
@@ -145,10 +137,7 @@ def open_folder(config: Config) -> Opened:
 
 
 def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> None:
-    """Write the settings, hide later checkpoints and remove later transcripts.
-
-    `evaluated` holds the names of the evaluations in the checkpoint.
-    """
+    """Write the settings, and hide or remove what the run wrote after the resumed checkpoint."""
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)
     transcripts = folder / "trajectories"
@@ -164,10 +153,7 @@ def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> Non
 
 
 def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
-    """Raise UserError if settings outside HARMLESS differ from `old`, the checkpoint's settings.
-
-    With `override`, return a line about these settings instead.
-    """
+    """Raise UserError if a changed setting affects results. With `override`, return notes."""
     new, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
     changes = []
     for section, setting in SETTINGS:

@@ -1,7 +1,4 @@
-"""Transcripts: gzip files with one JSON line for each episode of a step or an evaluation.
-
-The page reader shows transcripts. A resumed run reads the records of its stage from them.
-"""
+"""Transcripts are gzip files with one JSON line for each episode of a step or an evaluation."""
 
 import gzip
 import json
@@ -22,9 +19,9 @@ def save_transcripts(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float] | None = None,
 ) -> Path:
-    """Write the episodes of a step on one rank; returns the path of the file.
+    """Write the episodes of a step on one rank, and return the path of the file.
 
-    In a line, `ids` and `logprobs` hold one list for each assistant message.
+    In each JSON line, `ids` and `logprobs` hold one list for each assistant message.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.rank-{rank}.jsonl.gz"
@@ -46,7 +43,7 @@ def save_transcripts(
 
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
-    """Read this rank's part of the records in a folder; raises UserError if a file is damaged."""
+    """Return one rank's part of a folder's episode records. Raises UserError for a damaged file."""
     names, records = {field.name for field in fields(RunRecord)}, []
     for path in sorted(folder.glob("step-*.jsonl.gz")):
         if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks != rank:

@@ -1,4 +1,4 @@
-"""The command line. Each setting has one flag, which overrides the recipe."""
+"""Parses the command line. Each setting has one flag, which overrides the recipe."""
 
 import argparse
 import sys
@@ -18,10 +18,10 @@ DEFAULT_RECIPE = "three_domain_tiny"
 
 
 def parse(argv: list[str]) -> Config:
-    """The settings of a command line: values of flags, and the recipe's values for the rest.
+    """Return the settings of a command line, whose flags override a recipe.
 
-    Without a recipe, a resumed run uses its own `config.yaml`. Raises `UserError` for every
-    mistake, and `SystemExit(0)` after printing the help.
+    A resumed run without `--config` uses its own `config.yaml`. Raises UserError for a mistake, and
+    SystemExit(0) after printing the help.
     """
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args(argv)
@@ -48,13 +48,13 @@ def parse(argv: list[str]) -> Config:
 
 
 def flag(section: str, name: str) -> str:
-    """The flag of a setting, such as `--learning-rate` or `--warm-start-learning-rate`."""
+    """Return the flag of a setting, such as `--learning-rate` or `--warm-start-learning-rate`."""
     prefix = "warm-start-" if section == "warm_start" else ""
     return f"--{prefix}{name.replace('_', '-')}"
 
 
 def build_parser(shown: Config) -> argparse.ArgumentParser:
-    """The parser of all flags. Its help shows the values of `shown` as defaults."""
+    """Return the parser of all flags, whose help shows the values of `shown` as defaults."""
     parser = _Parser(
         usage="pipeline/run.py [--config RECIPE] [--FLAG VALUE ...]",
         description="Warm start, GRPO and evaluation of a tool-using model in several domains. "
@@ -109,7 +109,6 @@ def _shown(value: Any) -> str:
 
 
 def _value(text: str | bool, annotation: Any) -> Any:
-    """The value of a flag. Commas separate the items of a list; `none` is an empty list."""
     base = _without_null(annotation)
     if isinstance(text, bool):
         return text
@@ -122,11 +121,11 @@ def _value(text: str | bool, annotation: Any) -> Any:
     try:
         return yaml.load(text, recipe.Loader)
     except (ValueError, yaml.YAMLError):
-        return text  # `recipe.resolve` refuses the text.
+        return text  # `recipe.resolve` raises UserError for the text.
 
 
 def _without_null(annotation: Any) -> Any:
-    """The type of a setting without `None` and without limits: `int` for `PositiveInt | None`."""
+    """Return a setting's type without None and limits: `int` for `PositiveInt | None`."""
     arguments = get_args(annotation)
     is_optional = type(None) in arguments
     return getattr(arguments[0], "__origin__", arguments[0]) if is_optional else annotation

@@ -1,7 +1,6 @@
-"""Names of settings and metrics in TRL and in earlier versions, with their present form.
+"""Former names of settings and metrics, from TRL or earlier versions, with their present names.
 
-An error for a former name in a recipe or flag gives the present form. Former names in the files of
-a run are translated.
+A former name in a recipe or flag is an error. In the files of a run, former names are translated.
 """
 
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ SETTINGS = {
     "max_error_share": "max_error_rate",
     "max_live_episodes": "max_concurrent_episodes",
 }
-METRICS = {  # A domain may follow the name: `rollout/dead_groups/airline`.
+METRICS = {  # A metric's name may end with a domain, as in `rollout/dead_groups/airline`.
     "rollout/dead_groups": "rollout/frac_reward_zero_std",
     "train/logprob_gap": "train/sampling_logp_difference_max",
     "train/logprob_gap_mean": "train/sampling_logp_difference_mean",
@@ -30,7 +29,7 @@ METRICS = {  # A domain may follow the name: `rollout/dead_groups/airline`.
 
 
 def instead(name: str) -> str:
-    """The error message for a former setting or flag; "" for other names."""
+    """Return the error message for a former setting or flag, or "" for other names."""
     plain, is_flag = name.lstrip("-").replace("-", "_"), name.startswith("-")
     if plain.startswith("per_device_") or plain in PER_DEVICE:
         now = "tasks_per_step groups of num_generations over all ranks"
@@ -45,7 +44,7 @@ def instead(name: str) -> str:
 
 
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved settings of a run, in their present form."""
+    """Return the saved settings of a run with the present names of settings."""
     tree = {
         section: {SETTINGS.get(name, name): value for name, value in values.items()}
         if isinstance(values, dict)
@@ -63,7 +62,7 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of a run's `metrics.jsonl`, under present names, and of its `timings.jsonl`."""
+    """Return the lines of `metrics.jsonl` (with present metric names) and of `timings.jsonl`."""
     metrics = [
         {_present(name): value for name, value in line.items()}
         for line in read_records(folder / layout.METRICS)

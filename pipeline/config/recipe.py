@@ -1,7 +1,6 @@
-"""Recipes: YAML files with settings.
+"""Reads and writes recipes, which are YAML files of settings.
 
-Every mistake in a recipe is a `UserError` that names the file and the setting. Recipes are trusted:
-nothing protects against malicious YAML.
+A mistake in a recipe raises UserError. Recipes are trusted, so malicious YAML is not detected.
 """
 
 import os
@@ -21,9 +20,9 @@ from pipeline.files.layout import RUN_SETTINGS
 from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file, shown
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
-MAX_BYTES = 1 << 16  # size of a recipe
+MAX_BYTES = 1 << 16  # largest size of a recipe
 
-SETTINGS: dict[tuple[str, str], FieldInfo] = {  # keys: section, setting
+SETTINGS: dict[tuple[str, str], FieldInfo] = {  # keys: (section, setting)
     (section, name): field
     for section, part in Config()
     if isinstance(part, Section)
@@ -33,19 +32,19 @@ SECTIONS = tuple(dict.fromkeys(section for section, _ in SETTINGS))
 
 
 def load_recipe(source: str | Path) -> Config:
-    """The settings of a recipe. `source` is a path or the name of a shipped recipe."""
+    """Return the settings of a recipe. `source` is a path or the name of a shipped recipe."""
     path = find_recipe(source)
     return resolve(path, read_recipe(path), {})
 
 
 def dump(config: Config) -> str:
-    """The settings as YAML. `load_recipe` reads an equal `Config` from the text."""
+    """Return the settings as YAML text, from which `load_recipe` reads an equal `Config`."""
     values = config.model_dump(mode="json")
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
 def find_recipe(source: str | Path) -> Path:
-    """The file of a recipe. `source` is a path, or a shipped recipe such as `mixed`."""
+    """Return the file of a recipe. `source` is a path or the name of a shipped recipe."""
     path = Path(source)
     if os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long.
         return path
@@ -60,10 +59,7 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The values of a recipe by section, and the recipe's name. UserError for an unknown setting.
-
-    Every section is present. Former names in the `config.yaml` of a run folder are translated.
-    """
+    """Return a recipe's name and values by section. Raises UserError for an unknown setting."""
     try:
         tree = yaml.load(read_file(path, MAX_BYTES).decode("utf-8-sig"), Loader)
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
@@ -91,7 +87,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...], str]) -> Config:
-    """Validate settings. `flags` holds the flag of each setting that a flag has set."""
+    """Return the validated settings. `flags` has the flag of each setting from the command line."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -128,7 +124,7 @@ def _unknown(name: str, section: str = "") -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text. Keys must be unique."""
+    """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text. Keys must not repeat."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -145,7 +141,7 @@ class _Dumper(yaml.SafeDumper):
     """A dumper that quotes each text that YAML 1.1 or 1.2 would read as another type."""
 
 
-Loader.yaml_implicit_resolvers = {}  # removes YAML 1.1's types: `no` is false, `1e-6` is text
+Loader.yaml_implicit_resolvers = {}  # YAML 1.1 reads `no` as false and `1e-6` as text.
 _FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),

@@ -1,4 +1,4 @@
-"""Checks of settings against each other. Each error names a setting, its value and a remedy."""
+"""Finds contradictions between settings. Each error names a setting, its value and a remedy."""
 
 import re
 from collections.abc import Iterator
@@ -7,19 +7,19 @@ from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.errors import UserError
 
 JOINT_STAGES = ("mixed", "interleaved")
-# Names of evaluations, and of the metric `reward/mean` over all domains.
+# No domain may have a name that evaluations or metrics use.
 RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "mean")
 
 
 def check(config: Config) -> None:
-    """Raise UserError for the first contradiction."""
+    """Raise UserError for the first contradiction between settings."""
     for rule in (_environments, _names, _curriculum, _loss, _run):
         for mistake in rule(config):
             raise UserError(mistake)
 
 
 def _environments(config: Config) -> Iterator[str]:
-    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # lower case: some file systems ignore case
+    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # lower case, as file systems may ignore case
     for name, target in config.data.environments.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
             hint = "use letters, digits, _ and - only, at most 64"

@@ -1,8 +1,6 @@
-"""One typed tree of settings. A recipe (YAML) and flags set their values.
+"""All settings of a run with types and defaults. A recipe (YAML) and flags set their values.
 
-Every setting has one flag, such as `--learning-rate`. Flags of the warm start have a prefix, such
-as `--warm-start-steps`. Settings of TRL have the same names as in TRL. `rules.py` checks settings
-against each other.
+A setting that exists in TRL has TRL's name. `rules.py` finds contradictions between settings.
 """
 
 from pathlib import Path
@@ -13,7 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from pydantic_core import PydanticCustomError
 
 DEFAULT_DOMAINS = ["airline", "retail", "telecom"]
-EMBEDDED_DOMAINS = {  # environment classes by domain, as in the setting `environments`
+EMBEDDED_DOMAINS = {  # the environment class of each domain, as `module:Class`
     "airline": "pipeline.embedded.airline:AirlineEnvironment",
     "retail": "pipeline.embedded.retail:RetailEnvironment",
     "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
@@ -25,7 +23,7 @@ ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Weights = dict[str, PositiveFloat]
 Difficulty = Literal["easy", "medium", "hard"]
-# mixed: each step has groups of every domain; interleaved: each step has groups of one domain.
+# A step of `mixed` has groups of every domain; a step of `interleaved` has groups of one domain.
 Curriculum = Literal["sequential", "mixed", "interleaved"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RatioLevel = Literal["token", "sequence"]
@@ -36,14 +34,14 @@ def field(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A group of settings: validated and immutable; unknown names are refused."""
+    """A group of immutable, validated settings. Unknown names of settings are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse empty text, and true or false for numbers: pydantic reads true as 1."""
+        """Refuse empty text, and true or false for a number, because pydantic reads true as 1."""
         is_switch = cls.model_fields[str(info.field_name)].annotation is bool
         if value == "" or (isinstance(value, bool) and not is_switch):
             raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
@@ -245,8 +243,9 @@ class Config(Section):
     def peak_learning_rate(self) -> float:
         """`grpo.learning_rate`, scaled by tasks_per_step / reference_tasks_per_step.
 
-        `linear`: Goyal et al. 2017 (arXiv 1706.02677, section 2.1). `sqrt`: Krizhevsky 2014 (arXiv
-        1404.5997, section 5) and, for Adam, Malladi et al. 2022 (arXiv 2205.10287).
+        The scaling `linear` is from Goyal et al. 2017 (arXiv 1706.02677, section 2.1). The scaling
+        `sqrt` is from Krizhevsky 2014 (arXiv 1404.5997, section 5) and, for Adam, from Malladi et
+        al. 2022 (arXiv 2205.10287).
         """
         if self.grpo.scale_lr == "none":
             return self.grpo.learning_rate

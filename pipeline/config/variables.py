@@ -1,17 +1,17 @@
-"""Environment variables that would change the numbers of a run: refused, or set by the pipeline."""
+"""Refuses or sets environment variables that would change the results of a run."""
 
 import os
 
 from pipeline.errors import UserError
 
-# Accelerate's ways to shard a model, which the update does not support.
+# Accelerate can shard a model in these ways, which the pipeline does not support.
 _WAYS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")
-# Variables of Accelerate 1.15, torch 2.13 and their libraries, with the values that have no effect.
+# The allowed values of environment variables of Accelerate 1.15, torch 2.13 and their libraries.
 REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((f"ACCELERATE_USE_{name}" for name in _WAYS), ("", "0", "false", "no", "off")),
-    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # This variable compiles only the training forward.
+    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # Accelerate would compile the model in training only.
     "ACCELERATE_TORCH_DEVICE": ("",),  # This variable puts all ranks on one device.
-    # With these variables, torch cannot restore float32 precision of matrix products.
+    # These three variables lower the precision of float32 matrix products.
     "NVIDIA_TF32_OVERRIDE": ("", "0"),
     "ONEDNN_DEFAULT_FPMATH_MODE": ("", "strict"),
     "DNNL_DEFAULT_FPMATH_MODE": ("", "strict"),
@@ -19,7 +19,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def refuse() -> None:
-    """Raise UserError for an environment variable that would change the numbers of a run."""
+    """Raise UserError for an environment variable that would change the results of a run."""
     for name, harmless in REFUSED.items():
         value = os.environ.get(name, "")
         if value.lower() not in harmless:
@@ -28,7 +28,7 @@ def refuse() -> None:
 
 
 def pin(mixed_precision: str) -> None:
-    """Set the precision of a run, over a launcher's variables, before the Accelerator exists."""
+    """Set the precision of a run before the Accelerator is made, whatever the launcher has set."""
     import torch
 
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed_precision  # SFTTrainer reads this variable.

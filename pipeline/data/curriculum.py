@@ -1,4 +1,4 @@
-"""Stages: the domains of each step's groups, and the number of steps of each stage."""
+"""The stages of a curriculum: which domains each step trains, and how many steps a stage has."""
 
 import math
 from collections import Counter
@@ -15,31 +15,25 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the training. Every step has `groups` groups of each domain over all ranks.
-
-    If there is a `schedule`, each step has groups of one domain, which the schedule names.
-    """
+    """Consecutive optimizer steps with tasks of the same domains and of one difficulty."""
 
     index: int
     name: str
-    own: tuple[str, ...]  # domains that the stage trains; all other domains are replayed
+    own: tuple[str, ...]  # domains that the stage is for; other domains in `groups` are replayed
     difficulty: str
-    groups: dict[str, int]
-    schedule: tuple[str, ...] = ()  # the domain of each step, if a step has one domain
+    groups: dict[str, int]  # number of groups of each domain in a step, over all ranks
+    schedule: tuple[str, ...] = ()  # the domain of each step, if each step has one domain
     first_step: int = 0  # number of steps before the stage
     num_steps: int = 0
 
     @property
     def last_step(self) -> int:
-        """The number of steps until the end of the stage."""
+        """The number of steps from the start of the run to the end of the stage."""
         return self.first_step + self.num_steps
 
 
 def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
-    """Return the stages of a run's curriculum.
-
-    A step has no task twice, so `groups` of a domain is at most the domain's number of tasks.
-    """
+    """Return the stages of a run. Raises UserError if a domain would have no group in a stage."""
     curriculum, size = config.curriculum, config.rollout.tasks_per_step
     takes_turns = curriculum.curriculum == "interleaved"
     difficulties = curriculum.difficulties or [config.data.difficulty]
@@ -63,7 +57,7 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
 def one_after_another(
     stages: Sequence[Stage], ended: Mapping[str, int] | None = None
 ) -> list[Stage]:
-    """Return the stages with their first steps: a stage begins where the stage before it ends.
+    """Return the stages with first steps: each stage begins at the end of the stage before.
 
     `ended` has the number of steps of each stage that ended early.
     """
@@ -102,16 +96,16 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
         given = f"the stages have {total} steps, and max_steps is {max_steps}"
         raise UserError(f"stage_steps: {given}; give max_steps {total}, or change theirs")
     weights, known = list[float](), curriculum.stage_weights
-    for name, own in rest.items():  # a weight belongs to a stage's name or only domain
+    for name, own in rest.items():  # A weight is set for a stage, or for a stage's only domain.
         weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
     return [steps[name] for name in names]
 
 
 def quota(shares: Mapping[str, float], count: int) -> list[str]:
-    """Return `count` names, in which the number of each name is as close as possible to its share.
+    """Return `count` names in proportion to `shares`, which sum to 1.
 
-    The shares sum to 1. Every prefix of the list is as close to the shares as possible.
+    Each prefix of the list is as close to the shares as possible.
     """
     given, names = dict.fromkeys(shares, 0), list[str]()
     for number in range(1, count + 1):
@@ -121,10 +115,7 @@ def quota(shares: Mapping[str, float], count: int) -> list[str]:
 
 
 def split(total: int, weights: list[float]) -> list[int]:
-    """Return integers in proportion to `weights` with the sum `total`, by largest remainders.
-
-    Of equal remainders, the first is rounded up.
-    """
+    """Return integers with the sum `total` in proportion to `weights`, by largest remainders."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(number) for number in exact]
     order = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
@@ -134,10 +125,7 @@ def split(total: int, weights: list[float]) -> list[int]:
 
 
 def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: int) -> list[Task]:
-    """Return the tasks of a step, one task for each group, equal on every rank.
-
-    `step` is the number of optimizer steps before this step.
-    """
+    """Return the tasks of step `step` (from 0) of the run: one per group, equal on every rank."""
     number = step - stage.first_step
     assert 0 <= number < stage.num_steps, f"step {step} is not in stage {stage.name}"
     groups = stage.groups
@@ -155,10 +143,10 @@ def replacement_tasks(
     sources: Mapping[str, Source],
     *key: int | str,
 ) -> list[Task]:
-    """Return a random task of each of `domains`, equal on every rank.
+    """Return a random task for each item of `domains`, equal on every rank.
 
-    `key` names the stream of random numbers. Tasks whose keys are in `played`, the earlier tasks of
-    the step, are left out. Fewer tasks are returned if a domain has too few other tasks.
+    Tasks whose keys are in `played` are left out, so fewer tasks may be returned. `key` names the
+    stream of random numbers.
     """
     tasks: list[Task] = []
     for domain, count in Counter(domains).items():
@@ -170,10 +158,7 @@ def replacement_tasks(
 
 
 def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
-    """Return whether the last `patience` values are less than `delta` above the best earlier value.
-
-    `history` is a stage's held-out success, one value for each validation.
-    """
+    """Return whether the last `patience` values are less than `delta` above the earlier maximum."""
     if not patience or len(history) <= patience:
         return False
     gain = max(history[-patience:]) - max(history[:-patience])
@@ -194,11 +179,7 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
 
 
 def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:
-    """Return the learning rate of a stage's next step after `done` of `num_steps` steps.
-
-    The schedule is a linear warm-up to `peak`, then the decay. Each stage has its own schedule, so
-    that later domains learn as fast as the first.
-    """
+    """Return a stage's learning rate after `done` of its steps: linear warm-up, then decay."""
     warmup = settings.warmup_steps
     if done < warmup:
         return peak * (done + 1) / warmup

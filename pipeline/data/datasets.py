@@ -1,6 +1,6 @@
 """Opens the files and datasets that the setting `tasks` names, without importing torch.
 
-A dataset never makes the pipeline read files outside the dataset's folder.
+A dataset cannot make the pipeline read files outside the dataset's folder.
 """
 
 import os
@@ -13,15 +13,12 @@ from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import parse_json, read_file, reason_of, shown
 
-KINDS = ("json", "parquet", "csv", "arrow")  # kinds of files whose rows name no further files
+KINDS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer to other files
 MAX_STATE_BYTES = 8 << 20
 
 
 def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
-    """Return the checked tasks of a domain's file or dataset.
-
-    `split` names the split of a dataset that has splits.
-    """
+    """Return the checked tasks of a domain's file or dataset. Raises UserError for a mistake."""
     path = Path(source)
     if path.is_file():
         return load_tasks(path, domain, visit)
@@ -38,10 +35,7 @@ def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
 
 
 def _dataset(source: str, split: str) -> tuple[Any, str]:
-    """Return a dataset and its name: a `save_to_disk` folder, or a source for `load_dataset`.
-
-    A folder of one `Dataset` has no splits, so `split` has no effect on it.
-    """
+    """Load a `save_to_disk` folder or a source of `load_dataset`. Return the dataset and a name."""
     from datasets import config, disable_progress_bars, load_from_disk
 
     path = Path(source)
@@ -61,10 +55,7 @@ def _dataset(source: str, split: str) -> tuple[Any, str]:
 
 
 def _named(path: Path, key: str) -> list[str]:
-    """Return the names that a file of a dataset's folder lists, or nothing if the file is missing.
-
-    Raises ValueError for a name that is not the plain name of a file or folder.
-    """
+    """Return the file names in a JSON file of a dataset. Raises ValueError if a name is a path."""
     if not path.is_file():
         return []
     state = parse_json(read_file(path, MAX_STATE_BYTES).decode())
@@ -78,10 +69,9 @@ def _named(path: Path, key: str) -> list[str]:
 
 
 def _load_dataset(source: str, split: str) -> Any:
-    """Return a split of a dataset on the hub or in a folder.
+    """Load a split of a dataset on the hub or in a folder.
 
-    Raises ValueError if `load_dataset` would read files outside the folder or the hub, and for
-    kinds of files whose rows may name further files, such as images.
+    Raises ValueError for files outside the dataset, and for file formats that are not in KINDS.
     """
     from datasets import Features, Json, config, load_dataset, load_dataset_builder
 
@@ -97,7 +87,7 @@ def _load_dataset(source: str, split: str) -> Any:
     dataset = load_dataset(source, split=split)
     has_structs = isinstance(dataset.features.get("payload"), dict)
     if has_structs and kind == "json" and (is_folder or not config.HF_HUB_OFFLINE):
-        # Keep each payload as in the file. In a struct, each payload has the keys of all payloads.
+        # `Json` keeps each payload as in the file; a struct would add the keys of other payloads.
         features = Features({**dataset.features, "payload": Json()})
         dataset = load_dataset(source, split=split, features=features)
     return dataset

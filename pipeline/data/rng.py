@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a number depends only on a key and a counter.
+"""Counter-based random numbers, which depend on neither the rank nor the shape of a batch.
 
-A key is the first 8 bytes of BLAKE2b (RFC 7693) of the parts that name a stream, such as (seed,
-stage, step, domain, task, sample). The number at a counter is SplitMix64 (Steele, Lea and Flood
-2014, OOPSLA) of the key. Numbers are equal on every rank, in batches of any shape and order.
+A stream of random numbers is named by parts, such as (seed, stage, step, domain, task, sample).
+The key of a stream is the first 8 bytes of the BLAKE2b hash (RFC 7693) of the parts. SplitMix64
+(Steele, Lea and Flood 2014, OOPSLA) computes a random number from the key and the counter.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ Part = int | str
 
 
 def stream_key(*parts: Part) -> int:
-    """Return the 64-bit key of the stream that `parts` name. Every process gets an equal key."""
+    """Return the 64-bit key of the stream that `parts` name, equal in every process."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a 53-bit number in [0, 1) for each (key, position); the shapes broadcast."""
+    """Return a random 53-bit number in [0, 1) for each (key, position), after broadcasting."""
     with np.errstate(over="ignore"):
         state = keys.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         state = (state ^ (state >> np.uint64(30))) * _MIX1
@@ -42,14 +42,14 @@ def generator(*parts: Part) -> random.Random:
 
 
 def permutation(count: int, *parts: Part) -> list[int]:
-    """Return the indices of range(count), sorted by their random numbers in a stream."""
+    """Return a random permutation of range(count) for the stream that `parts` name."""
     keys = np.full(count, stream_key(*parts), dtype=np.uint64)
     order: list[int] = np.argsort(uniforms(keys, np.arange(count)), kind="stable").tolist()
     return order
 
 
 def choose(items: Sequence[str], weights: Sequence[float], number: float) -> str:
-    """Return the item whose part of [0, 1) contains `number`. Parts are proportional to weights."""
+    """Choose an item by a `number` in [0, 1). Probabilities are proportional to `weights`."""
     total = sum(weights)
     for item, weight in zip(items, weights, strict=True):
         number -= weight / total

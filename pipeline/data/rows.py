@@ -1,7 +1,7 @@
-"""Rows of tasks: a JSON array in memory, or JSON Lines and datasets whose rows stay on disk.
+"""Rows of task files. A JSON array is held in memory; JSON Lines and datasets stay on disk.
 
-A source is iterated once to check all rows. Later each row is read by its index. Reading a row
-raises UserError if the file has changed since the check.
+Iteration reads all rows once. Later, each row is read by its index, and reading a row raises
+UserError if the file has changed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_
 TaskRow = dict[str, Any]
 Rows: TypeAlias = "JsonArray | JsonLines | DatasetRows"
 
-MAX_ARRAY_BYTES = 256 << 20  # largest file that is read into memory
-# types of columns without references to files; a column of images, for example, may name files
+MAX_ARRAY_BYTES = 256 << 20  # largest file of a JSON array, which is read into memory
+# types of columns that cannot refer to files; a column of images, for example, can
 KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
 CHANGED = "changed since it was read; put it back as it was, or start a new run"
 
 
 def rows_of_file(path: Path) -> JsonArray | JsonLines:
-    """Return the rows of a JSON file (one array) or a JSONL file, which may hold an array too."""
+    """Return the rows of a task file, which holds one JSON array or JSON Lines."""
     with open_file(path) as file:
         is_array = path.suffix == ".json" or file.read(1 << 16).lstrip().startswith(b"[")
     return JsonArray(path) if is_array else JsonLines(path)
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, int, bytes, Any]]:
-    """Yield the name, offset, bytes and value of each line of a JSON Lines file.
-
-    Blank lines are skipped. Raises UserError for a line that is not JSON.
-    """
+    """Yield each line's name, offset, bytes and value. Raises UserError if a line is not JSON."""
     start = 0
     with open_file(path) as file:
         for number, line in lines_of(file, str(path)):
@@ -57,7 +54,7 @@ def _parsed(text: str, where: str, what: str) -> Any:
 
 
 class JsonArray:
-    """The rows of a file of one JSON array. Iteration yields the name and the value of each row."""
+    """The rows of a JSON array in a file. Iteration yields (name, value) of each row."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -103,15 +100,12 @@ class JsonLines:
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, which stay memory-mapped.
-
-    Arrow gives each message the keys of all messages, so keys with the value null are removed. A
-    payload must not be a struct: Arrow adds null for missing keys and turns some texts into dates.
-    """
+    """The rows of a memory-mapped `datasets.Dataset`, without the nulls that Arrow adds."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - KINDS:
             raise UserError(f"{name}: a column holds {min(others)}, which no task has; take it out")
+        # An Arrow struct would add null for missing keys and turn some texts into dates.
         if isinstance(dataset.features.get("payload"), dict):
             raise UserError(f"{name}: payload: got a struct; store payloads as JSON text")
         self.name, self._dataset = name, dataset.with_format(None)
@@ -135,7 +129,6 @@ class DatasetRows:
 
 
 def _task_row(row: TaskRow) -> TaskRow:
-    """Return a row of a dataset without nulls, except nulls inside the payload."""
     payload = row.pop("payload", None)
     return {**_without_nulls(row), **({} if payload is None else {"payload": payload})}
 

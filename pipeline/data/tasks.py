@@ -1,10 +1,9 @@
-"""Tasks and demonstrations, and the files that hold them.
+"""Reads and writes files of tasks, and reads files of demonstrations.
 
 A task file holds one object per task, as JSON Lines or as one JSON array:
-`{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`, with
-optional `domain`, `family` and `branch`. The environment's `reset` gets `payload` as one JSON
-string. The columns of a dataset have the names of these keys. Rows of JSON Lines and datasets stay
-on disk: a run checks each row once, and reads the row again on each access.
+`{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`. The keys
+`domain`, `family` and `branch` are optional. The environment's `reset` gets `payload` as JSON text.
+A dataset of tasks has one column for each key.
 """
 
 from __future__ import annotations
@@ -25,38 +24,38 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
 
 Message = dict[str, Any]
-Visit = Callable[[TaskRow], None] | None  # function that gets each row of a source after its check
+Visit = Callable[[TaskRow], None] | None  # a function that is called with each checked row
 SPLITS = ("train", "validation", "test")
 DIFFICULTIES = ("easy", "medium", "hard")
 ROLES = ("system", "user", "assistant", "tool")
-MAX_CHARACTERS = 1_000_000  # of a conversation; limits the time of tokenization
+MAX_CHARACTERS = 1_000_000  # largest length of a conversation; limits the time of tokenization
 KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
 Source: TypeAlias = "Sequence[Task]"  # tasks in memory or on disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One problem. Its key is (domain, id), because two domains may have equal ids."""
+    """One problem for the policy. Ids are unique within a domain, so the key is (domain, id)."""
 
     domain: str
     id: str
-    prompt: tuple[Message, ...]  # first the domain's policy text, last the customer's request
+    prompt: tuple[Message, ...]  # begins with the policy text, ends with the customer's request
     payload: str  # JSON text for the environment
     family: str = ""
-    branch: str = ""  # name of the decision that the task needs, for reports
+    branch: str = ""  # name of the task's correct decision, for reports
 
     @property
     def key(self) -> tuple[str, str]:
         return self.domain, self.id
 
     def row(self) -> dict[str, Any]:
-        """Return copies of the keyword arguments of `Environment.reset`."""
+        """Return a copy of the task as keyword arguments for `Environment.reset`."""
         prompt = deepcopy(list(self.prompt))
         return {"domain": self.domain, "id": self.id, "prompt": prompt, "payload": self.payload}
 
 
 class Tasks(Sequence[Task]):
-    """A sequence that makes each task on access: `make` returns the task at an index."""
+    """A sequence of tasks, in which each access calls `make` with the index of the task."""
 
     def __init__(self, make: Callable[[int], Task], indices: Sequence[int]) -> None:
         self._make, self._indices = make, indices
@@ -70,21 +69,18 @@ class Tasks(Sequence[Task]):
 
 
 def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
-    """Return the checked tasks of a domain's JSON or JSONL file.
-
-    Raises UserError with the file, the line (or the number in the array), the task and the mistake.
-    """
+    """Return the checked tasks of a domain's JSON or JSONL file. Raises UserError for a mistake."""
     try:
         return tasks_of(rows_of_file(path), domain, visit)
     except UserError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a large array
+    except (OSError, ValueError) as error:  # ValueError: the file is not UTF-8, or too large
         why = f"cannot be read as a UTF-8 task file ({one_line(str(error))})"
         raise UserError(f"{path}: {why}; check the path") from None
 
 
 def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
-    """Check all rows, call `visit` with each row, and return the tasks of the rows."""
+    """Check all rows, call `visit` with each, and return tasks. Raises UserError for a mistake."""
     seen: dict[str, str] = {}
     for where, row in rows:
         if problem := _problem(row, domain):
@@ -109,7 +105,6 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
 
 
 def _problem(row: Any, domain: str) -> str:
-    """Return the first mistake in a row of a task. The text is empty for a correct row."""
     if not isinstance(row, dict):
         return f"got {type(row).__name__}; a task is one JSON object"
     if unknown := sorted(row.keys() - KEYS):
@@ -139,7 +134,7 @@ def _problem(row: Any, domain: str) -> str:
 
 
 def messages_problem(messages: Any) -> str:
-    """Return the first mistake in a conversation. The text is empty for a correct conversation."""
+    """Return the first mistake in a conversation, or an empty text."""
     if not isinstance(messages, list) or not messages:
         return "give a non-empty list of messages with role and content"
     for message in messages:
@@ -163,10 +158,7 @@ def _is_call(call: Any) -> bool:
 
 
 def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-    """Return the messages and tools of each demonstration in a JSONL file for the warm start.
-
-    A line is `{"messages": [...], "tools": [...]}`. Raises UserError with the line and the mistake.
-    """
+    """Return each demonstration's messages and tools from JSONL. Raises UserError for a mistake."""
     demonstrations: list[tuple[Any, Any]] = []
     try:
         for where, _, _, row in json_lines(path):
@@ -190,7 +182,7 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
 
 
 def save_tasks(tasks: Iterable[Task], path: Path) -> None:
-    """Write tasks as JSON Lines that `load_tasks` reads back."""
+    """Write tasks to a JSON Lines file that `load_tasks` can read."""
     rows = ({**vars(task), "payload": json.loads(task.payload)} for task in tasks)
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in rows)
@@ -199,8 +191,7 @@ def save_tasks(tasks: Iterable[Task], path: Path) -> None:
 def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
     """Return the `count` tasks of step `step` (from 0), equal on every rank.
 
-    Steps are consecutive slices of shuffled passes over `source`. Each pass has its own order, and
-    ends after its last whole step. No task occurs twice in a step.
+    A pass over `source` is a random order, which is cut into steps of `count` tasks.
     """
     assert 0 < count <= len(source), f"a step of {count} tasks cannot come from {len(source)}"
     steps_per_pass = len(source) // count
