@@ -1,9 +1,9 @@
 """Converts messages to tokens and back with a tokenizer's chat template and tool-call format.
 
 The chat template renders a conversation's prompt once. Each later tool result or user message is
-rendered alone, after a short test conversation, and the ids of the result or message are appended
-to the sampled ids. So a chat template that rewrites earlier messages cannot change sampled tokens.
-Special strings in messages and tools are encoded as plain text, never as control tokens.
+rendered after a short test conversation, not after the real conversation, and the new ids are
+appended to the sampled ids. So a chat template that rewrites earlier messages cannot change sampled
+tokens. Special strings (texts of special tokens) in messages and tools become plain text.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ from pipeline.data.tasks import Message
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
-MAX_CACHED_TOKENS = 1 << 21  # Lists of this many ids take about 80 MB.
-ENTRY = 8  # A cache entry without its ids takes the memory of about 8 ids.
+MAX_CACHED_TOKENS = 1 << 21  # largest number of cached ids, which take about 80 MB
+ENTRY = 8  # The overhead of a cache entry takes the memory of about 8 ids.
 
 
 class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
@@ -50,7 +50,7 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of `function(*arguments)`. The arguments must be JSON values.
 
-        The cache keeps the result itself, so the caller must not change the result.
+        The cache keeps the result, not a copy, so the caller must not change the result.
         """
         text = json.dumps([function.__name__, *arguments])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -69,8 +69,8 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
 class Chat:
     """A tokenizer's chat template and tool-call format.
 
-    Raises UserError if the chat template is missing or fails a check in `template_checks.py`.
-    Warns if the template drops earlier thoughts, leaves calls out, or cannot write some arguments.
+    Raises UserError if the chat template is missing or fails a check in `template_checks.py`. Warns
+    if the template drops earlier thoughts, drops tool calls, or changes some arguments.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Chat:
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         checks.check_deltas(self._template, self._after_stub)
         self._opening = self._template([ASKED], add_generation_prompt=True)
-        self._reader: ResponseTemplate | None = None  # If None, `parse_hermes` reads tool calls.
-        self._prefix = ""  # the generation prompt, if the response template needs this prompt
+        self._reader: ResponseTemplate | None = None  # without a reader, `parse_hermes` reads calls
+        self._prefix = ""  # the generation prompt if the response template needs it, else ""
         if tool_call_format == "auto":
             self._find_reader()
         self._renders_calls = "probe_tool" in self._template([ASKED, checks.CALL])
@@ -116,10 +116,10 @@ class Chat:
         return list(self.cache.call(self._prompt_ids, messages, tools))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
-        """Return the ids of tool results or a user message, and of the next assistant header.
+        """Return the ids of tool results or a user message, and of the next message's header.
 
-        The sampled message before these ids may end with a token other than the template's end of
-        turn, for example with Llama's <|eom_id|>.
+        The sampled message before the returned ids may end with a token other than the template's
+        end-of-turn token, for example with Llama's <|eom_id|>.
         """
         return list(self.cache.call(self._reply_ids, replies))
 
@@ -128,7 +128,7 @@ class Chat:
         return list(self.cache.call(self._message_ids, message))
 
     def num_content_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text. Special strings in a text count as plain text."""
+        """Return the number of tokens of a text, in which special strings count as plain text."""
         return len(self.cache.call(self._content_ids, text))
 
     def _content_ids(self, text: str) -> list[int]:
@@ -141,7 +141,7 @@ class Chat:
 
     def _reply_ids(self, replies: list[Message]) -> list[int]:
         text, guards = self._render(STUB_TURN, replies, add_generation_prompt=True)
-        # A special token may absorb adjacent white space, so the end of turn is encoded too.
+        # A special token may absorb white space after it, so the end-of-turn token is encoded too.
         ids = self._encode_guarded(self._after_stub(text), guards)
         return ids[ids.index(self.end_of_turn_id) + 1 :]
 
@@ -170,7 +170,7 @@ class Chat:
     def _render(
         self, before: list[Message], messages: list[Message], **options: Any
     ) -> tuple[str, Guards]:
-        """Return the text with placeholders for special strings, and the replaced strings."""
+        """Return the rendered text, with placeholders for special strings, and these strings."""
         guards, guarded = Guards(), list(before)
         for message in messages:
             special = self._control if message["role"] == "assistant" else self._special
@@ -195,7 +195,7 @@ class Chat:
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
-        """Return a rendered text's ids. Special strings in messages are encoded as plain text."""
+        """Return a rendered text's ids. Special strings of `guards` are encoded as plain text."""
         tokens, ids = self._special.tokens, list[int]()
         for number, piece in enumerate(GUARD.split(text)):
             is_guarded = number % 2 == 1
@@ -215,11 +215,11 @@ class Chat:
         return ids
 
     def _spell(self, text: str) -> list[int]:
-        # For a whole string, `split_special_tokens` splits only tokens that are marked special.
+        # Encode single characters: `split_special_tokens` does not split tokens such as <think>.
         return [i for c in text for i in self._encode(c, split_special_tokens=True)]
 
     def _encode(self, text: str, inside: bool = True, **options: Any) -> list[int]:
-        """Return the ids of a text. If `inside`, the tokenizer adds no space before the text."""
+        """Return the ids of a text. If `inside` is True, no space is added before the text."""
         before = self._line_break if inside else []
         context = "\n" if before else ""
         encoded = self.tokenizer(context + text, add_special_tokens=False, **options)
@@ -232,15 +232,15 @@ class Chat:
     ) -> Parsed:
         """Parse the token ids of one sampled message.
 
-        `tools` give the types of arguments if the tool-call format writes all values as text.
-        `finished` says whether the last id ended the message. The default is whether the
-        last id is the template's end of turn.
+        If the tool-call format writes all arguments as text, `tools` must give the types of
+        arguments. `finished` is True if the last id ended the message. By default, `finished` is
+        True if the last id is the template's end-of-turn token.
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
         typed_by = list(tools) if values_are_text(self._reader) else []
         parsed: Parsed = self.cache.call(self._parse, list(ids), finished, typed_by)
-        return replace(parsed, calls=deepcopy(parsed.calls))  # Tools may change their arguments.
+        return replace(parsed, calls=deepcopy(parsed.calls))  # A tool may change arguments.
 
     def _parse(self, ids: list[int], finished: bool, tools: list[dict[str, Any]]) -> Parsed:
         text: str = self.tokenizer.decode(
@@ -255,7 +255,7 @@ class Chat:
     def _find_reader(self) -> None:
         try:
             self._reader = response_template_of(self.tokenizer)
-            # The response template needs the generation prompt, but must not return it as content.
+            # If parsing would return the generation prompt as content, the prefix is empty.
             if self._reader is not None:
                 nothing = parse_response(self.end_of_turn, self._reader, prefix=self._opening)
                 self._prefix = "" if nothing.get("content") else self._opening
@@ -264,7 +264,7 @@ class Chat:
             raise UserError(f"model: {fault}; set tool_call_format: hermes, or mend it") from None
 
     def _read_back(self, message: Message) -> Parsed | None:
-        """Encode and parse a message. Return None if the template cannot write the tool calls."""
+        """Encode and parse a message; return None if the template cannot write the tool calls."""
         names = [call["function"]["name"] for call in message["tool_calls"]]
         for variant in (message, {**message, "reasoning_content": "-"}):
             try:

@@ -13,13 +13,13 @@ from pipeline.data.tasks import Message
 from pipeline.files.untrusted import is_plain, parse_json
 
 THINK = "<think>"
-MAX_NOTATION = 8192  # largest length of a call that is not JSON, whose parsing takes quadratic time
-_LOOKAHEAD = r"(?=[\s\S]*?"  # start of a pattern that looks ahead without a limit
+MAX_NOTATION = 8192  # largest length of a call that is not JSON: parsing takes quadratic time
+_LOOKAHEAD = r"(?=[\s\S]*?"  # start of a regular expression that looks ahead without a limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A sampled message: text, tool calls as (name, arguments), and the syntax mistake or ""."""
+    """A sampled message: text, tool calls as (name, arguments), and a syntax error, if any."""
 
     content: str
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -83,13 +83,13 @@ def parse_with(
 
 
 def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
-    """Return the response template of a tokenizer, or TRL's for the same chat template, or None."""
+    """Return a tokenizer's response template, else TRL's for its chat template, else None."""
     if getattr(tokenizer, "response_template", None) is None:
         from trl import chat_template_utils as known
 
         template = tokenizer.chat_template
         try:
-            # TRL has response templates for plain chat templates, but not for training variants.
+            # TRL has no response templates for the training variants of its chat templates.
             for name, text in vars(known).items():
                 if name.endswith("_training_chat_template") and text == template:
                     tokenizer.chat_template = getattr(known, name.replace("_training_", "_"), text)
@@ -108,7 +108,7 @@ def values_are_text(template: ResponseTemplate | None) -> bool:
 
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:
-    """Return a copy of a response template that parses a text in linear time."""
+    """Return a copy of a response template; the copy parses a text in linear time."""
     loaded, fields = response_templates.load_response_template(template), {}
     for name, part in loaded.fields.items():
         is_notation = part.content == "xml-inline" or "string_delims" in part.content_args
@@ -122,7 +122,7 @@ class _Mark:
 
     def __init__(self, pattern: Any, limit: int | None = None) -> None:
         # With \G, a pattern that matches everywhere is tried at one position only. Without the
-        # alternative (?!), `regex` would search the rest of the text at each position.
+        # alternative (?!), the library regex would search the rest of the text at each position.
         start = r"\G" if pattern.pattern.startswith(_LOOKAHEAD) else ""
         self._pattern = regex.compile(rf"{start}(?:{pattern.pattern})|(?!)", pattern.flags)
         self._limit = limit
@@ -145,7 +145,7 @@ GUARD = re.compile("\u29d8(\\d+)\u29d9")  # a placeholder for a special string i
 
 
 class Special:
-    """The texts of a tokenizer's special and added tokens."""
+    """The special strings: the texts of a tokenizer's special and added tokens."""
 
     def __init__(self, texts: set[str]) -> None:
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
@@ -157,10 +157,10 @@ class Special:
         self._longest = max(map(len, texts), default=0)
 
     def guard(self, text: str, guard: Callable[[str], str]) -> str:
-        """Return `text` with `guard(piece)` instead of each special string.
+        """Return `text` with each special string `piece` replaced by `guard(piece)`.
 
-        A part of a special string at an end of `text` is replaced too: the chat template could
-        write the rest of the special string beside `text`.
+        A part of a special string at the start or the end of `text` is replaced, too, because the
+        chat template could write the rest of the special string beside `text`.
         """
         text = self._whole.sub(lambda match: guard(match.group()), text)
         body = text.strip()
@@ -176,7 +176,7 @@ class Special:
 
 
 class Guards:
-    """Parts of messages that are encoded as plain text, and their placeholders."""
+    """Parts of messages that are encoded as plain text; a placeholder stands for each part."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -186,7 +186,7 @@ class Guards:
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """Return `value` with placeholders for special strings, except in names for templates."""
+        """Return `value` with special strings replaced, except in keys that templates may read."""
         if isinstance(value, str):
             if key == "type" and value.isidentifier():  # the type of a message's part or of a tool
                 return value

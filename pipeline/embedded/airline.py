@@ -28,7 +28,7 @@ Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 Fee = Literal["0", "20", "40"]
 Reason = Literal["flown", "uninsured", "plans", "fare"]
 FEES = {"gold": "0", "silver": "20", "none": "40"}
-# For each random field of a reservation: the possible values, separated by spaces.
+# The possible values of each random field of a reservation, separated by spaces.
 OPTIONS = {"fare": "flex saver", "insured": "yes no", "tier": "gold silver none"}
 
 
@@ -43,7 +43,7 @@ class Reservation(BaseModel):
 
 
 class Flight(BaseModel):
-    """A flight on one day of the week, with free seats or full."""
+    """A full flight, or a flight with free seats, on one day of the week."""
 
     day: Day
     seats: Seats
@@ -111,7 +111,7 @@ expert = expert_of("reservation", FAMILIES, SERVE, get_args(Reason))
 
 
 class AirlineEnvironment(CaseEnvironment):
-    """Tools that read and change the airline's database in one task."""
+    """Tools that read and change the database of one task, which holds an airline's data."""
 
     database_class = AirlineDatabase
     _expert = staticmethod(expert)

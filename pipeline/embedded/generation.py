@@ -1,7 +1,7 @@
 """Generates tasks from a random seed, and lists a domain's words for the tiny model's tokenizer.
 
-A family is a kind of request, and a branch is a case of a family. Each family and each branch gets
-a fixed share of the tasks.
+A family is a kind of request, such as a refund, and a branch is one case, such as a shipped order.
+Each family and each branch gets a fixed share of the tasks.
 """
 
 import json
@@ -22,7 +22,7 @@ from pipeline.environments.tools import tool_schemas
 MAX_TASKS = 100_000  # largest number of tasks that one call of `generate` returns
 IDS = tuple(f"K{number:02d}" for number in range(60))  # possible ids of a task's records
 
-SAID = ("the one of ", "Done.", ".", "?", "ok", '{"ok": "', "yes")  # words of all domains
+SAID = ("the one of ", "Done.", ".", "?", "ok", '{"ok": "', "yes")  # words that all domains use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Draft:
     expected: Database
     facts: tuple[str, ...] = ()
     answer: dict[str, str] | None = None
-    visible: dict[str, Any] = field(default_factory=dict)  # values that the expert gets from tools
+    visible: dict[str, Any] = field(default_factory=dict)  # values that tools return to the expert
 
 
 # Arguments: random generator, name of the family, name of the branch, branch. Result: a draft.
@@ -45,9 +45,9 @@ Record = TypeVar("Record", bound=BaseModel)
 def random_record(
     random: Random, kind: type[Record], options: Mapping[str, str], **given: str
 ) -> Record:
-    """Return a record with the values of `given`, and random values for other keys of `options`.
+    """Return a record with the values of `given`; the other fields in `options` are random.
 
-    `options` maps the name of a field to the field's possible values, separated by spaces.
+    `options` maps a field's name to the field's possible values, separated by spaces.
     """
     values = {name: random.choice(texts.split()) for name, texts in options.items()}
     return kind.model_validate({**values, **given})
@@ -71,9 +71,9 @@ def generate(
 ) -> list[Task]:
     """Return `n` tasks; fixed shares decide how many tasks belong to each family and branch.
 
-    The same arguments give the same tasks in every process. Tasks of different splits always differ
-    in the prompt or in the results of the tools, even if the seeds differ. Raises ValueError if
-    fewer than `n` different tasks exist.
+    The same arguments give the same tasks in every process. Two tasks of different splits differ in
+    the prompt or in the results of the tools, for all seeds. Raises ValueError if fewer than `n`
+    different tasks exist.
     """
     if n > MAX_TASKS:
         raise ValueError(f"got {n}, but at most {MAX_TASKS} are generated; give a task file")
@@ -129,7 +129,7 @@ def _request(
     """Return the text of the customer's request, and the goal for the task's payload.
 
     At difficulty hard, the request names only the customer, so an expert must call a tool to find
-    the record. At other difficulties, the request names the record.
+    the record. At the difficulties easy and medium, the request names the record.
     """
     is_hard = difficulty == "hard"
     name = f"the one of {goal['customer']}" if is_hard else goal["record"]
@@ -153,9 +153,9 @@ def words_of(
     said: Collection[str] = (),
     values: Collection[str] = (),
 ) -> Iterator[str]:
-    """Yield the words of a domain, each of which becomes a token of the tiny model's tokenizer.
+    """Yield a domain's words; each word becomes a token of the tiny model's tokenizer.
 
-    `said` holds further texts of messages, and `values` holds further values of records.
+    `said` adds texts of messages, and `values` adds values of records.
     """
     yield from (*IDS, *SAID, name, *said)
     database = environment.database_class.model_json_schema()

@@ -30,7 +30,7 @@ RefundTarget = Literal["card", "voucher", "bank"]
 Reason = Literal["delivered", "undelivered", "stock", "shipped"]
 CANCEL_REASONS: tuple[str, ...] = get_args(CancelReason)
 TARGETS = {"card": "card", "gift": "voucher", "cash": "bank"}
-# For each random field of an order: the possible values, separated by spaces.
+# The possible values of each random field of an order, separated by spaces.
 OPTIONS = {"status": "pending shipped delivered", "paid": "card gift cash", "size": "small large"}
 
 
@@ -45,7 +45,7 @@ class Order(BaseModel):
 
 
 class Variant(BaseModel):
-    """A colour of the ordered item, which is in stock or out of stock."""
+    """One colour of the ordered item, in stock or out of stock."""
 
     colour: Colour
     stock: Literal["in", "out"]
@@ -58,7 +58,7 @@ class RetailDatabase(Database):
 
 # Values of `Order.status`, separated by spaces. A new order gets one of the first two values.
 UNDELIVERED = "pending shipped cancelled recalled"
-DELIVERED = "delivered delivered"  # listed twice, so that `sample_fields` draws a random number
+DELIVERED = "delivered delivered"  # two values, so that `sample_fields` calls the random generator
 UNSHIPPED = "pending delivered cancelled recalled"
 FAMILIES = (
     Family(
@@ -121,7 +121,7 @@ expert = expert_of("order", FAMILIES, SERVE, get_args(Reason))
 
 
 class RetailEnvironment(CaseEnvironment):
-    """Tools that read and change the shop's database in one task."""
+    """Tools that read and change the database of one task, which holds a shop's data."""
 
     database_class = RetailDatabase
     _expert = staticmethod(expert)

@@ -25,7 +25,7 @@ class Case(BaseModel):
     """The part of a database that records answered questions and the transfer to a person."""
 
     asked: list[str] = []  # topics of the questions that the customer answered
-    transferred: str | None = None  # reason if the customer was transferred to a person
+    transferred: str | None = None  # reason for the transfer to a person, if any
 
 
 class Database(BaseModel):
@@ -43,10 +43,10 @@ class Answer(BaseModel):
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
-MAX_STEPS = 1024  # largest number of tasks whose expert steps are kept
-_STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (environment class, payload) -> steps
-LOOKUPS = ("find_", "get_")  # prefixes of lookups, the tools that only read the database
-# Arguments: agent, goal, {kind: id} of the record, first decision. Result: the final message, or
+MAX_STEPS = 1024  # largest number of tasks whose expert steps are cached
+_STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (class, payload) -> expert's steps
+LOOKUPS = ("find_", "get_")  # names of lookups (tools that only read the database) begin so
+# Arguments: agent, goal, the record as {kind: id}, first decision. Result: the final message, or
 # the reason for a transfer.
 Serve = Callable[[Agent, dict[str, str], dict[str, str], str], str]
 
@@ -60,13 +60,13 @@ class Branch(NamedTuple):
     choice: str  # the first decision that the policy text requires for the branch
 
     def sample_fields(self, random: Random) -> dict[str, str]:
-        """Return a random value for each field in `record`, among the first two possible values."""
+        """For each field in `record`, return one of the first two possible values at random."""
         options = {name: values.split()[:2] for name, values in self.record.items()}
         return {k: v[0] if len(v) == 1 else random.choice(v) for k, v in options.items()}
 
 
 class Family(NamedTuple):
-    """A kind of request, such as refund, with its phrasings and its branches by name."""
+    """A kind of request, such as a refund; `branches` maps a branch's name to the branch."""
 
     name: str
     phrasings: tuple[str, ...]  # texts with placeholders for values of the goal, such as {record}
@@ -94,10 +94,10 @@ class ScriptedUser:
 
 
 def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
-    """Return a decorator that adds a docstring to a tool, and successful calls to `self._steps`.
+    """Return a decorator that gives a tool a docstring, and records the tool's successful calls.
 
-    `text` describes the tool. `arguments` maps the name of an argument to a description, by default
-    "Order id." for the argument `order`.
+    `text` describes the tool. `arguments` maps an argument's name to a description; the default for
+    an argument `order` is "Order id.".
     """
 
     def decorate(function: Any) -> Any:
@@ -125,9 +125,9 @@ class CaseEnvironment:
     after a correct episode), `facts` (words that the final message must contain) and `answer`
     (topic and words of the customer's answer, or null). The reward is 1.0 if the episode has ended,
     the database equals the expected database, the final message contains every fact, and the steps
-    are right; otherwise the reward is 0.0. The steps are right if they are the expert's steps in
-    the expert's order; further lookups are allowed. If a task has no goal, `get_reward` does not
-    check the steps.
+    are right; otherwise the reward is 0.0. The steps are right if the episode has the expert's
+    steps in the expert's order, and otherwise only lookups. If a task has no goal, `get_reward`
+    does not check the steps.
     """
 
     database_class: ClassVar[type[Database]]
@@ -176,7 +176,7 @@ class CaseEnvironment:
 
     def _expert_steps(self) -> tuple[str, ...]:
         """Let the expert solve this task in a new environment; return the expert's steps."""
-        key = type(self), self._row["payload"]  # equal for all episodes of a group
+        key = type(self), self._row["payload"]  # one key for all episodes of a task
         if key not in _STEPS:
             if len(_STEPS) >= MAX_STEPS:
                 _STEPS.clear()
@@ -210,7 +210,7 @@ class CaseEnvironment:
 
 
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Return whether `steps` contains the `wanted` steps in order, and otherwise only lookups."""
+    """Return whether `steps` has all of `wanted` in order, and all other steps are lookups."""
     rest = iter(steps)
     writes, right = ([s for s in of if not s.startswith(LOOKUPS)] for of in (steps, wanted))
     return all(step in rest for step in wanted) and writes == right
@@ -232,8 +232,8 @@ def expert_of(
 ) -> Expert:
     """Return an expert that looks up a record, makes a first decision, and serves the request.
 
-    A first decision is a key of `serve`, an element of `reasons` (for a transfer), or the name of a
-    tool whose only argument is the record.
+    The first decision is a key of `serve`, an element of `reasons` (for a transfer), or the name of
+    a tool whose only argument is the record's id.
     """
     branches = {family.name: list(family.branches.values()) for family in families}
 

@@ -42,7 +42,7 @@ REMEDIES = {
     "low_power": "saver_off",
     "wrong_band": "auto_band",
 }
-# For each random field of a phone line: the possible values, separated by spaces.
+# The possible values of each random field of a phone line, separated by spaces.
 OPTIONS = {"bill": "due paid", "plan": "basic plus", "usage": "over under", "roaming": "on off"}
 
 

@@ -2,9 +2,9 @@
 
 The setting `environments` names the class by an import string, such as
 `my_pkg.bank:BankEnvironment`. The module of the class has `generate_tasks(seed, n, split,
-difficulty)`, and may have `MAX_TASKS`, the largest allowed `n`. The module may have a function
-`expert`, which solves tasks (`experts.py`). The module may have `WORDS`, tokens of the tiny model's
-tokenizer, as a list of texts or a function that returns a list.
+difficulty)`, and may have `MAX_TASKS`, the largest `n` that the function accepts. The module may
+have a function `expert`, which solves tasks (see `experts.py`). The module may have `WORDS`, a list
+of texts or a function that returns the list; each text is a token of the tiny model's tokenizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """One domain of a run. A field is None or empty if the domain's module lacks the object."""
+    """One domain of a run. A field that the domain's module does not define is None or empty."""
 
     name: str
     environment: type[Any]
@@ -42,7 +42,7 @@ class Domain:
     ) -> tuple[list[Message], float]:
         """Let the expert solve a task; return the conversation and the reward.
 
-        Raises EnvironmentFault if the environment or the expert fails or takes more than `seconds`.
+        Raises EnvironmentFault if environment or expert fails, or if the episode exceeds `seconds`.
         """
         assert self.expert is not None, f"{self.name} has no expert"
         arguments = self.expert, task, rule_share, seed
@@ -148,7 +148,7 @@ def try_task(domain: Domain, task: Task, source: str, seconds: float, success: f
 
 
 def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> None:
-    """Raise UserError if the domain's expert does not solve a task of `generate_tasks`."""
+    """Raise UserError if the domain's expert does not solve a task from `generate_tasks`."""
     if why := _unsolved(domain, task, seconds, success):
         raise UserError(
             f"tasks of {domain.name}: the expert does not solve task {shown(task.id)} ({why}); "

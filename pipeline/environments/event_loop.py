@@ -17,7 +17,7 @@ Steps = Generator[Awaitable[Any], Any, Value]
 async def finish(
     steps: Steps[Any], awaitable: Awaitable[Any] | None = None
 ) -> tuple[Any, BaseException | None]:
-    """Run `steps` to the end in an event loop; return (result, None) or (None, exception)."""
+    """Run the generator `steps` in an event loop; return (result, None) or (None, exception)."""
     try:
         if awaitable is None:
             awaitable = next(steps)
@@ -80,4 +80,4 @@ class _EventLoop:
 
 
 environment_loop = _EventLoop()  # runs the coroutines of environments
-work_loop = _EventLoop()  # runs coroutines of `Calls.beside`, none of which blocks
+work_loop = _EventLoop()  # runs the pipeline's coroutines, which never block

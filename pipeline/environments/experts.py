@@ -21,9 +21,9 @@ class Agent:
     """Gives an expert the tools and the user of an environment, and records the conversation.
 
     If `rule_share` is 1, `decide` always returns the right option. If `rule_share` is less than 1,
-    `decide` returns the right option with probability `rule_share` (in a chained decision: .6), and
-    otherwise a random option. The random option is the first option with probability .35 (in a
-    chained decision, all options are equally likely). Demonstrations with random decisions teach
+    `decide` returns the right option with probability `rule_share` (.6 in a chained decision), and
+    otherwise a random option. A random option is the first of `options` with probability .35; in a
+    chained decision, all options are equally likely. Demonstrations with random decisions teach
     tools and formats, and GRPO still samples every option.
     """
 
@@ -64,7 +64,7 @@ class Agent:
         return choose(options, weights, self.random.random())
 
 
-# Arguments: agent, goal. Result: the final message, ignored if a tool has ended the episode.
+# Arguments: agent, goal. Result: the final message (ignored if a tool has ended the episode).
 Expert = Callable[[Agent, Any], str]
 
 
@@ -77,7 +77,7 @@ def goal_of(task: Task) -> Any:
 def run_expert(
     environment: Any, expert: Expert, task: Task, rule_share: float = 1.0, seed: int = 0
 ) -> tuple[list[Message], float]:
-    """Let the expert solve a task; return the conversation with the prompt, and the reward."""
+    """Let the expert solve a task; return the conversation (prompt included) and the reward."""
     goal = goal_of(task)
     if goal is None:
         raise ValueError("its payload has no goal")

@@ -18,7 +18,7 @@ class EnvironmentFault(Exception):
     """The failure of a call of environment code, with a message of one line.
 
     `timed_out` is True if the call took too long. `outage` is True if a service is down, or if the
-    rollout has stopped calling the domain after late calls.
+    rollout has stopped calling the domain's environments because of late calls.
     """
 
     def __init__(self, text: str, timed_out: bool = False, outage: bool = False) -> None:

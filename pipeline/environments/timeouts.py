@@ -34,12 +34,12 @@ from pipeline.environments.event_loop import (
 from pipeline.environments.faults import CallTimeout, EnvironmentFault, Outage, too_long
 from pipeline.errors import CtrlC
 
-REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first CallTimeout
+REPEAT_S = 1.0  # seconds between alarms, because a late call may catch the first CallTimeout
 MAX_THREADS = 64  # largest number of threads for synchronous calls in the background
 MAX_HANGS = 3  # number of late calls in a row after which a rollout stops calling a domain
 MAX_CHARACTERS = 10_000_000  # largest length of a text that an environment returns
 FAULT_CHARACTERS = 500  # largest length of an exception's text in an EnvironmentFault
-# Paths of libraries and of this folder; `describe` names the last source line in other files.
+# Paths of libraries and of this folder; `describe` names the last source line outside these paths.
 _LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib")))
 _LIBRARIES += ("<frozen ", str(Path(__file__).parent))
 _signal: Any = import_module("_signal")  # faster than `signal`, which converts numbers to enums
@@ -56,9 +56,9 @@ _other_handler: Any = None  # SIGALRM handler that other code has installed
 
 
 def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call`, which may return a value, an awaitable or Steps, and return the final value.
+    """Run `call` and return the final value; `call` may return a value, an awaitable or Steps.
 
-    Raises EnvironmentFault if the call raises or takes more than `seconds`. In the main thread, an
+    Raises EnvironmentFault if the call fails or takes more than `seconds`. In the main thread, an
     alarm interrupts the call after `seconds`, unless the call is blocked inside C code.
     """
     begun, outer_deadline = time.monotonic(), _state.deadline
@@ -81,7 +81,7 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _alarm(number: int, frame: Any) -> None:
-    """Handle SIGALRM: interrupt the call in `guarded`; without a call, run the earlier handler."""
+    """Interrupt the call in `guarded`; if no call runs, pass SIGALRM on to other code's handler."""
     if _state.frame is None:
         if callable(_other_handler):
             _other_handler(number, frame)
@@ -114,7 +114,7 @@ def _under_alarm(seconds: float, steps: Steps[Any]) -> Any:
 
 
 def settled(value: Any) -> Any:
-    """Return `value`; if `value` is awaitable, wait for the awaitable and return the result."""
+    """Return `value`, or the awaited result if `value` is awaitable."""
     return run_steps(awaited(value))
 
 
@@ -142,16 +142,16 @@ def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
 
 
 def run_steps(steps: Steps[Value]) -> Value:
-    """Run `steps` in this thread until the first awaitable; the event loop runs the rest.
+    """Run `steps` in the calling thread until the first awaitable; an event loop runs the rest.
 
     All environments share one event loop, so that a network client keeps working from call to call.
-    At the deadline that `guarded` has set, a coroutine is cancelled.
+    A coroutine is cancelled at the deadline that `guarded` has set.
     """
     result: Value
     awaitable, result = first_step(steps)
     if awaitable is None:
         return result
-    interruptible, _state.interruptible = _state.interruptible, False  # `wait` has a timeout
+    interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
     try:
         future = environment_loop.run(finish(steps, awaitable))
         wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -182,7 +182,7 @@ def fault_of(error: BaseException) -> EnvironmentFault:
 
 
 def only_faults(error: BaseException) -> BaseException:
-    """Return `error`; raise `error` again if it is a CallTimeout or a person's Ctrl-C."""
+    """Return `error`, but raise `error` again if `error` is a CallTimeout or a person's Ctrl-C."""
     # Ctrl-C raises CtrlC under `run.py`, and KeyboardInterrupt under Python's default handler.
     by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and in_main_thread()
     is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
@@ -198,7 +198,7 @@ def is_outage(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and text in one line, with file and line for a SystemExit."""
+    """Return an exception's type and text in one line, and a SystemExit's file and line."""
     name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
     if isinstance(error, Exception):
@@ -227,7 +227,7 @@ def writable(text: str) -> str:
 
 
 class Guard(Protocol):
-    """Makes a call with a deadline; needs no thread if `method` is a coroutine function."""
+    """Makes a call with a deadline; if `method` is a coroutine function, no thread is needed."""
 
     async def __call__(self, name: str, call: Callable[[], Any], method: Any = None) -> Any: ...
 
@@ -237,11 +237,11 @@ Key = tuple[str, str]  # (domain, task id)
 
 
 class Calls:
-    """Runs functions that call environments; each call may take `seconds`.
+    """Runs functions that call environments; each call may take at most `seconds`.
 
-    `on_call` gets "domain/task" before each call in the calling thread and before each wait for
-    background work. After MAX_HANGS late calls of a domain in a row, all further calls of the
-    domain fail at once. A broken service then costs a few deadlines, not one deadline per episode.
+    `on_call` gets "domain/task" before each call that runs in the calling thread, and before each
+    wait for background work. After MAX_HANGS late calls of a domain in a row, all further calls of
+    the domain fail at once. So a broken service costs only a few deadlines.
     """
 
     def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:

@@ -1,11 +1,11 @@
 """The interface of environments, and functions that call environments.
 
-An environment is a class in the form of TRL's `environment_factory`. The class has the methods
-`reset(**row) -> str | None` and `get_reward() -> float`. All other public methods are tools, with
-type hints and Google docstrings. An environment may have a `user`, who answers messages without a
-tool call. A tool may set `done`, which ends the episode. The rollout sets `final_message` before
-the call of `get_reward`. `get_reward` may set two dicts for reports: `reward_breakdown` (named
-parts of the reward) and `difference` (name: [actual value, expected value]).
+As TRL's `environment_factory` expects, an environment class has the methods `reset(**row) -> str |
+None` and `get_reward() -> float`. All other public methods are tools, with type hints and Google
+docstrings. An environment may have a `user`, who answers the model's messages that contain no tool
+call. A tool may set `done`, which ends the episode. The rollout sets `final_message` before the
+call of `get_reward`. `get_reward` may set two dicts for reports: `reward_breakdown` (named parts of
+the reward) and `difference` (name: [actual value, expected value]).
 """
 
 import inspect
@@ -27,7 +27,7 @@ from pipeline.environments.timeouts import settled as settled
 Value = TypeVar("Value")
 MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
 MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`
-MAX_REWARD = 1e30  # largest absolute reward, whose square is finite in float64
+MAX_REWARD = 1e30  # largest absolute reward; the reward's square is finite in float64
 
 
 class User(Protocol):
@@ -86,7 +86,7 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
 
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
-    """Return Steps that call a tool as `call_tool` does, with a ToolAnswer as the result."""
+    """Return Steps that call a tool as `call_tool` does, and that result in a ToolAnswer."""
     is_error = raised = False
     try:
         content = yield from _call(environment, name, arguments)
@@ -157,7 +157,7 @@ def reward_of(environment: Any) -> Steps[float]:
     if isinstance(value, (str, bytes)):
         raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
     reward = float(value)
-    if not abs(reward) <= MAX_REWARD:  # the condition also holds for NaN
+    if not abs(reward) <= MAX_REWARD:  # the condition is also True for NaN
         raise ValueError(f"get_reward returned {reward:g}, not a number up to {MAX_REWARD:g}")
     return reward
 
@@ -170,7 +170,7 @@ def outcome_of(environment: Any) -> Steps[tuple[float, dict[str, float], dict[st
 
 
 def _explanation(attribute: Any) -> dict[str, Any]:
-    """Return the finite numbers and the pairs in a dict; the values of a pair become texts."""
+    """Return a dict's entries that are finite numbers or pairs; each pair becomes two texts."""
     shown: dict[str, Any] = {}
     items = list(attribute.items()) if isinstance(attribute, dict) else []
     for key, value in items[:MAX_DIFFERENCES]:
@@ -183,7 +183,7 @@ def _explanation(attribute: Any) -> dict[str, Any]:
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
-    """Return whether to call an environment in the background, as calls may wait for a network.
+    """Return whether an environment's calls may wait for a network, and so run in the background.
 
     The result is True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the
     class attribute `concurrent` is True.

@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 class LinesFile:
-    """A file for appending lines; at first cut to the complete lines of the first `size` bytes."""
+    """A file for appending lines. Opening keeps only complete lines in the first `size` bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class LinesFile:
         self.sync()
 
     def append(self, line: str) -> None:
-        """Append a line; after an incomplete write, remove the line and raise OSError."""
+        """Append a line; if the write is incomplete, remove the line and raise OSError."""
         rest = f"{line}\n".encode()
         size = self.size + len(rest)
         try:
@@ -66,7 +66,7 @@ class LinesFile:
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and the infinities in a value by None, because JSON has no such numbers."""
+    """Return `value` with None in place of NaN and infinite numbers, which JSON does not allow."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -86,6 +86,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a gzip file. The file may end early after a killed process."""
+    """Yield the complete lines of a gzip file; a killed process may have cut the file short."""
     with gzip.open(path, "rb") as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
         yield from (line for line in file if line.endswith(b"\n"))

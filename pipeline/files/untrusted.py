@@ -27,10 +27,10 @@ _TOKEN = re.compile(
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text; raises ValueError with a short reason if the text is refused.
+    """Parse a JSON text; raises ValueError with a short reason if `parse_json` refuses the text.
 
-    `parse_json` also refuses NaN, numbers too large for a float, lone surrogates, and more than
-    MAX_DEPTH levels of objects and arrays.
+    `parse_json` refuses invalid JSON, NaN, numbers too large for a float, lone surrogates, and more
+    than MAX_DEPTH levels of objects and arrays.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
@@ -83,7 +83,7 @@ def read_file(path: str | Path, most: int) -> bytes:
 def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, line) for each line of a file; only \\n ends a line.
 
-    Raises UserError for a line of more than MAX_LINE_BYTES.
+    Raises UserError for a line of more than MAX_LINE_BYTES bytes.
     """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         if len(line) > MAX_LINE_BYTES:

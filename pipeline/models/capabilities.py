@@ -16,7 +16,7 @@ from pipeline.files.untrusted import reason_of
 
 
 def why_generate(model: Any) -> str | None:
-    """Return why only transformers' `generate` can sample a model; None if the row sampler can.
+    """Return why a model needs transformers' `generate`, or None if the row sampler suffices.
 
     The check reads no weights. Raises UserError if neither `generate` nor the row sampler can
     sample the model.
@@ -31,7 +31,7 @@ def why_generate(model: Any) -> str | None:
 
 
 def unserved(config: Any) -> str | None:
-    """Return why the row sampler does not support a model's layers; None for full attention."""
+    """Return why the row sampler cannot run a model's layers; None if all have full attention."""
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [window])
     return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
@@ -39,7 +39,7 @@ def unserved(config: Any) -> str | None:
 
 @torch.no_grad()
 def refuse_changed_logits(model: Any) -> None:
-    """Raise UserError unless decoder and output layer give the logits, as training assumes."""
+    """Raise UserError unless the logits are the output layer's result, as training assumes."""
     was_training = model.training
     model.eval()  # turns off dropout
     ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
@@ -60,7 +60,7 @@ def refuse_changed_logits(model: Any) -> None:
 
 
 def outer_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's blocks (GradientCheckpointingLayer) in forward order, not nested blocks."""
+    """Return a model's outermost blocks (GradientCheckpointingLayer) in forward order."""
     layers: list[nn.Module] = []
     for child in model.children():
         layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
@@ -68,7 +68,7 @@ def outer_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def widest(shape: Any, name: str) -> int:
-    """Return the largest value of the size `name` in any layer, or 0 if no layer has the size."""
+    """Return the largest value of the size `name` in all layers, or 0 if no layer has the size."""
     differ = name in (getattr(shape, "per_layer_attributes", None) or ())
     layers = shape.per_layer_config if differ else [shape]
     return max(getattr(layer, name, None) or 0 for layer in layers)
@@ -77,9 +77,9 @@ def widest(shape: Any, name: str) -> int:
 def recompute_layers(model: Any) -> None:
     """Make the backward pass recompute each layer from the layer's saved inputs.
 
-    The gradients stay equal to the bit. Gradient checkpointing by the library transformers would
-    need training mode, which turns on dropout and router noise. Raises UserError if `outer_layers`
-    finds no layer.
+    Recomputing changes no bit of the gradients. Gradient checkpointing by the library transformers
+    would need training mode, which turns on dropout and router noise. Raises UserError if
+    `outer_layers` finds no layer.
     """
     layers = outer_layers(model)
     if not layers:

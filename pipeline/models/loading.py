@@ -85,7 +85,7 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
 
 
 def empty_model(config: Config, tokenizer: Any = None) -> Any:
-    """Return the recipe's model on the device `meta`, without weights.
+    """Return the model that `config` names, on the device `meta`, without weights.
 
     Without `tokenizer`, the tiny model gets the vocabulary of the default domains.
     """
@@ -120,7 +120,7 @@ def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def on_gpu() -> bool:
-    """Return whether this process uses a GPU; the variable ACCELERATE_USE_CPU forbids GPUs."""
+    """Return whether to use a GPU; the environment variable ACCELERATE_USE_CPU forbids GPUs."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 

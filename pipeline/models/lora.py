@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) with the library PEFT: small matrices on frozen weights.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) with PEFT: small trained matrices beside frozen weights.
 
 A layer with the frozen weight W uses W + lora_alpha / lora_r * B A in place of W. The trained
-matrices A and B are an adapter. A checkpoint holds the adapters and the base model's folder or hub
-id, so the library PEFT can load a checkpoint, too. PEFT is imported inside functions, because most
-runs have no adapters.
+matrices A and B are an adapter. A checkpoint holds the adapters and the name (folder or hub id) of
+the base model, so the library PEFT can load a checkpoint, too. PEFT is imported inside functions,
+because most runs have no adapters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
     """Freeze a model and add new adapters, which do not change the outputs before training.
 
     `base` is the folder or hub id of the model's weights. Raises UserError if `lora_target_modules`
-    names anything except linear layers below the output layer.
+    names a module that is not a linear layer, or names the output layer.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -84,7 +84,7 @@ def base_model(model: Any) -> Any:
 
 
 def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Return the adapters' tensors, not copied, by their names in `adapter_model.safetensors`."""
+    """Return {name in `adapter_model.safetensors`: tensor} of the adapters, without copies."""
     from peft import get_peft_model_state_dict
 
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -94,7 +94,7 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for each parameter of the model after a merge with the adapters.
 
-    Names and order are those of the model without PEFT. The generator makes one merged tensor at a
+    Names and order are as in the model without PEFT. The generator makes one merged tensor at a
     time, to save memory. Raises UserError if an adapter cannot be merged.
     """
     layers = _layers(model)
@@ -138,7 +138,7 @@ def is_adapter(folder: str | Path) -> bool:
 def base_of(folder: str | Path) -> str:
     """Return the folder or hub id of the base model for a folder with adapters.
 
-    A folder with the base model's name beside the adapters' folder has priority, because both
+    A folder that lies beside `folder` and has the base model's name takes priority, because both
     folders may have been moved.
     """
     name = read_json(Path(folder) / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -177,7 +177,7 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters but no config.json, which would announce a whole model to transformers."""
+    """Write the adapters, but no config.json: with it, transformers would expect a whole model."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
 
@@ -204,7 +204,7 @@ def check_settings(folder: Path, settings: ModelSettings) -> None:
 
 
 def load_merged(base_model: Any, folder: str | Path) -> Any:
-    """Merge the adapters in a folder into the weights of a base model; return the model."""
+    """Merge the adapters in a folder into the weights of a base model; return the base model."""
     from peft import LoraConfig, PeftModel
 
     read_adapters(folder)
@@ -229,7 +229,7 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # PEFT 0.21 uses a name that is deprecated in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # PEFT searches the modules for fused experts, but fused experts are parameters.
+        # PEFT searches the modules for fused experts, but the experts are parameters.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
         logging.set_verbosity_error()
         try:

@@ -4,7 +4,7 @@ LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic 
 other factors if a sequence is longer than a limit. The library transformers chooses the factors
 once for each forward pass, so one long sequence changes the factors of all other sequences in the
 batch. A sequence's log-probabilities would then depend on the other sequences in the batch. Every
-forward pass of a run therefore uses the factors of `max_tokens`, as vLLM does for LongRoPE.
+forward pass of a run therefore uses the factors for `max_tokens` tokens, as vLLM does for LongRoPE.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def fix_rotary(model: Any, max_tokens: int) -> str:
             if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
                 continue
             before = _factors(module, layer, 0, 1)
-            _factors(module, layer, max_tokens - 1)  # The module keeps the factors of max_tokens.
+            _factors(module, layer, max_tokens - 1)  # The module keeps the factors of this call.
             module.rope_type = FIXED if layer is None else {**module.rope_type, layer: FIXED}
             alone = _factors(module, layer, 0, 1)
             # In padded batches, positions are at most 2 * max_tokens.
@@ -52,7 +52,7 @@ def fix_rotary(model: Any, max_tokens: int) -> str:
 
 
 def _factors(module: Any, layer: str | None, *positions: int) -> torch.Tensor:
-    """Return the cosines and sines, or the complex factors, of the first two positions."""
+    """Return the factors (cosines and sines, or complex numbers) of the first two positions."""
     device = next(module.buffers()).device
     options = {} if layer is None else {"layer_type": layer}
     factors = module(torch.zeros(1, device=device), torch.tensor([positions]).to(device), **options)

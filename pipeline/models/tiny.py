@@ -1,4 +1,4 @@
-"""The default model, a tiny Qwen3, and its tokenizer. Both are made without a download.
+"""The default model, a tiny Qwen3, and the model's tokenizer, made without a download.
 
 The tokenizer has one token for each word of the domains (`Domain.words`), and splits all other text
 into bytes (byte-level BPE without merges). The chat template is a short form of Qwen's template,

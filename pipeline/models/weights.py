@@ -16,7 +16,7 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the tensor of each trained weight; tensors are not copied.
 
     Without LoRA, every parameter is a trained weight; tied parameters appear once. With LoRA, the
-    trained weights are the adapters, by the names in `adapter_model.safetensors`.
+    trained weights are the adapters, with the names in `adapter_model.safetensors`.
     """
     adapted = has_adapters(model)
     for name, tensor in lora.adapters_of(model).items() if adapted else model.named_parameters():
@@ -24,11 +24,12 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class SamplingCopy:
-    """A copy of a model for sampling. The attribute `model` is the copy, without adapter layers.
+    """A model's copy for sampling. The attribute `model` is the copy, without adapter layers.
 
     If the original model has no LoRA, `load` replaces every parameter of the copy. If the original
     model has LoRA, `load` merges the adapters into the base weights of the copy, in the precision
-    of the base weights. The copy shares the memory of all weights that have the original's dtype.
+    of the base weights. A weight of the copy shares the original weight's memory if the dtypes are
+    equal.
     """
 
     def __init__(self, model: Any) -> None:
@@ -42,7 +43,7 @@ class SamplingCopy:
         self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the parameters to `dtype`; later calls of `load` convert weights, too."""
+        """Convert the parameters to `dtype`; `load` then converts the loaded weights, too."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
 
@@ -50,8 +51,8 @@ class SamplingCopy:
     def load(self, weights: Weights) -> None:
         """Load trained weights into the copy.
 
-        Raises ValueError if a name is unknown, missing or given twice, or if a shape differs. Some
-        weights may have changed before the error.
+        Raises ValueError if a name is unknown, missing or given twice, or if a shape differs. If
+        `load` raises an error, some weights may already have changed.
         """
         if self._adapted is not None:
             for own, tensor in _paired(self._adapters, weights):

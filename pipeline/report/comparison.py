@@ -1,6 +1,6 @@
 """The comparison of several runs: runs that differ only in the seed make one configuration.
 
-The comparison shows the gain on new domains beside the loss on domains learned before.
+The comparison shows the gain on new domains beside the loss on earlier domains.
 """
 
 import json
@@ -25,7 +25,7 @@ OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
-    """Return the given run folders, or the run folders inside a single given folder."""
+    """Return `folders`; if `folders` is a single folder of runs, return the runs' folders."""
     if len(folders) != 1 or (folders[0] / "config.yaml").is_file():
         return list(folders)
     if not folders[0].is_dir():
@@ -34,7 +34,7 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
-    """Return the runs that were evaluated after every stage, and the other runs.
+    """Return two lists: the runs that were evaluated after every stage, and the other runs.
 
     A run is not finished if it was interrupted or has no stages. Raises UserError if no run is
     finished.
@@ -74,7 +74,7 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide what a run learns, except the seed; keys: `section.name`.
+    """Return the settings that affect what a run learns, without the seed, by `section.name`.
 
     If the model is a checkpoint of another run, settings of the other run replace the model name.
     """
@@ -89,7 +89,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         settings = {key: value for key, value in settings.items() if key not in ignored}
     path = Path(settings["model.model"])
     if path.parent.name == "checkpoints":
-        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # equal for all seeds
+        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # one name for all seeds
         if (origin := path.parent.parent / "config.yaml").is_file():
             other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
             sections = ("model.", "warm_start.", "data.")
@@ -122,7 +122,7 @@ def _short(value: Any) -> str:
 def _against(
     runs: Sequence[RunData], episodes: int, mixed: Sequence[Sequence[RunData]]
 ) -> dict[str, Any] | None:
-    """Return differences to mixed training with the same number of episodes, seeds and tasks."""
+    """Return differences between `runs` and mixed runs with equal episodes, seeds and tasks."""
     seeds = [run.config["run"]["seed"] for run in runs]
     for others in mixed:
         of_seed = {other.config["run"]["seed"]: other.results for other in reversed(others)}

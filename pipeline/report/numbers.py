@@ -60,7 +60,7 @@ def metric(number: Sequence[Any] | None, name: str, sign: str = "") -> str:
 def number_table(
     title: str, numbers: Mapping[str, Mapping[str, Any]], names: Iterable[str], sign: str = ""
 ) -> Rows:
-    """Return a table: a row for each key of `numbers`, a column for each name with numbers."""
+    """Return a table with a row per key of `numbers` and a column per name that has numbers."""
     used = [name for name in names if any(of.get(name) for of in numbers.values())]
     rows = [[key, *(metric(of.get(n), n, sign) for n in used)] for key, of in numbers.items()]
     header = [title, *(METRICS.get(name, name) for name in used)]
@@ -131,7 +131,7 @@ def duration(seconds: float) -> str:
 
 
 def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
-    """Return the mean of a metric over training steps, as text in per cent."""
+    """Return the mean of a metric over training steps, as text, in per cent."""
     return f"{fmean(record.get(key) or 0.0 for record in records):.1%}"
 
 
@@ -148,7 +148,7 @@ def rate_with_interval(evaluation: Evaluation, domain: str, kind: str) -> str:
 def rates_of_group(
     evaluations: Sequence[Evaluation], domain: str, level: str, name: str
 ) -> list[str]:
-    """Return the number of tasks and the success rates of a family or branch, per evaluation."""
+    """Return a family's or branch's number of tasks and success rates, for each evaluation."""
     of = [e["success"].get(domain, {}).get(level, {}).get(name, {}) for e in evaluations]
     return [str(of[-1]["num_tasks"]), *(number(group.get(kind)) for kind in KINDS for group in of)]
 
@@ -159,7 +159,7 @@ def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
 
 
 def _tools(run: RunData) -> list[list[Any]]:
-    """Return a row per tool: success in evaluations, number and success of calls in training."""
+    """Return a row per tool: success in evaluations; number and success of training's calls."""
     if not run.transfer:
         return []
     tools, ends = run.transfer["tools"], [0, -1] if run.points[1:] else [0]

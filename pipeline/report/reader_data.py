@@ -46,7 +46,7 @@ def read_episodes(
     max_episodes: int = MAX_EPISODES,
     max_characters: int = MAX_CHARACTERS,
 ) -> Reader:
-    """Return up to `max_episodes` episodes; all chunks have up to `max_characters` characters."""
+    """Return at most `max_episodes` episodes, in at most `max_characters` characters altogether."""
     files = transcripts_in(folder)
     tasks = {p: list(map(_task_of, whole_lines(p))) for paths in files.values() for p in paths}
     sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
@@ -71,7 +71,7 @@ def _task_of(line: bytes) -> Task:
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:
     """Choose groups with at most `limit` episodes in total, but at least one group.
 
-    Stages take turns with one group each, and within a stage, the steps take turns.
+    The choice takes one group from each stage in turn; within a stage, the steps take turns.
     """
 
     def in_turns(groups: list[Group], owner: Callable[[Group], Hashable]) -> list[Group]:
@@ -113,7 +113,7 @@ def _read(
 
 
 def _packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None) -> str:
-    """Return a chunk (base64 of gzip of JSON): texts, and episodes with indices of texts."""
+    """Return a chunk (base64 of gzip of JSON): texts, and episodes that hold indices of texts."""
     texts: dict[str, int] = {}
 
     def index(text: Any) -> int:
@@ -154,7 +154,7 @@ def _packed_episode(
 def token_texts_of(path: Path) -> TokenTexts:
     """Return a function that returns the text of each token id; `path` is a tokenizer file.
 
-    If several tokens make up a character, the last of these tokens has the character as its text.
+    If several tokens make up a character, the last of these tokens gets the character as its text.
     """
     from tokenizers import Tokenizer
 
