@@ -50,7 +50,7 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of `function(*arguments)`. The arguments must be JSON values.
 
-        The cache keeps the result, not a copy, so the caller must not change the result.
+        The result stays in the cache, so the caller must not change the result.
         """
         text = json.dumps([function.__name__, *arguments])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -232,15 +232,15 @@ class Chat:
     ) -> Parsed:
         """Parse the token ids of one sampled message.
 
-        If the tool-call format writes all arguments as text, `tools` must give the types of
-        arguments. `finished` is True if the last id ended the message. By default, `finished` is
-        True if the last id is the template's end-of-turn token.
+        If the tool-call format writes all arguments as text, the types of arguments come from
+        `tools`. `finished` is True if the last id ended the message. By default, `finished` is True
+        if the last id is the template's end-of-turn token.
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
         typed_by = list(tools) if values_are_text(self._reader) else []
         parsed: Parsed = self.cache.call(self._parse, list(ids), finished, typed_by)
-        return replace(parsed, calls=deepcopy(parsed.calls))  # A tool may change arguments.
+        return replace(parsed, calls=deepcopy(parsed.calls))  # tools may change a call's arguments
 
     def _parse(self, ids: list[int], finished: bool, tools: list[dict[str, Any]]) -> Parsed:
         text: str = self.tokenizer.decode(

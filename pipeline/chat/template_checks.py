@@ -99,7 +99,7 @@ def end_of_turn_of(render: Render, special: Special) -> str:
 
 
 def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
-    """Raise UserError if tools are ignored, or if a reply's text depends on earlier messages."""
+    """Raise UserError if a template ignores tools or lets earlier messages change a later one."""
     offered = render([ASKED], tools=_TOOLS)
     answered = render([ASKED, _ANSWER, _RESULT])
     if "probe_tool" not in offered or "probe_result" not in answered:

@@ -83,7 +83,7 @@ def parse_with(
 
 
 def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
-    """Return a tokenizer's response template, else TRL's for its chat template, else None."""
+    """Return the tokenizer's own response template, else the template in TRL, else None."""
     if getattr(tokenizer, "response_template", None) is None:
         from trl import chat_template_utils as known
 

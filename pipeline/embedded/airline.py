@@ -111,7 +111,7 @@ expert = expert_of("reservation", FAMILIES, SERVE, get_args(Reason))
 
 
 class AirlineEnvironment(CaseEnvironment):
-    """Tools that read and change the database of one task, which holds an airline's data."""
+    """Tools that read and change one task's database of an airline."""
 
     database_class = AirlineDatabase
     _expert = staticmethod(expert)

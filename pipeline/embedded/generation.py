@@ -1,7 +1,7 @@
 """Generates tasks from a random seed, and lists a domain's words for the tiny model's tokenizer.
 
-A family is a kind of request, such as a refund, and a branch is one case, such as a shipped order.
-Each family and each branch gets a fixed share of the tasks.
+A family is a kind of request, such as a refund, and a branch is one case of the request, such as a
+shipped order. Each family and each branch gets a fixed share of the tasks.
 """
 
 import json
@@ -155,7 +155,7 @@ def words_of(
 ) -> Iterator[str]:
     """Yield a domain's words; each word becomes a token of the tiny model's tokenizer.
 
-    `said` adds texts of messages, and `values` adds values of records.
+    `said` adds texts of messages to the words, and `values` adds values of records.
     """
     yield from (*IDS, *SAID, name, *said)
     database = environment.database_class.model_json_schema()

@@ -121,7 +121,7 @@ expert = expert_of("order", FAMILIES, SERVE, get_args(Reason))
 
 
 class RetailEnvironment(CaseEnvironment):
-    """Tools that read and change the database of one task, which holds a shop's data."""
+    """Tools that read and change one task's database of a shop."""
 
     database_class = RetailDatabase
     _expert = staticmethod(expert)

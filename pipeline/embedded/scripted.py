@@ -45,7 +45,7 @@ Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
 MAX_STEPS = 1024  # largest number of tasks whose expert steps are cached
 _STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (class, payload) -> expert's steps
-LOOKUPS = ("find_", "get_")  # names of lookups (tools that only read the database) begin so
+LOOKUPS = ("find_", "get_")  # name prefixes of lookups (tools that only read the database)
 # Arguments: agent, goal, the record as {kind: id}, first decision. Result: the final message, or
 # the reason for a transfer.
 Serve = Callable[[Agent, dict[str, str], dict[str, str], str], str]
@@ -232,8 +232,8 @@ def expert_of(
 ) -> Expert:
     """Return an expert that looks up a record, makes a first decision, and serves the request.
 
-    The first decision is a key of `serve`, an element of `reasons` (for a transfer), or the name of
-    a tool whose only argument is the record's id.
+    The expert's first decision is a key of `serve`, an element of `reasons` (for a transfer), or
+    the name of a tool whose only argument is the record's id.
     """
     branches = {family.name: list(family.branches.values()) for family in families}
 

@@ -122,7 +122,7 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
     with _refused(f"{call} fails"):
         try:
             tasks = domain.generate_tasks(*arguments)
-        except ValueError as error:  # for example, if the domain has fewer than `count` tasks
+        except ValueError as error:  # raised if fewer than `count` tasks exist, for example
             raise UserError(f"{where}: {one_line(str(error))}") from None
     if not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")

@@ -73,7 +73,7 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
         fault = fault_of(error)
     finally:
         _state.deadline = outer_deadline
-    if time.monotonic() - begun > seconds:  # drop a result or fault after the deadline
+    if time.monotonic() - begun > seconds:  # drop the result or the fault of a late call
         fault = too_long(name, seconds)
     if fault is not None:
         raise fault
@@ -151,7 +151,7 @@ def run_steps(steps: Steps[Value]) -> Value:
     awaitable, result = first_step(steps)
     if awaitable is None:
         return result
-    interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
+    interruptible, _state.interruptible = _state.interruptible, False  # `wait` has its own timeout
     try:
         future = environment_loop.run(finish(steps, awaitable))
         wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -198,7 +198,7 @@ def is_outage(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and text in one line, and a SystemExit's file and line."""
+    """Return one line: an exception's type and text, and for a SystemExit the file and line."""
     name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
     if isinstance(error, Exception):

@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 class LinesFile:
-    """A file for appending lines. Opening keeps only complete lines in the first `size` bytes."""
+    """A file for new lines; opening cuts the file to complete lines in the first `size` bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path

@@ -57,7 +57,7 @@ def _is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether the value is valid in UTF-8 JSON and has at most MAX_DEPTH nested levels."""
+    """Return whether a value can be written as UTF-8 JSON with at most MAX_DEPTH nested levels."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Functions that check whether a model can be sampled and trained, and that find its layers.
+"""Functions that check whether a model can be sampled and trained, and that find layers.
 
 The row sampler (`rollout/row_sampler.py`) is the pipeline's own sampler.
 """
@@ -31,7 +31,7 @@ def why_generate(model: Any) -> str | None:
 
 
 def unserved(config: Any) -> str | None:
-    """Return why the row sampler cannot run a model's layers; None if all have full attention."""
+    """Return why the row sampler cannot run a model; None if all layers have full attention."""
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [window])
     return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"

@@ -33,7 +33,7 @@ def check_name(name: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a model; raises UserError for an unreadable file."""
+    """Return the JSON object in a model's file; raises UserError for an unreadable file."""
     try:
         value = parse_json(read_file(path, _MAX_JSON_BYTES).decode())
         if isinstance(value, dict):

@@ -50,9 +50,9 @@ def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
 def load_folder(folder: str | Path, settings: ModelSettings, device: str | None = None) -> Any:
     """Return a causal language model with fp32 parameters from a folder or a hub id.
 
-    If the folder has LoRA adapters, the adapters are merged into their base model. With the device
-    `meta`, `load_folder` checks the files without reading weights. Raises UserError if there are no
-    safetensors files, or if weights are missing or have wrong shapes.
+    If the folder has LoRA adapters, `load_folder` merges the adapters into the base model. With the
+    device `meta`, `load_folder` checks the files without reading weights. Raises UserError if there
+    are no safetensors files, or if weights are missing or have wrong shapes.
     """
     if lora.is_adapter(folder):
         return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)

@@ -84,7 +84,7 @@ def base_model(model: Any) -> Any:
 
 
 def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Return {name in `adapter_model.safetensors`: tensor} of the adapters, without copies."""
+    """Return {name in `adapter_model.safetensors`: tensor}; the tensors are not copies."""
     from peft import get_peft_model_state_dict
 
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -110,7 +110,7 @@ def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 
 
 def _layers(model: PeftModel) -> dict[str, Any]:
-    """Return PEFT's layer for each parameter with an adapter; the keys are names without PEFT.
+    """Return {parameter's name without PEFT: PEFT's layer} for each parameter with an adapter.
 
     Raises UserError if the model without PEFT lacks a parameter that has an adapter, or if training
     would change a parameter outside the adapters.
@@ -139,7 +139,7 @@ def base_of(folder: str | Path) -> str:
     """Return the folder or hub id of the base model for a folder with adapters.
 
     A folder that lies beside `folder` and has the base model's name takes priority, because both
-    folders may have been moved.
+    folders may have been moved together.
     """
     name = read_json(Path(folder) / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
@@ -177,7 +177,7 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters, but no config.json: with it, transformers would expect a whole model."""
+    """Write the adapters without a config.json, which would make transformers expect a model."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
 
@@ -229,7 +229,7 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # PEFT 0.21 uses a name that is deprecated in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # PEFT searches the modules for fused experts, but the experts are parameters.
+        # PEFT searches the modules for fused experts, but fused experts are not modules.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
         logging.set_verbosity_error()
         try:

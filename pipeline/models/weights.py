@@ -24,12 +24,11 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class SamplingCopy:
-    """A model's copy for sampling. The attribute `model` is the copy, without adapter layers.
+    """A copy of a model for sampling. The attribute `model` is the copy, without adapter layers.
 
     If the original model has no LoRA, `load` replaces every parameter of the copy. If the original
     model has LoRA, `load` merges the adapters into the base weights of the copy, in the precision
-    of the base weights. A weight of the copy shares the original weight's memory if the dtypes are
-    equal.
+    of the base weights. Copy and original share the memory of weights with equal dtypes.
     """
 
     def __init__(self, model: Any) -> None:

@@ -1,1 +1,1 @@
-"""The report of a run and the comparison of runs: tables, the page and the reader of episodes."""
+"""The report of a run and the comparison of runs: tables, HTML page, reader of episodes."""

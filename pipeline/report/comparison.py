@@ -103,7 +103,7 @@ def _is_mixed(settings: Mapping[str, Any]) -> bool:
 
 
 def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the settings in which a configuration is unlike most others, such as `replay 0.3`."""
+    """Return the settings in which a configuration differs from most, such as `replay 0.3`."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
     words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != KIND]

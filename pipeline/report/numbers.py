@@ -159,7 +159,7 @@ def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
 
 
 def _tools(run: RunData) -> list[list[Any]]:
-    """Return a row per tool: success in evaluations; number and success of training's calls."""
+    """Return a row per tool: success in evaluations, and number and success of training calls."""
     if not run.transfer:
         return []
     tools, ends = run.transfer["tools"], [0, -1] if run.points[1:] else [0]

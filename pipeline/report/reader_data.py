@@ -37,7 +37,7 @@ class Reader:
     """The episodes for the HTML page."""
 
     index: dict[str, Any]
-    chunks: list[str]  # one for each step: base64 of gzip of JSON
+    chunks: list[str]  # a text for each step: base64 of gzip of JSON
 
 
 def read_episodes(
@@ -71,7 +71,7 @@ def _task_of(line: bytes) -> Task:
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:
     """Choose groups with at most `limit` episodes in total, but at least one group.
 
-    The choice takes one group from each stage in turn; within a stage, the steps take turns.
+    `choose` takes one group from each stage in turn; within a stage, the steps take turns.
     """
 
     def in_turns(groups: list[Group], owner: Callable[[Group], Hashable]) -> list[Group]:
