@@ -19,7 +19,7 @@ def save_transcripts(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float] | None = None,
 ) -> Path:
-    """Write the episodes of a step on one rank, and return the path of the file.
+    """Write one rank's episodes of a step to a file, and return the path of the file.
 
     In each JSON line, `ids` and `logprobs` hold one list for each assistant message.
     """

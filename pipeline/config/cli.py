@@ -54,7 +54,7 @@ def flag(section: str, name: str) -> str:
 
 
 def build_parser(shown: Config) -> argparse.ArgumentParser:
-    """Return the parser of all flags, whose help shows the values of `shown` as defaults."""
+    """Return the parser of all flags. The help shows the settings in `shown` as defaults."""
     parser = _Parser(
         usage="pipeline/run.py [--config RECIPE] [--FLAG VALUE ...]",
         description="Warm start, GRPO and evaluation of a tool-using model in several domains. "
@@ -121,7 +121,7 @@ def _value(text: str | bool, annotation: Any) -> Any:
     try:
         return yaml.load(text, recipe.Loader)
     except (ValueError, yaml.YAMLError):
-        return text  # `recipe.resolve` raises UserError for the text.
+        return text  # `recipe.resolve` raises UserError for text that is not YAML.
 
 
 def _without_null(annotation: Any) -> Any:

@@ -38,9 +38,9 @@ class World(NamedTuple):
 
 
 def resolve(num_gpus: int | None) -> World:
-    """Return the World for `num_gpus` ranks; if None, for the ranks that a launcher has started.
+    """Return the World of `num_gpus` ranks, or of the launched ranks if `num_gpus` is None.
 
-    Raises UserError if a launcher started ranks, but not `num_gpus` ranks, or if GPUs are missing.
+    Raises UserError if a launcher started more or fewer ranks, or if there are too few GPUs.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched

@@ -44,10 +44,10 @@ def numbers(line: Line) -> dict[str, float]:
 
 
 class WandbFeed:
-    """A run of W&B. A thread sends the rows, so that training never waits for W&B.
+    """A run in W&B. A thread sends the rows, so that training never waits for W&B.
 
     `metrics` and `timings` are the lines in the files; the server gets the lines that it lacks.
-    Raises UserError if W&B cannot start. If the thread fails, the next call raises the exception.
+    Raises UserError if W&B cannot start. If the thread fails, the next call of a method raises.
     """
 
     name = "W&B"
@@ -103,7 +103,7 @@ class WandbFeed:
         try:
             for call in iter(self._calls.get, None):
                 call()
-            wandb.teardown()  # waits until all rows are sent; run.finish() may not
+            wandb.teardown()  # waits until all rows are sent; run.finish() may not wait
         except Exception as error:
             self._error = error
             with suppress(Exception):  # without teardown, W&B waits when the process ends
@@ -152,7 +152,7 @@ def _start(folder: Path, config: Config) -> Any:
         run = wandb.init(
             project=tracking["project"],
             name=tracking["run_name"] or folder.resolve().name,
-            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server's limit of length
+            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server's longest name
             job_type=os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:64]),
             tags=tracking["tags"],
             id=known_id(folder),
