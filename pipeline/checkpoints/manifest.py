@@ -1,7 +1,7 @@
 """Writes and checks manifests of checkpoints; orders and removes checkpoints.
 
-A manifest holds the checkpoint's number, and the size and SHA-256 of each file. Numbers increase
-during a run. A save writes the manifest last, so a folder without a manifest is no checkpoint.
+A manifest holds the number of the checkpoint in the run, and the size and SHA-256 of each file. A
+save writes the manifest last, so a folder without a manifest is no checkpoint.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from typing import Any
 from pipeline.files.durable import sync
 
 MANIFEST = "manifest.json"
-ASIDE = ".aside-"  # prefix of a checkpoint that a resumed run does not use
-WRITING = ".writing-"  # prefix of an unfinished checkpoint
-PREVIOUS = ".previous"  # suffix of a checkpoint that a save replaces
+ASIDE = ".aside-"  # prefix of the name of a checkpoint that a resumed run does not use
+WRITING = ".writing-"  # prefix of the name of an unfinished checkpoint
+PREVIOUS = ".previous"  # suffix of the name of a checkpoint that a save replaces
 
 
 def write_manifest(folder: Path, number: int) -> None:
-    """Write the manifest of all files in a folder. `number` orders a run's checkpoints."""
+    """Write the manifest of a folder's files. Later checkpoints of a run have a larger `number`."""
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.rglob("*"))
@@ -80,7 +80,7 @@ def number_of(folder: Path) -> int:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return a folder's checkpoints, newest first. Damaged checkpoints come before all others."""
+    """Return a folder's checkpoints, newest first; damaged checkpoints come before the newest."""
     numbers = {path: number_of(path) for path in folder.glob("[!.]*") if path.is_dir()}
     return sorted(numbers, key=lambda p: (numbers[p] < 0, numbers[p], p.name), reverse=True)
 

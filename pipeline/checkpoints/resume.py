@@ -92,7 +92,7 @@ def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any)
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
-        return  # LoRA adapters that are not loaded are new and change no output.
+        return  # New LoRA adapters do not change the output of a model.
     if folder is None:
         loaded = load_model(config.model, tokenizer, config.run.seed)
     else:

@@ -43,7 +43,7 @@ def folder_of(config: Config) -> Path:
     if name == "latest":
         raise UserError("resume_from_checkpoint: needs the run's folder; give --output-dir as well")
     begun_s: float | None = None
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # After a restart by torchrun, the folder's name stays.
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # A restart by torchrun must keep the folder.
         import psutil
 
         begun_s = psutil.Process(os.getppid()).create_time()

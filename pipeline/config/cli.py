@@ -18,10 +18,10 @@ DEFAULT_RECIPE = "three_domain_tiny"
 
 
 def parse(argv: list[str]) -> Config:
-    """Return the settings of a command line, whose flags override a recipe.
+    """Return the settings from a recipe and from the flags, which override the recipe.
 
-    A resumed run without `--config` uses its own `config.yaml`. Raises UserError for a mistake, and
-    SystemExit(0) after printing the help.
+    Without `--config`, a resumed run uses `config.yaml` from the run folder. Raises UserError for a
+    mistake, and SystemExit(0) after printing the help.
     """
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args(argv)

@@ -87,7 +87,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...], str]) -> Config:
-    """Return the validated settings. Errors name the flag in `flags` that gave a setting."""
+    """Return the validated settings. `flags` has the flag of each setting on the command line."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:

@@ -86,7 +86,7 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
 
 
 def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return each stage's number of steps. Stages without a number share the remaining steps."""
+    """Return the number of steps by stage. Stages without a set number share the other steps."""
     curriculum, max_steps = config.curriculum, config.grpo.max_steps
     size = config.rollout.tasks_per_step
     steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
@@ -96,7 +96,7 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
         given = f"the stages have {total} steps, and max_steps is {max_steps}"
         raise UserError(f"stage_steps: {given}; give max_steps {total}, or change theirs")
     weights, known = list[float](), curriculum.stage_weights
-    for name, own in rest.items():  # A weight's key is a stage, or a domain.
+    for name, own in rest.items():  # A weight's key is a stage's name, or the stage's only domain.
         weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
     return [steps[name] for name in names]
@@ -105,7 +105,7 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
 def quota(shares: Mapping[str, float], count: int) -> list[str]:
     """Return `count` names in proportion to `shares`, which sum to 1.
 
-    The names in each prefix of the list are also as close to the shares as possible.
+    The proportions in each prefix of the list are also as close to `shares` as possible.
     """
     given, names = dict.fromkeys(shares, 0), list[str]()
     for number in range(1, count + 1):

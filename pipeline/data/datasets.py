@@ -1,4 +1,4 @@
-"""Opens the files and datasets that the setting `tasks` names, without importing torch.
+"""Opens the files and datasets that the setting `tasks` lists, without importing torch.
 
 A dataset cannot make the pipeline read files outside the dataset's folder.
 """
@@ -35,7 +35,7 @@ def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
 
 
 def _dataset(source: str, split: str) -> tuple[Any, str]:
-    """Return a dataset from `save_to_disk` or `load_dataset`, and its name in messages."""
+    """Return a dataset from `save_to_disk` or `load_dataset`, and a name for messages."""
     from datasets import config, disable_progress_bars, load_from_disk
 
     path = Path(source)

@@ -21,7 +21,7 @@ TaskRow = dict[str, Any]
 Rows: TypeAlias = "JsonArray | JsonLines | DatasetRows"
 
 MAX_ARRAY_BYTES = 256 << 20  # largest file of a JSON array, which is read into memory
-# types of columns whose values cannot refer to files (images can)
+# types of columns that cannot refer to files, unlike columns of images
 KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
 CHANGED = "changed since it was read; put it back as it was, or start a new run"
 

@@ -110,7 +110,7 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
             return int(code or 1)
         finally:
             logging.disable(logging.NOTSET)
-            # A launcher that gets a signal while it starts ranks does not end all ranks.
+            # A launcher that gets a signal while starting ranks does not end all ranks.
             for child in psutil.Process().children():
                 child.kill()
                 child.wait()

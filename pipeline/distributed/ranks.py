@@ -73,13 +73,13 @@ class Ranks:
         self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement` is a key of the store
         self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
-        self.seconds: dict[str, float] = defaultdict(float)  # seconds of each phase and of `wait`
+        self.seconds: dict[str, float] = defaultdict(float)  # seconds by phase; `wait`: collectives
         self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove all timeouts, because time in which the run is suspended would count as well."""
+        """Remove the timeouts of process groups, because time in suspension would count."""
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group
@@ -94,7 +94,7 @@ class Ranks:
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
-        """Record progress and the current task. Without a task, raise Interrupted after a signal.
+        """Record progress and the task. If `task` is empty, raise Interrupted after a signal.
 
         Every rank must call `agree` later, so that `agree` raises Interrupted on all other ranks.
         """

@@ -40,6 +40,6 @@ def _is_suspended(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignore the signal
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the sentinel ignores stop signals
         signal.signal(stop, signal.SIG_IGN)
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -33,7 +33,7 @@ from pipeline.files.untrusted import printable
 SAME_SIGNAL_S = 2.0
 # Seconds that a rank with a lost connection waits for another rank to post the fault.
 PATIENCE_S = 3.0
-# A run was suspended if the watchdog paused for more seconds than this and timeout / 10.
+# If a pause of the watchdog exceeds SUSPENDED_S and timeout / 10, the run was suspended.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -106,7 +106,7 @@ def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Val
     device = accelerator.device
     own = torch.tensor([1.0, 2.0, 3.0], device=device) + ranks.rank / 2
     values: Values = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
-    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # (number of values, most calls)
+    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # (float32 values, call limit)
         reduce = partial(sum_over_ranks, torch.zeros(size, device=device))
         first = ranks.max(_seconds(reduce, device))
         count = max(1, min(most, int(2 / first)))  # number of calls in two seconds

@@ -52,7 +52,7 @@ def stop_on_errors(
 ) -> None:
     """Raise the same RuntimeError on every rank if a domain has too many environment errors.
 
-    `trajectories` are this rank's new episodes. Ranks exchange texts only before the error.
+    `trajectories` are this rank's new episodes. Ranks communicate only if there is an error.
     """
     for t in trajectories:
         if t.stop_reason is StopReason.ENVIRONMENT_ERROR:

@@ -99,7 +99,7 @@ def success(
     num_trials: int,
     threshold: float = 1.0,
 ) -> dict[str, Success]:
-    """Return each domain's success rates for `results.json`, sampled and greedy.
+    """Return each domain's success rates in a sampled and in a greedy evaluation.
 
     An episode is a success if its reward is at least `threshold`. For a domain with a reward other
     than 0 and 1, the result also has the domain's mean rewards.

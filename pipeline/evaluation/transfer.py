@@ -21,7 +21,7 @@ Results = Mapping[str, Any]  # the content of `results.json`
 
 
 class Runs:
-    """The evaluations of runs on the same tasks. Letters such as S: see `transfer_metrics.py`.
+    """The evaluations of runs on the same tasks. Letters in shapes: see `transfer_metrics.py`.
 
     Raises UserError if the runs have different tasks or thresholds.
     """

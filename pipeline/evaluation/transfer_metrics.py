@@ -99,7 +99,7 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
         ratios = np.einsum("spn,bn->bsp", totals, tasks) / np.einsum("spn,bn->bsp", counts, tasks)
     if (counts > 0).any((0, 1)).sum() < 2:
         ratios[1:] = np.nan
-    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # with weight 0, the ratio may be NaN
+    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed of weight 0 may have a NaN ratio
     return np.asarray(np.einsum("bsp,bs->bp", ratios, seeds / num_seeds))
 
 
@@ -114,13 +114,13 @@ def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
     """Return each metric of OF_COLUMNS by column c, [B], from the matrix R [B, P, C].
 
     - backward_transfer: R[T, c] - R[i, c], where i < T is the last stage that trained c; the mean
-      over columns is GEM's BWT. No value if stage T or no stage trained c.
-    - forward_transfer: R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
-      T + 1 if no stage trained c; the mean is GEM's FWT. The baseline of GEM is a random
-      initialisation; here the baseline is the policy before GRPO.
-    - forgetting: max over t < T of R[t, c], minus R[T, c], for the columns of backward transfer
-      (Chaudhry et al. 2018, equation 3; here with t = 0). The maximum of noisy numbers is biased
-      upwards, so only the interval of backward_transfer can show that a policy has forgotten.
+    over columns is GEM's BWT. If stage T or no stage trained c, c has no value. - forward_transfer:
+    R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or T + 1 if no stage
+    trained c; the mean is GEM's FWT. The baseline of GEM is a random initialisation; here the
+    baseline is the policy before GRPO. - forgetting: max over t < T of R[t, c], minus R[T, c], for
+    the columns of backward transfer (Chaudhry et al. 2018, equation 3; here with t = 0). The
+    maximum of noisy numbers is biased upwards, so only the interval of backward_transfer can show
+    that a policy has forgotten.
     """
     end = len(own)
     found: dict[str, dict[int, Floats]] = {name: {} for name in OF_COLUMNS}

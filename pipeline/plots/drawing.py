@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
     Axes = Figure = Any
 
-WIDTH = 5.4  # of a figure in inches; the text is legible in a printed paper
+WIDTH = 5.4  # inches of width, so that the text is legible in a printed paper
 FONT_SIZE = 8.5
 # Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 DARK = ("#0072B2", "#D55E00", "#009E73")
@@ -39,7 +39,7 @@ def new_figure(run: RunData | None, words: str, width: float, height: float) -> 
 def panels_over_steps(
     run: RunData, words: str, heights: Sequence[int], height: float
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each relative height; the x axes are optimizer steps."""
+    """Return a figure with one panel for each number in `heights`; x axes are optimizer steps."""
     figure = new_figure(run, words, WIDTH, height)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels: list[Axes] = list(grid.flat)

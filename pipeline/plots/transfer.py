@@ -42,7 +42,7 @@ def stage_performance(run: RunData) -> Figure:
         for x, evaluation in enumerate(run.evaluations):
             if of := evaluation["success"].get(domain):
                 _draw_rates(axes, x, of, colour, pale=evaluation["after"] in BEFORE_GRPO)
-        if not run.is_graded(domain):  # graded baselines are no success rates
+        if not run.is_graded(domain):  # a mean of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
@@ -182,7 +182,7 @@ class Configuration(NamedTuple):
     runs: Sequence[RunData]
     transfer: Mapping[str, Any]  # `evaluation.transfer.summary` of all seeds
     is_mixed: bool
-    against_mixed: Mapping[str, Any] | None  # differences of metrics to mixed training
+    against_mixed: Mapping[str, Any] | None  # each metric minus the metric of mixed training
 
 
 def pareto(configurations: Sequence[Configuration]) -> Figure:

@@ -51,7 +51,7 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
     # For the backward pass, a layer keeps about 16 hidden and 3 intermediate states per token.
     kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
-    if grpo.share_prefixes and not grpo.padding_free:  # adds copies of keys and values
+    if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys, values
         gathered = min(tokens * KEYS_PER_TOKEN, trained)
         kept += gathered * layers * 2 * _keys_per_token(shape) * size
     if grpo.gradient_checkpointing:  # keeps one layer's activations, and all layers' inputs
@@ -81,7 +81,7 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
         memory["reference policy (fp32)"] = trained
     if not config.warm_start.steps:
         return memory
-    # The warm start trains all weights, and no rank shares its optimizer state.
+    # The warm start trains all weights, and each rank keeps the whole optimizer state.
     gradients, adamw = "gradients of the warm start", "AdamW of the warm start"
     warm_start = {gradients: 4.0 * num_parameters, adamw: 8.0 * num_parameters}
     return max(memory, warm_start, key=lambda needs: sum(needs.values()))

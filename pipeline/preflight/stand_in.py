@@ -1,9 +1,9 @@
 """A trial before a run: sampling and training a small model of the recipe's architecture.
 
-Training is correct only if sampler and training compute equal log-probabilities. Caches, masks,
-positions, routers, dropout and adapters may break the equality in some architectures. The small
-model has the same kinds of layers, but few and narrow layers with random weights. The trial samples
-short conversations under the recipe's settings. A training forward pass computes the
+Training is correct only if sampler and training compute equal log-probabilities. In some
+architectures, caches, masks, positions, routers, dropout or adapters make log-probabilities differ.
+The small model has the same kinds of layers, but few and narrow layers with random weights. The
+trial samples short conversations under the recipe's settings. A training forward pass computes the
 log-probabilities of the conversations again.
 """
 

@@ -51,7 +51,7 @@ class Meter:
         """
         spent, lengths = self._spent, [t.num_tokens for t in trajectories]
         sampled = sum(t.num_sampled_tokens for t in trajectories)
-        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # mean length, by tokens
+        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # token-weighted mean length
         trained = spent["update_tokens"], spent["update_sampled"]
         spent["sample_flops"] = self._work.of_sampling(spent["sample_tokens"], sampled, length)
         spent["update_flops"] = self._work.of_update(*trained, length)
@@ -134,7 +134,7 @@ def peak_of(device_name: str) -> float | None:
 class Work(NamedTuple):
     """The sizes of a model that determine the FLOPs of sampling and training.
 
-    All experts of a mixture-of-experts model count, so its FLOPs are overestimated.
+    The FLOPs of a mixture-of-experts model are too high, because all experts count.
     """
 
     body: int  # parameters between embedding and output layer

@@ -17,7 +17,7 @@ from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
 from pipeline.files.durable import whole_lines
 
 Evaluation = Mapping[str, Any]
-MAX_STEPS, MAX_EPISODES = 50, 200  # most steps and episodes in the table
+MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers of steps and episodes in the table
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
 COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
 

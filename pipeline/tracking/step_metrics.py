@@ -12,7 +12,7 @@ from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# For each metric of zero-std groups (groups with equal rewards): the outcomes that count.
+# For each metric of zero-std groups (groups with equal rewards): the counted outcomes.
 ZERO_STD = {
     "frac_reward_zero_std": ("failed", "solved", "few"),
     "all_failed": ("failed",),

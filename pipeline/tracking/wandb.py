@@ -46,8 +46,8 @@ def numbers(line: Line) -> dict[str, float]:
 class WandbFeed:
     """A run in W&B. A thread sends the rows, so that training never waits for W&B.
 
-    `metrics` and `timings` are the lines in the files; the server gets the lines that it lacks.
-    Raises UserError if W&B cannot start. If the thread fails, the next call of a method raises.
+    `metrics` and `timings` are the lines in the files; the server gets the missing lines. Raises
+    UserError if W&B cannot start. If the thread fails, the next method call raises the exception.
     """
 
     name = "W&B"
@@ -152,7 +152,7 @@ def _start(folder: Path, config: Config) -> Any:
         run = wandb.init(
             project=tracking["project"],
             name=tracking["run_name"] or folder.resolve().name,
-            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server's longest name
+            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server refuses longer names
             job_type=os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:64]),
             tags=tracking["tags"],
             id=known_id(folder),
