@@ -40,7 +40,7 @@ class _ZeroGradient(torch.autograd.Function):
 def sum_gradients(module: Any) -> Any:
     """Make DDP sum gradients over the ranks instead of averaging gradients; returns the module.
 
-    The loss itself is divided by the number of tokens of all ranks, so no average is needed.
+    The loss is already divided by the number of tokens of all ranks, so no average is needed.
     """
     if isinstance(module, DistributedDataParallel):
         wrapped: Any = module

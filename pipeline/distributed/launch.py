@@ -71,7 +71,7 @@ def visible_gpus() -> int:
 
 
 def use_device(world: World) -> None:
-    """Make Accelerate use the device type of `world`; call this before making an Accelerator."""
+    """Make Accelerate use `world`'s device type. Call `use_device` before making an Accelerator."""
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         if world.rank == 0:

@@ -46,7 +46,7 @@ def meet_again(timeout_s: float, device_type: str) -> None:
     """Make a process group if the launcher has restarted the ranks (`--max_restarts`).
 
     In torch 2.13, all restarts share a key-value store that still holds addresses of ended ranks,
-    so each restart gets another prefix of keys. Accelerate then uses this group.
+    so each restart gets another prefix of keys. Accelerate uses the new group.
     """
     environ, timeout = os.environ, timedelta(seconds=timeout_s)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -69,7 +69,7 @@ class Ranks:
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._store: Any = dist.distributed_c10d._get_default_store()  # private in torch
+            self._store: Any = dist.distributed_c10d._get_default_store()  # private API of torch
         self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement` is a key of the store
         self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
@@ -83,7 +83,7 @@ class Ranks:
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group
-                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # private in torch 2.13
+                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # private API of torch 2.13
 
     def shard(self, count: int) -> range:
         """Return the indices of this rank's share of `count` items."""

@@ -1,4 +1,4 @@
-"""A process beside each rank, which ends the rank if the watchdog's thread stops running.
+"""A process beside each rank; the process ends the rank if the watchdog's thread stops running.
 
     Usage: python sentinel.py PID TICKS
 

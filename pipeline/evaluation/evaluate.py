@@ -30,8 +30,8 @@ def evaluate(
     """Run `num_trials` episodes of each task; every rank runs a share of the tasks.
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
-    Random numbers depend on seed, task and trial only. A trial whose environment fails is
-    repeated, up to ATTEMPTS runs in all. Raises RuntimeError if a trial has no record or several
+    Random numbers depend on seed, task and trial only. A trial whose environment fails is run
+    again, at most ATTEMPTS times in total. Raises RuntimeError if a trial has no record or several
     records, and Interrupted if a signal stops the run.
     """
     requests = [

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
     Axes = Figure = Any
 
-WIDTH = 5.4  # inches of width, so that the text is legible in a printed paper
+WIDTH = 5.4  # width in inches; the text is legible in a printed paper
 FONT_SIZE = 8.5
 # Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 DARK = ("#0072B2", "#D55E00", "#009E73")
@@ -72,7 +72,7 @@ def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
-        room = int((end - first) / last * 50)  # about how many characters fit between two lines
+        room = int((end - first) / last * 50)  # about how many characters the stage has room for
         if with_names and room > 3:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
             above, middle = axes.get_xaxis_transform(), (first + end) / 2

@@ -88,7 +88,7 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
 
 
 def num_trained(config: Config, model: Any) -> int:
-    """Return the number of weights that GRPO trains; with LoRA, this adds adapters to `model`."""
+    """Return the number of weights that GRPO trains. With LoRA, `model` gets adapters."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):

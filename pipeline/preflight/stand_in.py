@@ -30,7 +30,7 @@ from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
 MOST_NATS = 5e-4  # largest difference of two log-probabilities that float32 rounding explains
-MOST_NATS_OF_GENERATE = 0.05  # largest difference for transformers' `generate`, which is less exact
+MOST_NATS_OF_GENERATE = 0.05  # largest difference if transformers' `generate` samples
 MOST_PARAMETERS = 300_000_000  # maximum size of the small model
 TURNS, REPLY, MESSAGE = 3, 5, 6  # number of turns; tokens per reply; tokens per other message
 SMALLER = (  # maximum size for each setting; an attention window is shorter than a conversation
@@ -63,7 +63,7 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
         gap = gap_of(config, model)
     except UserError:
         raise
-    except Exception as error:  # The code of a model may raise anything.
+    except Exception as error:  # The code of a model may raise any exception.
         raise UserError(
             f"model: got {name}, which fails in a trial of sampling and training "
             f"({reason_of(error)}); {remedy}"

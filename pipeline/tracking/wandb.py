@@ -30,8 +30,8 @@ from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of
 from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers
 
-FINISH_S = 20.0  # timeout of the last upload
-FAILED_S = 5.0  # timeout of the last upload of a failed run, because other ranks wait
+FINISH_S = 20.0  # timeout, in seconds, of the last upload
+FAILED_S = 5.0  # shorter timeout after a failure, because other ranks wait
 ID_FILE = Path("wandb", "run-id")  # path in the run folder
 ADVICE = "the run folder has them"
 FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
