@@ -39,10 +39,10 @@ class TrainState:
 
     stage: str = "start"
     step: int = 0  # number of optimizer steps done
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # one entry per evaluation
-    validations: list[dict[str, Any]] = field(default_factory=list)  # one entry per validation
-    ended_early: dict[str, int] = field(default_factory=dict)  # number of steps by stage name
-    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # results of each evaluation
+    validations: list[dict[str, Any]] = field(default_factory=list)  # results of each validation
+    ended_early: dict[str, int] = field(default_factory=dict)  # stage name: number of steps
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # stage name: summary
     wall_s: float = 0.0  # seconds of the run up to the last save, without pauses
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
 
@@ -70,8 +70,8 @@ def save(
 ) -> Path:
     """Write the checkpoint `folder/name`. For a model with LoRA, write only the adapters.
 
-    A hidden folder is written and then renamed, so a failure changes no earlier checkpoint.
-    `moments` is the state of the optimizer.
+    The files are written to a hidden folder, which is then renamed, so a failure damages no earlier
+    checkpoint. `moments` is the state of the optimizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, writing = folder / name, folder / f"{manifest.WRITING}{name}"
@@ -86,7 +86,7 @@ def save(
             model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
         if moments is not None:
-            with (writing / "optimizer.pt").open("wb") as file:  # torch.save(path) hides OSError
+            with (writing / "optimizer.pt").open("wb") as file:  # torch.save(path) hides OSErrors
                 torch.save(moments, file)
         (writing / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         write_manifest(writing, number)
@@ -106,7 +106,7 @@ def save(
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer from a checkpoint. A warm start's checkpoint has no optimizer state."""
+    """Restore the state of the optimizer from the checkpoint `path`, if the checkpoint has one."""
     if (file := path / "optimizer.pt").is_file():
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
@@ -114,7 +114,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
 class Checkpointer:
     """Saves the model, the optimizer and the `state_dict()` of each object in `owners`.
 
-    All ranks call `save` together; rank 0 writes. The run continues from the checkpoint `resumed`.
+    All ranks call `save` together; rank 0 writes. `resumed` is the checkpoint of a resumed run.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Checkpointer:
             self.check_folder()
         except MachineError as gone:
             return gone
-        # safetensors and tokenizers give the system's error number only in texts of exceptions.
+        # Exceptions of safetensors and tokenizers hold the system's error number only in the text.
         messages = f"{error} {error.__cause__} {error.__context__}"
         for number in (errno.ENOSPC, errno.EDQUOT):
             if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
@@ -182,7 +182,7 @@ class Checkpointer:
         return None
 
     def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
-        """Save a checkpoint; return the seconds. Raises RuntimeError if ranks' weights differ."""
+        """Save a checkpoint; return the duration. Raises RuntimeError if ranks' weights differ."""
         begun = time.perf_counter()
         self.check_folder()
         while self.unsynced:

@@ -14,13 +14,13 @@ from typing import Any
 from pipeline.files.durable import sync
 
 MANIFEST = "manifest.json"
-ASIDE = ".aside-"  # prefix of a checkpoint that a resumed run does not use
-WRITING = ".writing-"  # prefix of an unfinished checkpoint
-PREVIOUS = ".previous"  # suffix of a checkpoint that a save replaces
+ASIDE = ".aside-"  # prefix of the name of a checkpoint that a resumed run does not use
+WRITING = ".writing-"  # prefix of the name of an unfinished checkpoint
+PREVIOUS = ".previous"  # suffix of the name of a checkpoint that a save replaces
 
 
 def write_manifest(folder: Path, number: int) -> None:
-    """Write the manifest of all files in a folder. `number` counts the checkpoints of the run."""
+    """Write the manifest of a folder's files. Later checkpoints of a run have a larger `number`."""
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.rglob("*"))
@@ -51,7 +51,7 @@ def problem(folder: Path) -> str | None:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             return f"{name} is a link"
-        # A library might load a file that the manifest lacks.
+        # A library might load a file that the manifest does not list.
         is_loaded = path.is_file() and path.suffix.lower() != ".md" and path.name[0] != "."
         if is_loaded and name not in (MANIFEST, *manifest["files"]):
             return f"{name} is not in its {MANIFEST}"
@@ -80,13 +80,13 @@ def number_of(folder: Path) -> int:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return a folder's checkpoints, newest first. Damaged checkpoints come before all others."""
+    """Return a folder's checkpoints, newest first; damaged checkpoints come before the newest."""
     numbers = {path: number_of(path) for path in folder.glob("[!.]*") if path.is_dir()}
     return sorted(numbers, key=lambda p: (numbers[p] < 0, numbers[p], p.name), reverse=True)
 
 
 def put_aside(folder: Path, kept: Path | None) -> None:
-    """Hide all checkpoints that are newer than `kept`. If `kept` is None, hide all checkpoints."""
+    """Rename checkpoints newer than `kept` (None: all checkpoints), so that no run uses them."""
     last = -1 if kept is None else number_of(kept)
     for path in newest_first(folder):
         if not 0 <= number_of(path) <= last:
@@ -98,9 +98,9 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove all hidden, unfinished and replaced checkpoints except `latest`.
+    """Remove all hidden, unfinished and replaced checkpoints, but never `latest`.
 
-    Of the checkpoints named `step-...`, only the newest `limit` stay.
+    Of the checkpoints with names `step-...`, keep only the newest `limit`.
     """
     useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):

@@ -56,7 +56,7 @@ def base_of_adapters(
 ) -> str:
     """Return the folder or hub id of the base model of LoRA adapters.
 
-    A base model without a folder or hub id is saved first.
+    A base model that has no folder and no hub id is first saved in a folder.
     """
     folder, name = checkpointer.folder, settings.model
     if (folder / "warm-start").is_dir():
@@ -72,7 +72,7 @@ def base_of_adapters(
 def folder_of_reference(
     folder: Path, state: TrainState, stages: Sequence[Stage], sync_ref_model: bool
 ) -> Path | None:
-    """Return the checkpoint with the reference model's weights; None means the original model."""
+    """Return the checkpoint of the reference model; None if the original model is the reference."""
     finished = [stage for stage in stages if state.evaluated(stage.name)]
     if sync_ref_model and finished:
         return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")

@@ -21,7 +21,7 @@ HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_
 HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference"}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
 HARMLESS -= {"seed", "deterministic"}
-FORMAT = 1  # version of state.json; increases if older code would misread newer files
+FORMAT = 1  # version of state.json's format; increased when older code would misread new files
 
 
 class Opened(NamedTuple):
@@ -34,7 +34,7 @@ class Opened(NamedTuple):
 
 
 def folder_of(config: Config) -> Path:
-    """Return `output_dir`, or the folder of the run to resume, or the path of a new folder."""
+    """Return the run folder: `output_dir`, the folder of the run to resume, or a new path."""
     if config.run.output_dir is not None:
         return config.run.output_dir
     name = config.run.resume_from_checkpoint
@@ -43,7 +43,7 @@ def folder_of(config: Config) -> Path:
     if name == "latest":
         raise UserError("resume_from_checkpoint: needs the run's folder; give --output-dir as well")
     begun_s: float | None = None
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # A restart must not change the folder's name.
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # A restart by torchrun must keep the folder.
         import psutil
 
         begun_s = psutil.Process(os.getppid()).create_time()
@@ -92,7 +92,7 @@ def _candidates(folder: Path, name: str) -> list[Path]:
 
 
 def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
-    """Return the newest undamaged checkpoint that `name` can mean, and warnings to print.
+    """Return the newest undamaged checkpoint that matches `name`, and warnings to print.
 
     If all checkpoints are damaged, return None for the name `auto`, else raise UserError.
     """
@@ -109,7 +109,7 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json with the present names of settings. Raises UserError for a newer format."""
+    """Return state.json with present setting names. Raises UserError for a format above FORMAT."""
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if (number := state.get("format", 1)) > FORMAT:
         why = f"{checkpoint.name} has format {number}, and this version reads up to {FORMAT}"
@@ -137,7 +137,7 @@ def open_folder(config: Config) -> Opened:
 
 
 def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> None:
-    """Write the settings, and hide or remove what the run wrote after the resumed checkpoint."""
+    """Write the settings; hide or remove all files that are newer than the resumed checkpoint."""
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)
     transcripts = folder / "trajectories"
@@ -153,7 +153,7 @@ def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> Non
 
 
 def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
-    """Raise UserError if a changed setting affects results. With `override`, return notes."""
+    """Raise UserError if a changed setting affects results; with `override`, return a note."""
     new, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
     changes = []
     for section, setting in SETTINGS:

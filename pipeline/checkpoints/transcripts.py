@@ -19,7 +19,7 @@ def save_transcripts(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float] | None = None,
 ) -> Path:
-    """Write the episodes of a step on one rank, and return the path of the file.
+    """Write one rank's episodes of a step to a file, and return the path of the file.
 
     In each JSON line, `ids` and `logprobs` hold one list for each assistant message.
     """
@@ -43,7 +43,7 @@ def save_transcripts(
 
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
-    """Return one rank's part of a folder's episode records. Raises UserError for a damaged file."""
+    """Return one rank's share of the episode records. Raises UserError for a damaged file."""
     names, records = {field.name for field in fields(RunRecord)}, []
     for path in sorted(folder.glob("step-*.jsonl.gz")):
         if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks != rank:

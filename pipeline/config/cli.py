@@ -18,10 +18,10 @@ DEFAULT_RECIPE = "three_domain_tiny"
 
 
 def parse(argv: list[str]) -> Config:
-    """Return the settings of a command line, whose flags override a recipe.
+    """Return the settings from a recipe and from the flags, which override the recipe.
 
-    A resumed run without `--config` uses its own `config.yaml`. Raises UserError for a mistake, and
-    SystemExit(0) after printing the help.
+    Without `--config`, a resumed run uses `config.yaml` from the run folder. Raises UserError for a
+    mistake, and SystemExit(0) after printing the help.
     """
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args(argv)
@@ -54,7 +54,7 @@ def flag(section: str, name: str) -> str:
 
 
 def build_parser(shown: Config) -> argparse.ArgumentParser:
-    """Return the parser of all flags, whose help shows the values of `shown` as defaults."""
+    """Return the parser of all flags. The help shows the settings in `shown` as defaults."""
     parser = _Parser(
         usage="pipeline/run.py [--config RECIPE] [--FLAG VALUE ...]",
         description="Warm start, GRPO and evaluation of a tool-using model in several domains. "
@@ -121,7 +121,7 @@ def _value(text: str | bool, annotation: Any) -> Any:
     try:
         return yaml.load(text, recipe.Loader)
     except (ValueError, yaml.YAMLError):
-        return text  # `recipe.resolve` raises UserError for the text.
+        return text  # `recipe.resolve` raises UserError for text that is not YAML.
 
 
 def _without_null(annotation: Any) -> Any:

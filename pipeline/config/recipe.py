@@ -22,7 +22,7 @@ from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file,
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
 MAX_BYTES = 1 << 16  # largest size of a recipe
 
-SETTINGS: dict[tuple[str, str], FieldInfo] = {  # keys: (section, setting)
+SETTINGS: dict[tuple[str, str], FieldInfo] = {  # the field of each (section, setting)
     (section, name): field
     for section, part in Config()
     if isinstance(part, Section)
@@ -59,7 +59,7 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return a recipe's name and values by section. Raises UserError for an unknown setting."""
+    """Return the recipe's name and sections. Raises UserError for an unknown setting."""
     try:
         tree = yaml.load(read_file(path, MAX_BYTES).decode("utf-8-sig"), Loader)
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
@@ -87,7 +87,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...], str]) -> Config:
-    """Return the validated settings. `flags` has the flag of each setting from the command line."""
+    """Return the validated settings. `flags` has the flag of each setting on the command line."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -124,7 +124,7 @@ def _unknown(name: str, section: str = "") -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text. Keys must not repeat."""
+    """A loader of YAML 1.2: `1e-6` is a number, `no` and dates are text; no key may repeat."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()

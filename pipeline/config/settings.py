@@ -1,6 +1,6 @@
-"""All settings of a run with types and defaults. A recipe (YAML) and flags set their values.
+"""All settings of a run with types and defaults. A recipe (YAML) and flags set the values.
 
-A setting that exists in TRL has TRL's name. `rules.py` finds contradictions between settings.
+A setting that TRL also has keeps TRL's name. `rules.py` finds contradictions between settings.
 """
 
 from pathlib import Path

@@ -4,14 +4,14 @@ import os
 
 from pipeline.errors import UserError
 
-# Accelerate can shard a model in these ways, which the pipeline does not support.
+# Accelerate's ways to shard a model, none of which the pipeline supports.
 _WAYS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")
 # The allowed values of environment variables of Accelerate 1.15, torch 2.13 and their libraries.
 REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((f"ACCELERATE_USE_{name}" for name in _WAYS), ("", "0", "false", "no", "off")),
-    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # Accelerate would compile the model in training only.
-    "ACCELERATE_TORCH_DEVICE": ("",),  # This variable puts all ranks on one device.
-    # These three variables lower the precision of float32 matrix products.
+    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # With compilation, only training would be compiled.
+    "ACCELERATE_TORCH_DEVICE": ("",),  # This variable would put all ranks on the same device.
+    # The next three variables lower the precision of float32 matrix products.
     "NVIDIA_TF32_OVERRIDE": ("", "0"),
     "ONEDNN_DEFAULT_FPMATH_MODE": ("", "strict"),
     "DNNL_DEFAULT_FPMATH_MODE": ("", "strict"),

@@ -19,10 +19,10 @@ class Stage:
 
     index: int
     name: str
-    own: tuple[str, ...]  # domains that the stage is for; other domains in `groups` are replayed
+    own: tuple[str, ...]  # the stage's own domains; other domains in `groups` are replayed
     difficulty: str
     groups: dict[str, int]  # number of groups of each domain in a step, over all ranks
-    schedule: tuple[str, ...] = ()  # the domain of each step, if each step has one domain
+    schedule: tuple[str, ...] = ()  # the domain of each step; empty if steps mix domains
     first_step: int = 0  # number of steps before the stage
     num_steps: int = 0
 
@@ -57,9 +57,9 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
 def one_after_another(
     stages: Sequence[Stage], ended: Mapping[str, int] | None = None
 ) -> list[Stage]:
-    """Return the stages with first steps: each stage begins at the end of the stage before.
+    """Return the stages with `first_step` set: each stage begins where the previous stage ends.
 
-    `ended` has the number of steps of each stage that ended early.
+    `ended` has, for each stage that ended early, the number of steps that the stage took.
     """
     counts = [(ended or {}).get(stage.name, stage.num_steps) for stage in stages]
     firsts = accumulate(counts, initial=0)
@@ -86,7 +86,7 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
 
 
 def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return each stage's number of steps. Stages without a setting share the remaining steps."""
+    """Return the number of steps by stage. Stages without a set number share the other steps."""
     curriculum, max_steps = config.curriculum, config.grpo.max_steps
     size = config.rollout.tasks_per_step
     steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
@@ -96,7 +96,7 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
         given = f"the stages have {total} steps, and max_steps is {max_steps}"
         raise UserError(f"stage_steps: {given}; give max_steps {total}, or change theirs")
     weights, known = list[float](), curriculum.stage_weights
-    for name, own in rest.items():  # A weight is set for a stage, or for a stage's only domain.
+    for name, own in rest.items():  # A weight's key is a stage's name, or the stage's only domain.
         weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
     return [steps[name] for name in names]
@@ -105,7 +105,7 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
 def quota(shares: Mapping[str, float], count: int) -> list[str]:
     """Return `count` names in proportion to `shares`, which sum to 1.
 
-    Each prefix of the list is as close to the shares as possible.
+    The proportions in each prefix of the list are also as close to `shares` as possible.
     """
     given, names = dict.fromkeys(shares, 0), list[str]()
     for number in range(1, count + 1):
@@ -125,7 +125,7 @@ def split(total: int, weights: list[float]) -> list[int]:
 
 
 def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: int) -> list[Task]:
-    """Return the tasks of step `step` (from 0) of the run: one per group, equal on every rank."""
+    """Return one task for each group of step `step` (from 0). Every rank returns the same tasks."""
     number = step - stage.first_step
     assert 0 <= number < stage.num_steps, f"step {step} is not in stage {stage.name}"
     groups = stage.groups
@@ -143,7 +143,7 @@ def replacement_tasks(
     sources: Mapping[str, Source],
     *key: int | str,
 ) -> list[Task]:
-    """Return a random task for each item of `domains`, equal on every rank.
+    """Return a random task for each name in `domains`. Every rank returns the same tasks.
 
     Tasks whose keys are in `played` are left out, so fewer tasks may be returned. `key` names the
     stream of random numbers.
@@ -179,7 +179,7 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
 
 
 def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:
-    """Return a stage's learning rate after `done` of its steps: linear warm-up, then decay."""
+    """Return the learning rate after `done` steps of a stage: linear warm-up, then decay."""
     warmup = settings.warmup_steps
     if done < warmup:
         return peak * (done + 1) / warmup

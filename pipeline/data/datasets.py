@@ -1,4 +1,4 @@
-"""Opens the files and datasets that the setting `tasks` names, without importing torch.
+"""Opens the files and datasets that the setting `tasks` lists, without importing torch.
 
 A dataset cannot make the pipeline read files outside the dataset's folder.
 """
@@ -18,7 +18,7 @@ MAX_STATE_BYTES = 8 << 20
 
 
 def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
-    """Return the checked tasks of a domain's file or dataset. Raises UserError for a mistake."""
+    """Return the tasks of a domain's file or dataset. Raises UserError for an invalid task."""
     path = Path(source)
     if path.is_file():
         return load_tasks(path, domain, visit)
@@ -35,7 +35,7 @@ def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
 
 
 def _dataset(source: str, split: str) -> tuple[Any, str]:
-    """Load a `save_to_disk` folder or a source of `load_dataset`. Return the dataset and a name."""
+    """Return a dataset from `save_to_disk` or `load_dataset`, and a name for messages."""
     from datasets import config, disable_progress_bars, load_from_disk
 
     path = Path(source)
@@ -55,7 +55,7 @@ def _dataset(source: str, split: str) -> tuple[Any, str]:
 
 
 def _named(path: Path, key: str) -> list[str]:
-    """Return the file names in a JSON file of a dataset. Raises ValueError if a name is a path."""
+    """Return file names from a JSON file of a dataset. Raises ValueError if a name is a path."""
     if not path.is_file():
         return []
     state = parse_json(read_file(path, MAX_STATE_BYTES).decode())
@@ -71,7 +71,7 @@ def _named(path: Path, key: str) -> list[str]:
 def _load_dataset(source: str, split: str) -> Any:
     """Load a split of a dataset on the hub or in a folder.
 
-    Raises ValueError for files outside the dataset, and for file formats that are not in KINDS.
+    Raises ValueError for a file outside the dataset's folder, or with a format that KINDS lacks.
     """
     from datasets import Features, Json, config, load_dataset, load_dataset_builder
 
@@ -87,7 +87,7 @@ def _load_dataset(source: str, split: str) -> Any:
     dataset = load_dataset(source, split=split)
     has_structs = isinstance(dataset.features.get("payload"), dict)
     if has_structs and kind == "json" and (is_folder or not config.HF_HUB_OFFLINE):
-        # `Json` keeps each payload as in the file; a struct would add the keys of other payloads.
+        # `Json` keeps payloads as in the file; an Arrow struct would add keys of other payloads.
         features = Features({**dataset.features, "payload": Json()})
         dataset = load_dataset(source, split=split, features=features)
     return dataset

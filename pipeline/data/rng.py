@@ -20,7 +20,7 @@ Part = int | str
 
 
 def stream_key(*parts: Part) -> int:
-    """Return the 64-bit key of the stream that `parts` name, equal in every process."""
+    """Return the 64-bit key of the stream that `parts` identify, the same in every process."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -37,19 +37,19 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def generator(*parts: Part) -> random.Random:
-    """Return Python's random number generator, seeded with the key of a stream."""
+    """Return a `random.Random` whose seed is the key of the stream that `parts` identify."""
     return random.Random(stream_key(*parts))
 
 
 def permutation(count: int, *parts: Part) -> list[int]:
-    """Return a random permutation of range(count) for the stream that `parts` name."""
+    """Return a random permutation of range(count) from the stream that `parts` identify."""
     keys = np.full(count, stream_key(*parts), dtype=np.uint64)
     order: list[int] = np.argsort(uniforms(keys, np.arange(count)), kind="stable").tolist()
     return order
 
 
 def choose(items: Sequence[str], weights: Sequence[float], number: float) -> str:
-    """Choose an item by a `number` in [0, 1). Probabilities are proportional to `weights`."""
+    """Choose an item by a `number` in [0, 1); probabilities are proportional to `weights`."""
     total = sum(weights)
     for item, weight in zip(items, weights, strict=True):
         number -= weight / total

@@ -1,7 +1,7 @@
 """Rows of task files. A JSON array is held in memory; JSON Lines and datasets stay on disk.
 
-Iteration reads all rows once. Later, each row is read by its index, and reading a row raises
-UserError if the file has changed.
+Iteration reads all rows once. Later, each row is read by its index, and a read raises UserError if
+the file has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TaskRow = dict[str, Any]
 Rows: TypeAlias = "JsonArray | JsonLines | DatasetRows"
 
 MAX_ARRAY_BYTES = 256 << 20  # largest file of a JSON array, which is read into memory
-# types of columns that cannot refer to files; a column of images, for example, can
+# types of columns that cannot refer to files, unlike columns of images
 KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
 CHANGED = "changed since it was read; put it back as it was, or start a new run"
 
@@ -75,7 +75,7 @@ class JsonArray:
 
 
 class JsonLines:
-    """The rows of a JSON Lines file. Memory holds only offset, length and CRC-32 of each line."""
+    """The rows of a JSON Lines file. Memory holds each line's offset, length and CRC-32 only."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -105,7 +105,7 @@ class DatasetRows:
     def __init__(self, dataset: Any, name: str) -> None:
         if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - KINDS:
             raise UserError(f"{name}: a column holds {min(others)}, which no task has; take it out")
-        # An Arrow struct would add null for missing keys and turn some texts into dates.
+        # An Arrow struct would add null for each missing key, and would turn some texts into dates.
         if isinstance(dataset.features.get("payload"), dict):
             raise UserError(f"{name}: payload: got a struct; store payloads as JSON text")
         self.name, self._dataset = name, dataset.with_format(None)

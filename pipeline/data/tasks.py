@@ -35,11 +35,11 @@ Source: TypeAlias = "Sequence[Task]"  # tasks in memory or on disk
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One problem for the policy. Ids are unique within a domain, so the key is (domain, id)."""
+    """One problem for the policy. Ids are unique within a domain, so `key` is (domain, id)."""
 
     domain: str
     id: str
-    prompt: tuple[Message, ...]  # begins with the policy text, ends with the customer's request
+    prompt: tuple[Message, ...]  # first the rules for the assistant, last the customer's request
     payload: str  # JSON text for the environment
     family: str = ""
     branch: str = ""  # name of the task's correct decision, for reports
@@ -55,7 +55,7 @@ class Task:
 
 
 class Tasks(Sequence[Task]):
-    """A sequence of tasks, in which each access calls `make` with the index of the task."""
+    """A sequence of tasks. Each access to a task calls `make` with the index of the task."""
 
     def __init__(self, make: Callable[[int], Task], indices: Sequence[int]) -> None:
         self._make, self._indices = make, indices
@@ -69,7 +69,7 @@ class Tasks(Sequence[Task]):
 
 
 def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
-    """Return the checked tasks of a domain's JSON or JSONL file. Raises UserError for a mistake."""
+    """Return the tasks of a domain's JSON or JSONL file. Raises UserError for an invalid task."""
     try:
         return tasks_of(rows_of_file(path), domain, visit)
     except UserError:
@@ -80,7 +80,7 @@ def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
 
 
 def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
-    """Check all rows, call `visit` with each, and return tasks. Raises UserError for a mistake."""
+    """Check all rows, call `visit` with each, and return tasks. Raises UserError for a bad row."""
     seen: dict[str, str] = {}
     for where, row in rows:
         if problem := _problem(row, domain):
@@ -158,7 +158,7 @@ def _is_call(call: Any) -> bool:
 
 
 def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-    """Return each demonstration's messages and tools from JSONL. Raises UserError for a mistake."""
+    """Return messages and tools of each demonstration. Raises UserError for an invalid line."""
     demonstrations: list[tuple[Any, Any]] = []
     try:
         for where, _, _, row in json_lines(path):
@@ -189,9 +189,9 @@ def save_tasks(tasks: Iterable[Task], path: Path) -> None:
 
 
 def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
-    """Return the `count` tasks of step `step` (from 0), equal on every rank.
+    """Return the `count` tasks of step `step` (from 0). Every rank returns the same tasks.
 
-    A pass over `source` is a random order, which is cut into steps of `count` tasks.
+    Each pass over `source` has a random order, which is cut into steps of `count` tasks.
     """
     assert 0 < count <= len(source), f"a step of {count} tasks cannot come from {len(source)}"
     steps_per_pass = len(source) // count
@@ -200,7 +200,7 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
     return [source[index] for index in order[first : first + count]]
 
 
-@lru_cache(maxsize=16)  # all steps of a pass use one permutation
+@lru_cache(maxsize=16)  # all steps of a pass use the same permutation
 def _order(count: int, *key: int | str) -> array[int]:
     return array("Q", permutation(count, *key))
 

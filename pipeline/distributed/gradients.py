@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class GradientAllReduce(nn.Module):
-    """A module whose backward pass adds only zeros and makes DDP sum the gradients of the ranks.
+    """A module whose backward pass adds zeros, so that DDP sums the gradients over the ranks.
 
-    The backward passes over tokens run earlier and do not communicate. So a rank that runs out of
-    memory can repeat its backward passes alone.
+    The backward passes over tokens run earlier and do not communicate. A rank that runs out of
+    memory can therefore repeat its own backward passes without the other ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,9 +38,9 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 def sum_gradients(module: Any) -> Any:
-    """Make DDP sum the gradients of the ranks instead of averaging them; returns the module.
+    """Make DDP sum gradients over the ranks instead of averaging gradients; returns the module.
 
-    The loss itself is divided by the number of tokens of all ranks, so no average is needed.
+    The loss is already divided by the number of tokens of all ranks, so no average is needed.
     """
     if isinstance(module, DistributedDataParallel):
         wrapped: Any = module

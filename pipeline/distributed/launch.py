@@ -38,9 +38,9 @@ class World(NamedTuple):
 
 
 def resolve(num_gpus: int | None) -> World:
-    """Return the World for `num_gpus` ranks; if None, for the ranks that a launcher has started.
+    """Return the World of `num_gpus` ranks, or of the launched ranks if `num_gpus` is None.
 
-    Raises UserError if a launcher started ranks, but not `num_gpus` ranks, or if GPUs are missing.
+    Raises UserError if a launcher started more or fewer ranks, or if there are too few GPUs.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -71,7 +71,7 @@ def visible_gpus() -> int:
 
 
 def use_device(world: World) -> None:
-    """Make Accelerate use the device type of `world`; call this before making an Accelerator."""
+    """Make Accelerate use `world`'s device type. Call `use_device` before making an Accelerator."""
     if world.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         if world.rank == 0:
@@ -110,7 +110,7 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
             return int(code or 1)
         finally:
             logging.disable(logging.NOTSET)
-            # A launcher that gets a signal while it starts ranks does not end all ranks.
+            # A launcher that gets a signal while starting ranks does not end all ranks.
             for child in psutil.Process().children():
                 child.kill()
                 child.wait()

@@ -46,7 +46,7 @@ def meet_again(timeout_s: float, device_type: str) -> None:
     """Make a process group if the launcher has restarted the ranks (`--max_restarts`).
 
     In torch 2.13, all restarts share a key-value store that still holds addresses of ended ranks,
-    so each restart gets another prefix of keys. Accelerate uses a process group that exists.
+    so each restart gets another prefix of keys. Accelerate uses the new group.
     """
     environ, timeout = os.environ, timedelta(seconds=timeout_s)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -69,21 +69,21 @@ class Ranks:
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._store: Any = dist.distributed_c10d._get_default_store()  # private in torch
-        self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement`: a key of the store
+            self._store: Any = dist.distributed_c10d._get_default_store()  # private API of torch
+        self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement` is a key of the store
         self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
-        self.seconds: dict[str, float] = defaultdict(float)  # by phase; collectives count as `wait`
+        self.seconds: dict[str, float] = defaultdict(float)  # seconds by phase; `wait`: collectives
         self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove timeouts, because a timeout also counts the time in which a run is suspended."""
+        """Remove the timeouts of process groups, because time in suspension would count."""
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group
-                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # private in torch 2.13
+                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # private API of torch 2.13
 
     def shard(self, count: int) -> range:
         """Return the indices of this rank's share of `count` items."""
@@ -94,9 +94,9 @@ class Ranks:
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
-        """Record progress and the current task; without a task, raise Interrupted after a signal.
+        """Record progress and the task. If `task` is empty, raise Interrupted after a signal.
 
-        Every rank must call `agree` later: `agree` raises Interrupted on the ranks that still run.
+        Every rank must call `agree` later, so that `agree` raises Interrupted on all other ranks.
         """
         self.task = task
         self.alive()
@@ -150,7 +150,7 @@ class Ranks:
         return gathered
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum of each number over the ranks, in float64."""
+        """Return one sum over the ranks, in float64, for each position in `numbers`."""
         if self._group is None:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
@@ -202,7 +202,7 @@ class Ranks:
 
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
-        """Run a phase: messages show `name`, and `seconds[name]` counts the time without waits."""
+        """Run a phase: messages show `name`; `seconds[name]` adds up the time without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
         self.task = ""
         self.alive()

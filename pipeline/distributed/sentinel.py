@@ -1,6 +1,6 @@
-"""A process beside each rank, which ends the rank if the watchdog's thread stops running.
+"""A process beside each rank; the process ends the rank if the watchdog's thread stops running.
 
-    python sentinel.py PID TICKS
+    Usage: python sentinel.py PID TICKS
 
 Twice a second, the watchdog's thread writes a byte to this process, unless the rank is stuck
 outside Python. After TICKS half seconds without a byte, the sentinel sends SIGABRT to the rank, and
@@ -40,6 +40,6 @@ def _is_suspended(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the sentinel ends with its rank
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the sentinel ignores stop signals
         signal.signal(stop, signal.SIG_IGN)
     main(int(sys.argv[1]), int(sys.argv[2]))

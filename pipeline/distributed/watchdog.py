@@ -31,9 +31,9 @@ from pipeline.files.untrusted import printable
 
 # Seconds in which a repeated signal is ignored: terminal and launcher both send SIGINT.
 SAME_SIGNAL_S = 2.0
-# A rank that lost a connection gives the rank at fault so many seconds to post a fault.
+# Seconds that a rank with a lost connection waits for another rank to post the fault.
 PATIENCE_S = 3.0
-# A pause of the watchdog means a suspended run if it exceeds this and a tenth of the timeout.
+# If a pause of the watchdog exceeds SUSPENDED_S and timeout / 10, the run was suspended.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -71,7 +71,7 @@ class Heartbeat:
 class Watchdog:
     """A context manager for the main thread: handles signals and finds faults of ranks.
 
-    A rank without progress for `timeout_s` is at fault. Set `can_resume` when the run has a
+    A rank without progress for `timeout_s` is at fault. Set `can_resume` to True when the run has a
     checkpoint. `advice` is printed after the message about a rank that hangs or has ended.
     """
 
@@ -129,13 +129,13 @@ class Watchdog:
     def _blame(self, error: BaseException) -> None:
         self._post_heartbeat()
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
-        if self._ranks.stop_wanted and lost:  # the signal has also ended other ranks
+        if self._ranks.stop_wanted and lost:  # the same signal has also ended other ranks
             raise ToldElsewhere("stop") from error
         patient_until = time.monotonic() + (PATIENCE_S if lost else 0)
         while not self._fault and time.monotonic() < patient_until:
             time.sleep(0.1)
         if not self._fault and lost:
-            with suppress(RuntimeError):  # the store may have ended
+            with suppress(RuntimeError):  # the key-value store may have ended
                 self._name_missing_rank(is_deadlock=False)
         kind = "mistake" if isinstance(error, UserError) else "raised"
         fault = self._fault or self._post_fault(kind, self._own)
@@ -151,7 +151,7 @@ class Watchdog:
         try:
             first = self._store.compare_set("fault", "", json.dumps(own))
             fault: dict[str, Any] = json.loads(first)
-        except RuntimeError:  # the store ended with the launcher
+        except RuntimeError:  # the key-value store ended with the launcher
             fault = self._fault or own
         if fault == own and text and not self._fault:
             print(printable(text + self.advice), file=sys.stderr, flush=True)
@@ -164,7 +164,7 @@ class Watchdog:
                 self._sentinel.stdin.write(b".")
             ready, _, _ = select.select([self._signals], [], [], sentinel.TICK_S)
             received = self._signals.recv(64) if ready else b""
-            if 0 in received:  # sent by `__exit__`
+            if 0 in received:  # `__exit__` sends a 0
                 return
             if numbers := [number for number in received if number in SIGNALS]:
                 self._handle_signal(numbers[0])
@@ -172,7 +172,7 @@ class Watchdog:
                 self._exchange_heartbeats()
                 if not self._fault:
                     self._look()
-            except RuntimeError as error:  # the store ended with the launcher
+            except RuntimeError as error:  # the key-value store ended with the launcher
                 text = f"the launcher is gone ({str(error).splitlines()[0]})"
                 self._post_fault("store", self._own, text)
             if self._fault:
@@ -183,7 +183,7 @@ class Watchdog:
         self._first_signal_at = self._first_signal_at or now
         if now - self._first_signal_at > SAME_SIGNAL_S:
             leave_at_once(INTERRUPTED if self.can_resume else 1)
-        with suppress(RuntimeError):  # `_watch` handles the end of the store
+        with suppress(RuntimeError):  # if the store has ended, `_watch` ends the rank
             self._exchange_heartbeats()
             self._look_for_ended_ranks()
             # After a fault, the launcher sends SIGTERM as soon as a rank has ended.
@@ -224,7 +224,7 @@ class Watchdog:
             left=left,
             seen_at=time.monotonic(),
         )
-        with suppress(RuntimeError):  # `_watch` handles the end of the store
+        with suppress(RuntimeError):  # if the store has ended, `_watch` ends the rank
             self._store.set(f"heartbeat {ranks.rank}", json.dumps(asdict(self._own)))
 
     def _look(self) -> None:
@@ -280,7 +280,7 @@ class Watchdog:
         if hangs:
             stack = "".join(traceback.format_stack(_main_frame()))
             print(f"rank {self._ranks.rank} is at\n{stack}", file=sys.stderr, flush=True)
-        with suppress(RuntimeError):  # if the store has ended, the main thread does not wait
+        with suppress(RuntimeError):  # if the store has ended, the main thread need not wait
             self._store.compare_set(self._ranks.agreement, "", "fault")
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)

@@ -50,9 +50,9 @@ def stop_on_errors(
     trajectories: Sequence[Trajectory] = (),
     when: str = "since the stage began",
 ) -> None:
-    """Raise the same RuntimeError on every rank if a domain has too many errors.
+    """Raise the same RuntimeError on every rank if a domain has too many environment errors.
 
-    `trajectories` are this rank's new episodes. The ranks communicate only to raise the error.
+    `trajectories` are this rank's new episodes. Ranks communicate only if there is an error.
     """
     for t in trajectories:
         if t.stop_reason is StopReason.ENVIRONMENT_ERROR:

@@ -30,8 +30,8 @@ def evaluate(
     """Run `num_trials` episodes of each task; every rank runs a share of the tasks.
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
-    Random numbers depend on seed, task and trial only. A trial whose environment fails is
-    repeated, up to ATTEMPTS runs in all. Raises RuntimeError if a trial has no record or several
+    Random numbers depend on seed, task and trial only. A trial whose environment fails is run
+    again, at most ATTEMPTS times in total. Raises RuntimeError if a trial has no record or several
     records, and Interrupted if a signal stops the run.
     """
     requests = [
@@ -67,7 +67,7 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     """Raise RuntimeError, on every rank, if the environment of a trial failed in each attempt.
 
-    With a reward of 0 for the trial, the policy would seem to have forgotten the task.
+    If failed trials counted as a reward of 0, the policy would seem to have forgotten the task.
     """
     if failed := failed_trials(records):
         raise RuntimeError(
@@ -99,10 +99,10 @@ def success(
     num_trials: int,
     threshold: float = 1.0,
 ) -> dict[str, Success]:
-    """Return each domain's success for `results.json`, from a sampled and a greedy evaluation.
+    """Return each domain's success rates in a sampled and in a greedy evaluation.
 
-    An episode is a success if its reward is at least `threshold`. If a domain has a
-    reward other than 0 and 1, the result also has the domain's mean rewards.
+    An episode is a success if its reward is at least `threshold`. For a domain with a reward other
+    than 0 and 1, the result also has the domain's mean rewards.
     """
 
     def rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
@@ -139,7 +139,7 @@ def success(
 
 
 def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
-    """Return the `eval/` metrics from the success of each domain."""
+    """Return the `eval/` metrics from the success rates of each domain."""
     found = [(d, key) for key in METRICS for d, of in rates.items() if key in of]
     return {f"eval/{domain}/{METRICS[key]}": rates[domain][key] for domain, key in found}
 
@@ -171,7 +171,7 @@ def _rate(rewards: Mapping[str, float], threshold: float) -> float:
 def validation_metrics(
     rewards: Mapping[str, Mapping[str, float]], kl: Mapping[str, float], threshold: float
 ) -> dict[str, float]:
-    """Return the `validation/` metrics from the rewards and the KL estimates of domains."""
+    """Return the `validation/` metrics from each domain's rewards and KL estimate."""
     graded = {d: fmean(of.values()) for d, of in rewards.items() if is_graded(of.values())}
     return {
         **{f"validation/{d}/success": _rate(of, threshold) for d, of in rewards.items()},

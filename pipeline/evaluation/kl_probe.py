@@ -28,7 +28,7 @@ FIELDS = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_ma
 
 
 class KLProbe:
-    """Keeps episodes from the ends of stages in `kl_probe/`; estimates the KL on these episodes."""
+    """Keeps episodes from the end of each stage in `kl_probe/`; estimates KL on kept episodes."""
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
         self._folder, self._config, self._ranks = folder / "kl_probe", config, ranks
@@ -52,7 +52,7 @@ class KLProbe:
     def load(self, stages: Sequence[Stage]) -> None:
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
-            before = path.parent.with_name("anchors") / path.name  # the path in earlier versions
+            before = path.parent.with_name("anchors") / path.name  # the former path of the file
             path = before if before.is_file() else path
             if path.is_file():
                 self._add(json.loads(path.read_text(encoding="utf-8")))
@@ -65,7 +65,7 @@ class KLProbe:
             self.episodes[episode["domain"]].append(Trajectory(**episode))
 
     def divergences(self, updater: Updater) -> dict[str, float]:
-        """Return the KL estimate (nats per token) of each domain that has episodes.
+        """Return the KL estimate (nats per token) of each domain that has kept episodes.
 
         The estimator is k3 of Schulman (2020), as in the loss. The order of summation does not
         depend on the number of ranks.
@@ -95,7 +95,7 @@ class KLProbe:
             with updater.accelerator.autocast():
                 logprobs, _ = updater.module(batch)
             ratio = (logprobs - batch.old_logprobs).double()
-            terms = (torch.expm1(ratio) - ratio).cpu()  # on a GPU, index_add has no fixed order
+            terms = (torch.expm1(ratio) - ratio).cpu()  # on a GPU, index_add adds in no fixed order
             zeros = terms.new_zeros(len(batch.lengths))
             sums += zeros.index_add(0, batch.sequences.cpu(), terms).tolist()
         return [value for _, value in sorted(zip(order, sums, strict=True))]

@@ -21,7 +21,7 @@ Results = Mapping[str, Any]  # the content of `results.json`
 
 
 class Runs:
-    """The evaluations of runs on the same tasks. `transfer_metrics.py` explains S, P and N.
+    """The evaluations of runs on the same tasks. Letters in shapes: see `transfer_metrics.py`.
 
     Raises UserError if the runs have different tasks or thresholds.
     """
@@ -41,7 +41,7 @@ class Runs:
             self.tasks[domain] = sorted(first)
 
     def by_task(self, domain: str, pair: Callable[..., Sequence[float]]) -> Floats:
-        """Return the two numbers of `pair(success, task)` by run, point and task, [2, S, P, N]."""
+        """Return the two numbers `pair(success, task)` for each run, point, task, [2, S, P, N]."""
         pairs = [
             [[pair(e["success"][domain], task) for task in self.tasks[domain]] for e in evaluations]
             for evaluations in self.evaluations
@@ -68,13 +68,13 @@ class Runs:
 
 
 class Matrix(NamedTuple):
-    """Samples of the accuracy matrix, [B, P, C]; a column is a domain, a family or a tool."""
+    """Bootstrap samples of the accuracy matrix, [B, P, C]. A column is a domain, family or tool."""
 
     names: list[str]  # column names
-    points: list[str]  # the stage (or `start`, `warm_start`) before each evaluation
+    points: list[str]  # the stage that ended before each evaluation, or `start` or `warm_start`
     samples: Floats
-    own: list[set[int]]  # columns that each stage trained; replayed domains do not count
-    num_tasks: list[int]  # number of tasks behind each column
+    own: list[set[int]]  # for each stage, the trained columns without replayed domains
+    num_tasks: list[int]  # number of tasks in the mean of each column
     num_episodes: int  # number of training episodes, averaged over the runs
 
     def numbers(self) -> dict[str, Floats]:
@@ -133,7 +133,7 @@ def _estimates(samples: Mapping[str, Floats | None]) -> dict[str, Number]:
 
 
 def _cell(samples: Floats, num_tasks: int) -> Number | None:
-    """Return an estimate; the interval is Wilson's if all resamples are 0, or all are 1."""
+    """Return an estimate; if all samples are 0 or all samples are 1, the interval is Wilson's."""
     number = estimate(samples)
     if number is None or number[0] not in (0, 1) or number[1] is None or number[1] != number[2]:
         return number
@@ -205,7 +205,7 @@ def points_of(results: Results) -> list[dict[str, Any]]:
 
 
 def threshold_of(runs: Sequence[Results]) -> float:
-    """Return the least reward of a successful trial; UserError if the runs' thresholds differ."""
+    """Return the least reward of a success. Raises UserError if the runs' thresholds differ."""
     first, *others = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})
     if others:
         raise UserError(
@@ -247,7 +247,7 @@ def _passes(runs: Runs, domain: str) -> dict[str, list[Number | None]]:
 def differences(
     runs: Sequence[Results], others: Sequence[Results], over_seeds: bool = True
 ) -> dict[str, Number]:
-    """Return each metric of `runs` minus the metric of `others`, paired by task and seed.
+    """Return each metric of `runs` minus the same metric of `others`, paired by task and seed.
 
     Raises UserError if the tasks or the success thresholds of the runs differ.
     """

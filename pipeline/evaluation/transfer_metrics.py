@@ -5,8 +5,8 @@ and a column for each domain, task family or tool. The metrics follow GEM (Lopez
 2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3).
 
 Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over tasks and seeds. A
-resampled task keeps all its trials at all points. Two curricula with the same tasks and the same
-number of runs have the same resamples, so that differences between the two curricula are paired.
+drawn task keeps all its trials at all points. Two curricula with the same tasks and the same number
+of runs have the same resamples, so that differences between the two curricula are paired.
 
 Letters in shapes: B samples (the first is the estimate), S seeds, P points, N tasks, C columns.
 """
@@ -26,7 +26,7 @@ Z95 = 1.959964
 OF_COLUMNS = ("backward_transfer", "forward_transfer", "forgetting")
 Floats = NDArray[np.float64]
 Number = list[float | None]  # [value, low, high]
-Stages = Sequence[Collection[int]]  # columns that each stage trained; replay does not count
+Stages = Sequence[Collection[int]]  # each stage's trained columns, without replayed columns
 
 
 def succeeded(reward: Any, threshold: float) -> Any:
@@ -53,7 +53,7 @@ def estimate(samples: Floats | None) -> Number | None:
     """Return [value, low, high] from samples [B], or None if the first sample is not finite.
 
     The value is the first sample. The other finite samples give the 95 % interval; the bounds are
-    None if no other sample is finite. The success rate of a tool without calls is NaN.
+    None if no other sample is finite. A tool without calls has the rate NaN.
     """
     if samples is None or not np.isfinite(samples[0]):
         return None
@@ -82,14 +82,14 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True) -> Floats:
-    """Return sum(totals) / sum(counts) over resampled tasks, averaged over seeds, [B, P].
+    """Return samples [B, P] of sum(totals) / sum(counts) over resampled tasks, averaged over seeds.
 
     Args:
         totals: [S, P, N], for example each task's success rate, or a tool's successful calls.
         counts: [S, P, N], the divisors: 1 for a task, 0 for a task of another family, the number of
             calls for a tool. If fewer than two tasks have a divisor above 0, all samples except
             the first are NaN.
-        name: the key of the random numbers; resamples are equal for equal names and task counts.
+        name: the key of the random numbers; equal names and task counts give equal resamples.
         over_seeds: whether seeds are resampled as well.
     """
     num_seeds, _, num_tasks = totals.shape
@@ -99,7 +99,7 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
         ratios = np.einsum("spn,bn->bsp", totals, tasks) / np.einsum("spn,bn->bsp", counts, tasks)
     if (counts > 0).any((0, 1)).sum() < 2:
         ratios[1:] = np.nan
-    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a ratio of weight 0 may be NaN
+    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed of weight 0 may have a NaN ratio
     return np.asarray(np.einsum("bsp,bs->bp", ratios, seeds / num_seeds))
 
 
@@ -114,13 +114,13 @@ def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
     """Return each metric of OF_COLUMNS by column c, [B], from the matrix R [B, P, C].
 
     - backward_transfer: R[T, c] - R[i, c], where i < T is the last stage that trained c; the mean
-      over columns is GEM's BWT. Columns that stage T or no stage trained have no value.
-    - forward_transfer: R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
-      T + 1 if no stage trained c; the mean is GEM's FWT. The baseline of GEM is a random
-      initialisation; here the baseline is the policy before GRPO.
-    - forgetting: max over t < T of R[t, c], minus R[T, c], for the columns of backward transfer
-      (Chaudhry et al. 2018, equation 3; here with t = 0). The maximum of noisy numbers is biased
-      upwards, so the interval of forgetting is no test of zero; test backward_transfer instead.
+    over columns is GEM's BWT. If stage T or no stage trained c, c has no value. - forward_transfer:
+    R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or T + 1 if no stage
+    trained c; the mean is GEM's FWT. The baseline of GEM is a random initialisation; here the
+    baseline is the policy before GRPO. - forgetting: max over t < T of R[t, c], minus R[T, c], for
+    the columns of backward transfer (Chaudhry et al. 2018, equation 3; here with t = 0). The
+    maximum of noisy numbers is biased upwards, so only the interval of backward_transfer can show
+    that a policy has forgotten.
     """
     end = len(own)
     found: dict[str, dict[int, Floats]] = {name: {} for name in OF_COLUMNS}
@@ -145,7 +145,7 @@ def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
 
 
 def of_matrix(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, Floats]:
-    """Return the metrics of the whole matrix [B, P, C] that have a value, each [B].
+    """Return the metrics [B] of the whole matrix [B, P, C], without metrics that have no value.
 
     - average_accuracy: mean over columns of R[T, c] (GEM's ACC)
     - total_gain: mean over columns of R[T, c] - R[0, c]

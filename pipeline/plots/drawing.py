@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
     Axes = Figure = Any
 
-WIDTH = 5.4  # inches; the text is legible in a printed paper
+WIDTH = 5.4  # width in inches; the text is legible in a printed paper
 FONT_SIZE = 8.5
 # Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 DARK = ("#0072B2", "#D55E00", "#009E73")
@@ -22,7 +22,7 @@ DARK_INK, LIGHT_INK = "#010101", "#fffffe"
 
 BELOW: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
 
-Number = Sequence[float | None]  # value, low, high
+Number = Sequence[float | None]  # a value and both bounds of the interval
 Handle = Sequence[Any]  # text and line style of a legend entry
 
 
@@ -39,7 +39,7 @@ def new_figure(run: RunData | None, words: str, width: float, height: float) -> 
 def panels_over_steps(
     run: RunData, words: str, heights: Sequence[int], height: float
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each relative height; the x axes are optimizer steps."""
+    """Return a figure with one panel for each number in `heights`; x axes are optimizer steps."""
     figure = new_figure(run, words, WIDTH, height)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels: list[Axes] = list(grid.flat)
@@ -72,7 +72,7 @@ def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
         first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
-        room = int((end - first) / last * 50)  # approximate number of characters that fit
+        room = int((end - first) / last * 50)  # about how many characters the stage has room for
         if with_names and room > 3:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
             above, middle = axes.get_xaxis_transform(), (first + end) / 2

@@ -38,7 +38,7 @@ def pictures_of(run: RunData) -> dict[str, Figure]:
 def draw(
     functions: Mapping[str, Callable[[Any], Figure | None]], content: Any
 ) -> dict[str, Figure]:
-    """Return the figures by name; a function that returns None has no data and no figure."""
+    """Call each function; return the figures by name, without functions that return None."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": FONT_SIZE}):

@@ -16,7 +16,7 @@ INTERVAL: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "e
 DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "linestyle": "none"}
 RATES = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
 FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
-DIRECTIONS = {  # panel titles of the transfer picture, and the meaning of signs
+DIRECTIONS = {  # for each metric: title of the panel, meaning of negative and positive values
     "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
     "forward_transfer": ("forward transfer: effect of earlier stages", "- lost, + helped"),
     "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
@@ -42,7 +42,7 @@ def stage_performance(run: RunData) -> Figure:
         for x, evaluation in enumerate(run.evaluations):
             if of := evaluation["success"].get(domain):
                 _draw_rates(axes, x, of, colour, pale=evaluation["after"] in BEFORE_GRPO)
-        if not run.is_graded(domain):  # a baseline of graded rewards is no success rate
+        if not run.is_graded(domain):  # a mean of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
@@ -182,11 +182,11 @@ class Configuration(NamedTuple):
     runs: Sequence[RunData]
     transfer: Mapping[str, Any]  # `evaluation.transfer.summary` of all seeds
     is_mixed: bool
-    against_mixed: Mapping[str, Any] | None  # transfer metrics minus those of mixed training
+    against_mixed: Mapping[str, Any] | None  # each metric minus the metric of mixed training
 
 
 def pareto(configurations: Sequence[Configuration]) -> Figure:
-    """Draw new-domain gain against forgetting; a configuration is a point with two intervals.
+    """Draw new-domain gain against forgetting. Each configuration is a point with two intervals.
 
     A configuration without the metric `forgetting` is drawn at a forgetting of zero.
     """

@@ -55,7 +55,7 @@ def main(config: Config) -> int:
 
 
 def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
-    """Check the model without its weights; return the result of `why_generate`, and notes to print.
+    """Check the model without weights; return the result of `why_generate`, and notes to print.
 
     Raises UserError if the model's files do not fit each other, if sampling and training differ in
     a small model of the same architecture, or if the disk has no room for two checkpoints.
@@ -74,7 +74,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     if config.grpo.use_grpo:
         size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)
         refuse_full_disk(config, max(size, 12.0 * num_trained(config, model)))
-    is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine
+    is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # tried once per machine
     return why, try_architecture(config, model) if is_tried else []
 
 

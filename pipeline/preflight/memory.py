@@ -51,10 +51,10 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
     # For the backward pass, a layer keeps about 16 hidden and 3 intermediate states per token.
     kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
-    if grpo.share_prefixes and not grpo.padding_free:  # Attention copies keys and values.
+    if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys, values
         gathered = min(tokens * KEYS_PER_TOKEN, trained)
         kept += gathered * layers * 2 * _keys_per_token(shape) * size
-    if grpo.gradient_checkpointing:  # keeps activations of one layer and inputs of all layers
+    if grpo.gradient_checkpointing:  # keeps one layer's activations, and all layers' inputs
         kept = kept // layers + tokens * layers * shape.hidden_size * size
     # The sum includes three float32 copies of the logits of one chunk of tokens.
     return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
@@ -81,14 +81,14 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
         memory["reference policy (fp32)"] = trained
     if not config.warm_start.steps:
         return memory
-    # The warm start trains all weights and shards nothing.
+    # The warm start trains all weights, and each rank keeps the whole optimizer state.
     gradients, adamw = "gradients of the warm start", "AdamW of the warm start"
     warm_start = {gradients: 4.0 * num_parameters, adamw: 8.0 * num_parameters}
     return max(memory, warm_start, key=lambda needs: sum(needs.values()))
 
 
 def num_trained(config: Config, model: Any) -> int:
-    """Return the number of weights that GRPO trains; with LoRA, this adds adapters to `model`."""
+    """Return the number of weights that GRPO trains. With LoRA, `model` gets adapters."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):

@@ -32,7 +32,7 @@ class Prepared:
     validation: dict[str, list[Task]]  # tasks for validations within a stage
     held_out: dict[str, list[Task]]  # tasks for the evaluations in results.json
     graded: dict[tuple[str, str], list[Task]]  # training tasks by domain and difficulty
-    longest: dict[str, list[Task]]  # training tasks with the most text
+    longest: dict[str, list[Task]]  # each domain's training tasks with the most text
     stages: list[Stage]
     tokenizer: Any
     chat: Chat
@@ -98,7 +98,7 @@ def train_tasks(
     if source is None:
         tasks: Sequence[Task] = generated(data, domain, count, "train")
         return tasks, _longest(tasks)
-    by_request = defaultdict(list)  # held-out tasks by request; payloads are slow to compare
+    by_request = defaultdict(list)  # held-out tasks by request, because comparing payloads is slow
     for task in held_out:
         by_request[task.prompt[-1]["content"]].append((list(task.prompt), json.loads(task.payload)))
     lengths: list[int] = []

@@ -1,9 +1,9 @@
 """A trial before a run: sampling and training a small model of the recipe's architecture.
 
-Training is correct only if sampler and training compute equal log-probabilities. Caches, masks,
-positions, routers, dropout and adapters may break the equality in some architectures. The small
-model has the same kinds of layers, but few and narrow layers with random weights. The trial samples
-short conversations under the recipe's settings. A training forward pass computes the
+Training is correct only if sampler and training compute equal log-probabilities. In some
+architectures, caches, masks, positions, routers, dropout or adapters make log-probabilities differ.
+The small model has the same kinds of layers, but few and narrow layers with random weights. The
+trial samples short conversations under the recipe's settings. A training forward pass computes the
 log-probabilities of the conversations again.
 """
 
@@ -30,10 +30,10 @@ from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
 MOST_NATS = 5e-4  # largest difference of two log-probabilities that float32 rounding explains
-MOST_NATS_OF_GENERATE = 0.05  # bound with transformers' `generate`, where some layers differ more
+MOST_NATS_OF_GENERATE = 0.05  # largest difference if transformers' `generate` samples
 MOST_PARAMETERS = 300_000_000  # maximum size of the small model
-TURNS, REPLY, MESSAGE = 3, 5, 6  # turns of a conversation; tokens of a reply; tokens of a message
-SMALLER = (  # maximum sizes by name; attention windows become shorter than a conversation
+TURNS, REPLY, MESSAGE = 3, 5, 6  # number of turns; tokens per reply; tokens per other message
+SMALLER = (  # maximum size for each setting; an attention window is shorter than a conversation
     (1, "n_group topk_group first_k_dense_replace"),
     (2, "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_heads"),
     (8, "num_experts num_local_experts n_routed_experts moe_num_experts"),
@@ -63,7 +63,7 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
         gap = gap_of(config, model)
     except UserError:
         raise
-    except Exception as error:  # The code of a model may raise anything.
+    except Exception as error:  # The code of a model may raise any exception.
         raise UserError(
             f"model: got {name}, which fails in a trial of sampling and training "
             f"({reason_of(error)}); {remedy}"
@@ -137,7 +137,7 @@ def _check_positions(config: Config, model: Any) -> str:
         try:
             model.get_decoder()(ids, position_ids=position * ids, use_cache=False)
         except Exception:  # Different models raise different errors.
-            if position == 0:  # The model takes no `position_ids`.
+            if position == 0:  # The model has no argument `position_ids`.
                 break
             raise UserError(
                 f"max_tokens: got {limit}, but the model has positions for "
@@ -183,7 +183,7 @@ def _narrowed(config: Any) -> Any:
     text = config.get_text_config(decoder=True)
     heads, width = text.num_attention_heads, text.hidden_size
     queries = heads // (getattr(text, "num_key_value_heads", None) or heads)
-    few = min(heads, 2 * queries)  # leaves two key-value heads
+    few = min(heads, 2 * queries)  # two key-value heads remain
     is_free = vars(text).get("head_dim") is not None or hasattr(text, "kv_lora_rank")
     text.num_attention_heads = few
     # In some architectures the width is the number of heads times the size of a head.
@@ -194,7 +194,7 @@ def _narrowed(config: Any) -> Any:
 
 
 def _shrunk(config: Any) -> Any:
-    """Reduce layers, vocabulary, experts and sizes; at least one layer of each kind stays."""
+    """Reduce the number of layers, tokens and experts, and widths; a layer of each kind stays."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     count = text.num_hidden_layers
@@ -227,7 +227,7 @@ def _is_served(model: Any) -> bool:
 
 @torch.no_grad()
 def _fill(parameters: Iterable[torch.Tensor], seed: int, std: float | None = None) -> None:
-    """Set matrices to random values; vectors, such as the weights of norms, stay."""
+    """Set matrices to random values; vectors, such as the weights of norms, do not change."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         if parameter.dim() > 1:

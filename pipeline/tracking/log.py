@@ -56,11 +56,11 @@ class TensorBoard:
 class RunLog(AbstractContextManager["RunLog"]):
     """The metrics files of a run folder and the trackers; only rank 0 writes.
 
-    Every line has `kind`, `stage` and `step`; `step` counts GRPO optimizer steps. Make a RunLog on
-    every rank, after the Accelerator. A resumed run passes the checkpoint's `state_dict()` as
-    `state`, and the files are cut to the sizes in `state`. Without `state`, the files start
-    empty. Raises OSError if a file cannot be written. Raises UserError if a tracker's package is
-    missing, or if W&B cannot start a fresh run. A tracker that fails later gets no more lines.
+    Every line has `kind`, `stage` and `step`; `step` counts GRPO optimizer steps. Every rank makes
+    a RunLog after making the Accelerator. A resumed run passes the checkpoint's `state_dict()` as
+    `state`, and the files are cut to the sizes in `state`. Without `state`, the files start empty.
+    Raises OSError if a file cannot be written. Raises UserError if a tracker's package is missing,
+    or if W&B cannot start a fresh run. A tracker that fails during the run gets no more lines.
     """
 
     def __init__(

@@ -45,13 +45,13 @@ class Meter:
 
         Seconds are means over the ranks. `sample_s` contains `environment_s`; `update_s` contains
         the all-reduce of gradients. `sample_s` and `update_s` do not contain the waits for other
-        ranks. Tokens per second are those of all ranks. FLOP/s (see `Work`) and MFU are per rank.
-        Memory is the largest peak of a rank: GPU memory in the step or, without a GPU, memory of
-        the process. `exchanged_bytes` is the sum over the ranks.
+        ranks. Tokens per second count the tokens of all ranks. FLOP/s (see `Work`) and MFU are per
+        rank. Memory is the largest peak of any rank: of GPU memory in the step or, without a GPU,
+        of the process. `exchanged_bytes` is the sum over the ranks.
         """
         spent, lengths = self._spent, [t.num_tokens for t in trajectories]
         sampled = sum(t.num_sampled_tokens for t in trajectories)
-        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # mean, weighted by tokens
+        length = sum(n * n for n in lengths) / max(1, sum(lengths))  # token-weighted mean length
         trained = spent["update_tokens"], spent["update_sampled"]
         spent["sample_flops"] = self._work.of_sampling(spent["sample_tokens"], sampled, length)
         spent["update_flops"] = self._work.of_update(*trained, length)
@@ -134,7 +134,7 @@ def peak_of(device_name: str) -> float | None:
 class Work(NamedTuple):
     """The sizes of a model that determine the FLOPs of sampling and training.
 
-    All experts of a mixture-of-experts model count, so the FLOPs are too high.
+    The FLOPs of a mixture-of-experts model are too high, because all experts count.
     """
 
     body: int  # parameters between embedding and output layer
@@ -144,11 +144,11 @@ class Work(NamedTuple):
     trains_all: bool  # whether all weights get gradients, not only LoRA's
 
     def of_sampling(self, tokens: float, sampled: float, length: float) -> float:
-        """Return FLOPs of `tokens` in sequences of `length`, with logits for `sampled` tokens."""
+        """Return FLOPs of `tokens` in sequences of `length`; only `sampled` tokens need logits."""
         return tokens * (2 * self.body + 4 * self.attention * length) + 2 * sampled * self.head
 
     def of_update(self, tokens: float, sampled: float, length: float) -> float:
-        """Return the FLOPs of a forward and a backward pass; arguments as in `of_sampling`."""
+        """Return FLOPs of a forward and a backward pass; arguments are those of `of_sampling`."""
         each = 6 if self.trains_all else 4
         per_token = each * self.body + 6 * self.lora + 12 * self.attention * length
         return tokens * per_token + each * sampled * self.head

@@ -1,4 +1,4 @@
-"""The lines of a run on the terminal: its start, and the progress of a stage."""
+"""The lines of a run on the terminal: the start of the run, and the progress of a stage."""
 
 import sys
 import time

@@ -17,7 +17,7 @@ from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
 from pipeline.files.durable import whole_lines
 
 Evaluation = Mapping[str, Any]
-MAX_STEPS, MAX_EPISODES = 50, 200  # limits of the table of episodes
+MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers of steps and episodes in the table
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
 COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
 
@@ -66,12 +66,12 @@ class RunData:
 
 
 def load_run(folder: Path) -> RunData:
-    """Read a run folder; UserError if the folder holds no run."""
+    """Read a run folder. Raises UserError if the folder holds no run."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
     curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0)
     results = _read_json(folder / "results.json", evaluations=[])
-    results.setdefault("baselines", results.get("floors", {}))  # old runs call baselines floors
+    results.setdefault("baselines", results.get("floors", {}))  # the name in old runs is `floors`
     metrics, timings = read_metrics(folder)
     train = _of_training(metrics)
     trained = {line["stage"] for line in train}

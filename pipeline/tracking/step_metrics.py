@@ -12,7 +12,7 @@ from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# Metrics of groups with equal rewards (zero-std groups), and the outcomes that a metric counts.
+# For each metric of zero-std groups (groups with equal rewards): the counted outcomes.
 ZERO_STD = {
     "frac_reward_zero_std": ("failed", "solved", "few"),
     "all_failed": ("failed",),
@@ -62,7 +62,7 @@ def rollout_metrics(
 
 
 def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
-    """Return sums over this rank's episodes; the order of names is equal on all ranks."""
+    """Return sums over this rank's episodes; all ranks return the names in the same order."""
     size, threshold = config.rollout.num_generations, config.evaluation.success_threshold
     first, played = batch.first, batch.trajectories
     rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)

@@ -30,8 +30,8 @@ from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of
 from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers
 
-FINISH_S = 20.0  # timeout of the last upload
-FAILED_S = 5.0  # timeout of the last upload of a failed run, because other ranks wait
+FINISH_S = 20.0  # timeout, in seconds, of the last upload
+FAILED_S = 5.0  # shorter timeout after a failure, because other ranks wait
 ID_FILE = Path("wandb", "run-id")  # path in the run folder
 ADVICE = "the run folder has them"
 FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
@@ -44,10 +44,10 @@ def numbers(line: Line) -> dict[str, float]:
 
 
 class WandbFeed:
-    """A run of W&B. A thread sends the rows, so that training never waits for W&B.
+    """A run in W&B. A thread sends the rows, so that training never waits for W&B.
 
-    `metrics` and `timings` are the lines in the files; the server gets the lines that it lacks.
-    Raises UserError if W&B cannot start. If the thread fails, the next call raises the exception.
+    `metrics` and `timings` are the lines in the files; the server gets the missing lines. Raises
+    UserError if W&B cannot start. If the thread fails, the next method call raises the exception.
     """
 
     name = "W&B"
@@ -103,7 +103,7 @@ class WandbFeed:
         try:
             for call in iter(self._calls.get, None):
                 call()
-            wandb.teardown()  # waits until all rows are sent; run.finish() may not
+            wandb.teardown()  # waits until all rows are sent; run.finish() may not wait
         except Exception as error:
             self._error = error
             with suppress(Exception):  # without teardown, W&B waits when the process ends
@@ -152,7 +152,7 @@ def _start(folder: Path, config: Config) -> Any:
         run = wandb.init(
             project=tracking["project"],
             name=tracking["run_name"] or folder.resolve().name,
-            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server's limit of length
+            group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server refuses longer names
             job_type=os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:64]),
             tags=tracking["tags"],
             id=known_id(folder),
