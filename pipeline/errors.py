@@ -16,7 +16,7 @@ class UserError(ValueError):
     """A mistake of the user. The error message is one line: mistake, value and remedy."""
 
     exit_code = 2
-    is_first = False  # True on the rank that prints the error at once; other ranks wait
+    is_first = False  # True on the rank that prints the error at once, while other ranks wait
 
 
 class MachineError(RuntimeError):

@@ -171,7 +171,7 @@ def sft_examples(
 ) -> list[SFTExample]:
     """Return the examples of all steps of the warm start, in the order of the steps.
 
-    Examples repeat if there are too few demonstrations. `alive` is called after each encoded one.
+    Examples repeat if there are too few demonstrations. `alive` is called after each demonstration.
     """
     path, examples = config.warm_start.data, list[SFTExample]()
     count = config.warm_start.steps * config.warm_start.batch_size

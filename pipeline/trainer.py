@@ -251,7 +251,7 @@ class Trainer:
             self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
-        """Validate the policy if `eval_steps` divides the current step, unless already validated."""
+        """Validate the policy if `eval_steps` divides the step; validate no step twice."""
         every, step = self.config.evaluation.eval_steps, self.state.step
         if not every or step % every or self.state.validated(step):
             return

@@ -148,13 +148,13 @@ def group_advantages(
     batch_std: float | None = None,
     counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the advantages: each reward minus the mean reward of its group, over a divisor.
+    """Return the advantages: each reward minus the mean reward of its group, divided by a scale.
 
-    `rewards` has the shape [groups * num_generations]. The divisor for `scale_rewards` "group" is
+    `rewards` has the shape [groups * num_generations]. The scale for `scale_rewards` "group" is
     1e-4 plus the unbiased standard deviation of the group, for "batch" 1e-4 plus `batch_std`, and
     for "none" 1 (Liu et al. 2025, arXiv 2503.20783). The mean and the deviation of a group use only
     episodes with True in `counted` (default: all episodes). Episodes with False in `counted` have
-    the advantage 0. If a group has fewer than two episodes with True, all its advantages are 0.
+    the advantage 0. In a group with fewer than two counted episodes, all advantages are 0.
     """
     if len(rewards) == 0:  # this rank has no group in this step
         return rewards

@@ -35,7 +35,7 @@ class RolloutBatch:
     indices: list[int]  # index of each episode among the episodes of all ranks
     kept: list[bool]  # True for each episode on which the step may train
     num_first: int  # number of this rank's episodes before the first round of replacements
-    rounds: list[int]  # numbers of groups on all ranks: for the stage's tasks, then per round
+    rounds: list[int]  # numbers of groups on all ranks: for the stage's tasks, then for each round
 
     @property
     def first(self) -> list[Trajectory]:

@@ -18,7 +18,7 @@ from pipeline.rollout.trajectory import Trajectory
 
 Item = tuple[Trajectory, float, float]  # trajectory, advantage, loss weight of each sampled token
 KEYS_PER_TOKEN = 8  # attention gathers at most `KEYS_PER_TOKEN * max_tokens` keys
-TOLERANCE = 0.03  # sequences move to other ranks only for a relative gain in time above this
+TOLERANCE = 0.03  # sequences move to other ranks only if the relative gain in time is larger
 
 
 def make_micro_batches(
@@ -62,10 +62,10 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 
 
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Return the micro-batches' ends like `cuts`; `sequences` must be in lexicographic order.
+    """Return, for each micro-batch, the index of its last sequence plus 1.
 
-    `max_tokens` counts each common prefix of a micro-batch once. For a micro-batch of several
-    sequences, attention gathers at most `KEYS_PER_TOKEN * max_tokens` keys.
+    `sequences` must be in lexicographic order. A common prefix counts once per micro-batch. For a
+    micro-batch of several sequences, attention gathers `KEYS_PER_TOKEN * max_tokens` keys or fewer.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):
@@ -154,7 +154,7 @@ class MicroBatch:
 
 
 def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
-    """Return two numbers for each sequence: the number of all tokens, and of new tokens.
+    """Return two numbers for each sequence: all its tokens, and its new tokens.
 
     With `share_prefixes`, tokens of the common prefix with the previous sequence are not new.
     """

@@ -45,7 +45,7 @@ class SharedRow(NamedTuple):
 def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     """Return the row of `sequences`, which must be in lexicographic order.
 
-    In lexicographic order, no earlier sequence shares a longer prefix than the previous sequence.
+    Of all earlier sequences, the previous sequence shares the longest prefix with each sequence.
     """
     row: list[int] = []
     positions: list[int] = []
@@ -154,7 +154,7 @@ class PrefixTree:
 
     keys: torch.Tensor  # [K] int64, for each token of the padded paths: its index in the row
     queries: torch.Tensor  # [Q] int64, for each token with a computed output: its index in the row
-    outputs: torch.Tensor  # [T] int64, for each token of the row: the index of its output among Q
+    outputs: torch.Tensor  # [T] int64, for each token of the row: index of its output among the Q
     blocks: tuple[tuple[int, int, int], ...]  # per block: (paths, queries per path, keys per path)
 
     def to(self, device: torch.device) -> PrefixTree:

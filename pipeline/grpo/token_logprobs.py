@@ -43,7 +43,7 @@ class TokenLogprobs(nn.Module):
         self.shares_prefixes = follow_prefixes(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities of `batch.targets`, and entropies, in nats, both [N]."""
+        """Return the targets' log-probabilities, and entropies, in nats, [N] float32 or float64."""
         tree: dict[str, Any] = {}
         if batch.tree is not None:
             assert self.shares_prefixes, "this model's attention cannot use prefix trees"

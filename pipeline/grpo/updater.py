@@ -102,7 +102,7 @@ class Updater:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Updater's state without the optimizer's state; all ranks return the same."""
+        """Return the Updater's state, equal on all ranks, without the optimizer's state."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -111,7 +111,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's state; keep the current token budget if the saved one is higher."""
+        """Load a checkpoint's state; a saved token budget above the current budget is ignored."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch

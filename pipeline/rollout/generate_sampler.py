@@ -72,7 +72,7 @@ class GenerateSampler(ModelSampler):
         return messages
 
     def _batches(self, episodes: Sequence[GenerateEpisode]) -> list[list[int]]:
-        """Group episodes of similar lengths into batches; return each batch as indices."""
+        """Group episodes of similar lengths into batches; return lists of the episodes' indices."""
         lengths = [len(episode.ids) for episode in episodes]
         batches: list[list[int]] = []
         for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):

@@ -64,8 +64,8 @@ class Rollout:
     """Runs episodes of any domain with one sampler, one chat format and one set of limits.
 
     `on_progress` is called with "domain/task_id" before the rollout calls an environment or waits
-    for an environment, and with "" before the rollout calls the sampler. If `on_progress` raises,
-    the rollout closes all conversations and can then be used again.
+    for an environment, and with "" before the rollout calls the sampler. If `on_progress`
+    raises an exception, the rollout closes all conversations and can then be used again.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Rollout:
             self._wait(episode)
 
     def _wait(self, episode: _Episode) -> None:
-        """Wait until the environment has answered; a failure ends only this episode."""
+        """Wait for the episode's environment; if the environment fails, end only this episode."""
         wait, episode.wait = episode.wait, None
         if wait is None:
             return

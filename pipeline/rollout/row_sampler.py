@@ -158,7 +158,7 @@ class RowSampler(ModelSampler):
             episode.append([token], values)
 
     def _split(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
-        """Split slots whose conversations have different pending tokens; return all slots.
+        """Split slots whose conversations differ in pending tokens; return the slots of `episodes`.
 
         Conversations with other pending tokens than the rest of a slot move to a copy of the slot.
         """

@@ -34,9 +34,9 @@ class Sampler(Protocol):
     def load_weights(self, weights: Weights) -> None:
         """Load weights from the function `trained_weights`; no conversation may be open.
 
-        `weights` holds every parameter, or for a model with LoRA only the adapters, under PEFT's
-        names. The sampler may share tensors with the model, so that an update of the model changes
-        the sampler too. Raises ValueError if a name is unknown or missing, or if a shape differs.
+        `weights` holds every parameter of a plain model, or only the adapters of a model with LoRA
+        (PEFT's names). The sampler may share tensors with the model, so that an update of the model
+        changes the sampler too. Raises ValueError if names or shapes are not the model's.
         """
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
@@ -106,7 +106,7 @@ def other_stops(model: Any, chat: Chat) -> list[int]:
     """Return the sorted ids that end a message besides the chat template's end of turn.
 
     As in inference servers, the eos_token_id of the generation config and of the tokenizer end a
-    message. Raises UserError if the former is neither an id nor a list of ids.
+    message. Raises UserError if the generation config's eos_token_id is not an id or a list of ids.
     """
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list) else [listed]

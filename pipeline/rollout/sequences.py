@@ -41,7 +41,7 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
-    """Group prompts; return each group's common prefix that has `at_least` tokens or more.
+    """Group prompts; return the groups' common prefixes of `at_least` or more tokens.
 
     A group consists of neighbours in the sorted list of prompts. A prompt that shares less than
     half of a group's prefix begins a new group, because prompts of two domains share few words.
@@ -166,7 +166,7 @@ class ModelSampler:
         return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
 
     def load_weights(self, weights: Weights) -> None:
-        """See `Sampler.load_weights`. Weights of the type `dtype` are not copied."""
+        """See `Sampler.load_weights`. Weights of the type `dtype` are used without a copy."""
         self._copy.load(weights)
 
     def sample_tokens(
