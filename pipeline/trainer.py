@@ -161,7 +161,7 @@ class Trainer:
     # One step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Return a context manager that profiles the step if the setting `profile` names it."""
+        """Return a context manager that profiles the step if setting `profile` names the step."""
         device, folder = self.accelerator.device, self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
@@ -171,7 +171,7 @@ class Trainer:
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """Return each episode's advantage, and True for each episode that the update uses."""
+        """Return each episode's advantage, and a flag: True if the update uses the episode."""
         rewards = rewards_of(batch, self.ranks, self.config, step)
         size = self.config.rollout.num_generations
         return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)

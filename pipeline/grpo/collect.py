@@ -52,12 +52,12 @@ def collect_rollouts(
 ) -> RolloutBatch:
     """Collect this rank's groups of a step; `step` is the number of steps before this step.
 
-    All ranks find the same zero-std groups and choose the same replacement tasks. The choice does
-    not depend on the number of ranks, and is the same after a resume.
+    All ranks find the same zero-std groups and choose the same replacement tasks. The groups
+    and the tasks do not depend on the number of ranks, and are the same after a resume.
     """
     settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
-    zero_std: list[bool] = []  # one flag per group; empty without `dynamic_sampling`
+    zero_std: list[bool] = []  # True for each zero-std group; empty without `dynamic_sampling`
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
     new = tasks_of_step(stage, step, sources, seed)
@@ -134,7 +134,7 @@ def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> 
 def advantages_of(
     batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
 ) -> tuple[list[float], list[bool]]:
-    """Return the advantage of each episode, and True for each episode that the update uses."""
+    """Return each episode's advantage, and a flag: True if the update uses the episode."""
     batch_std = None
     if settings.scale_rewards == "batch":
         # The sum of sorted rewards has the same rounding errors for any number of ranks.

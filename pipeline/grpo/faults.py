@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """Return `budget`, halved until a micro-batch of several episodes exceeds the result.
+    """Halve `budget` until a micro-batch of several episodes is larger than the halved budget.
 
     `failed` is the index of the micro-batch that did not fit into memory. Raises RuntimeError if
     the failed micro-batch is a single episode and no micro-batch of several episodes is larger.

@@ -154,7 +154,7 @@ class PrefixTree:
 
     keys: torch.Tensor  # [K] int64, for each token of the padded paths: its index in the row
     queries: torch.Tensor  # [Q] int64, for each token with a computed output: its index in the row
-    outputs: torch.Tensor  # [T] int64, for each token of the row: index of its output among the Q
+    outputs: torch.Tensor  # [T] int64, for each token of the row: its index among the Q outputs
     blocks: tuple[tuple[int, int, int], ...]  # per block: (paths, queries per path, keys per path)
 
     def to(self, device: torch.device) -> PrefixTree:

@@ -88,7 +88,7 @@ def sample_tokens(
 
     Row i uses the random number at index `positions[i]` of the stream with key `keys[i]`. `greedy`
     selects the most likely token. `top_k` (0: no limit) and then `top_p` (1.0: no limit) exclude
-    tokens. Training ignores `top_k` and `top_p`, so both make training slightly off-policy.
+    unlikely tokens. Training ignores `top_k` and `top_p`: both make training slightly off-policy.
     """
     if greedy:
         return logprobs_BV.argmax(-1)
