@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# This environment variable holds the folder in which each rank writes an exit code.
+# This environment variable holds the folder in which each rank writes its own exit code.
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
 # This environment variable of torchrun holds the seconds from SIGTERM to SIGKILL (default 30).
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -13,23 +13,23 @@ INTERRUPTED = 75  # exit code of an interrupted run that can be resumed (EX_TEMP
 
 
 class UserError(ValueError):
-    """A mistake of the user. The message is one line: the mistake, the value, the remedy."""
+    """A mistake of the user. The error message is one line: mistake, value and remedy."""
 
     exit_code = 2
-    is_first = False  # True on the rank that prints the message first; other ranks wait
+    is_first = False  # True on the rank that prints the error at once, while other ranks wait
 
 
 class MachineError(RuntimeError):
-    """A fault of the machine, such as a full disk. The message is one line."""
+    """A fault of the machine, such as a full disk. The error message is one line."""
 
     exit_code = 1
     is_first = False
 
 
 class CtrlC(KeyboardInterrupt):
-    """A person's Ctrl-C at the keyboard. User code may raise a plain KeyboardInterrupt."""
+    """Raised when a person presses Ctrl-C. User code may raise a plain KeyboardInterrupt."""
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return the name that is most similar to `word`, or an empty string if none is similar."""
+    """Return the name that is most similar to `word`, or an empty string if no name is similar."""
     return next(iter(get_close_matches(word, list(names), n=1)), "")

@@ -56,12 +56,12 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
         if watchdog is not None and isinstance(error, watchdog.ToldElsewhere):
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
-            raise  # --help exits without a note; the watchdog adds a note if user code exits
+            raise  # an exit by --help has no note; an exit by user code has the watchdog's note
         if any(text in str(error) for text in LOST_CONNECTION):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
         heading = "" if rank is None else f"rank {rank} failed:\n"
-        # A single write does not mix this traceback with the tracebacks of other ranks.
+        # A single write keeps this traceback apart from the tracebacks of other ranks.
         sys.stderr.write(printable(heading + traceback.format_exc()))
         return 1
 
@@ -133,7 +133,7 @@ def _end_restarts() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with exit code `code`, also if a process group is still open."""
+    """End this process with exit code `code`, even if a process group is still open."""
     if (folder := os.environ.get(STARTED_BY_US)) and "RANK" in os.environ:
         with open(os.path.join(folder, f"rank-{os.environ['RANK']}"), "w") as note:
             note.write(str(code))

@@ -21,8 +21,8 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 from pipeline.models.loading import on_gpu, uses_bf16
 
-SFTExample = dict[str, list[int]]  # `input_ids` and `labels`
-NUM_TRIED = 100  # number of demonstrations of a file that are checked before a run
+SFTExample = dict[str, list[int]]  # has the keys `input_ids` and `labels`
+NUM_TRIED = 100  # maximum number of demonstrations that are checked before a run
 NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
 IGNORED = -100  # label of tokens without a loss, as in transformers
 
@@ -39,7 +39,7 @@ def warm_start(
     """Train `model` in place and return the mean loss of the last eighth of the steps.
 
     Every rank must call this function after creating the Accelerator. `on_step` is called after
-    each optimizer step, `alive` after each demonstration is encoded.
+    each optimizer step, and `alive` is called after each encoded demonstration.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -72,7 +72,7 @@ def warm_start(
 
 
 def _arguments(config: Config, num_examples: int) -> Any:
-    """Return the arguments of the trainer, with `num_examples` per step and rank."""
+    """Return SFTTrainer's arguments; each rank trains on `num_examples` examples per step."""
     from trl import SFTConfig
 
     settings = config.warm_start
@@ -110,7 +110,7 @@ def share_steps(
 ) -> list[SFTExample]:
     """Return the examples in the order in which SFTTrainer gives examples to the ranks.
 
-    Padding follows the examples of each step, so that all ranks get equally many examples. If
+    Padding examples fill up each step, so that all ranks get equal numbers of examples. If
     `deterministic`, each rank gets all examples, so that sums do not depend on the number of ranks.
     """
     steps = [list(examples[i : i + batch_size]) for i in range(0, len(examples), batch_size)]
@@ -121,8 +121,8 @@ def share_steps(
 def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> None:
     """Raise UserError if the warm start has too few or faulty demonstrations.
 
-    The check encodes up to NUM_TRIED demonstrations of the file. If there is no file, the expert of
-    each domain must solve NUM_TRIED_BY_EXPERT tasks.
+    The check encodes up to NUM_TRIED demonstrations of the file `warm_start.data`. Without a file,
+    the expert of each domain must solve up to NUM_TRIED_BY_EXPERT tasks.
     """
     settings, path = config.warm_start, config.warm_start.data
     if not config.grpo.use_grpo or settings.steps == 0:
@@ -157,7 +157,7 @@ def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Ch
 
 
 def _experts(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
-    """Return the domains with an expert, and the number of demonstrations of each domain."""
+    """Return the domains with an expert, and how many demonstrations each domain must give."""
     experts = [domain for domain in domains.values() if domain.expert is not None]
     count = config.warm_start.steps * config.warm_start.batch_size
     return experts, -(-count // max(1, len(experts)))
@@ -187,7 +187,7 @@ def sft_examples(
 def _expert_demonstrations(
     config: Config, domains: Mapping[str, Domain]
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
-    """Yield each conversation of the experts with the schemas of the domain's tools."""
+    """Yield conversations of the experts, each with the tool schemas of its domain."""
     timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
     experts, count = _experts(config, domains)
     for domain in experts:

@@ -98,7 +98,7 @@ class Trainer:
         self._on_batch, self._warned_of_gap = on_batch, False
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
-        """Return the saved state and the model at the start of the run."""
+        """Return the saved state and the model with which this run starts."""
         return load_start(self.config, self.parts.tokenizer, resumed)
 
     @property
@@ -120,7 +120,7 @@ class Trainer:
         self.checkpointer.owners.append(updater)
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
         meter = Meter(self.ranks, policy.rollout, updater, policy.model, self.config.model)
-        gc.freeze()  # exempt long-lived objects from garbage collection
+        gc.freeze()  # exempts long-lived objects from garbage collection
         return meter
 
     def begin_stage(self, stage: Stage) -> int:
@@ -140,11 +140,11 @@ class Trainer:
         else:
             self.errors.load_state_dict({})
         self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
-        self.validate_when_due(stage)  # a resumed run may lack this validation
+        self.validate_when_due(stage)  # the run may have stopped before this validation
         return max(stage.first_step, self.state.step)
 
     def end_stage(self, stage: Stage) -> None:
-        """Summarise and evaluate a stage, keep episodes for KL estimates, save a checkpoint."""
+        """Summarise and evaluate a stage, keep episodes for KL estimates, and save a checkpoint."""
         gathered = self.ranks.all_gather_objects(self.records, f"records of stage {stage.name}")
         self.records = []
         if any(gathered):
@@ -161,7 +161,7 @@ class Trainer:
     # One step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Return a context manager that writes a profiler trace if `profile` names the step."""
+        """Return a context manager that profiles the step if setting `profile` names the step."""
         device, folder = self.accelerator.device, self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
@@ -171,7 +171,7 @@ class Trainer:
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """Return each episode's advantage, and True for each episode that the update uses."""
+        """Return each episode's advantage, and a flag: True if the update uses the episode."""
         rewards = rewards_of(batch, self.ranks, self.config, step)
         size = self.config.rollout.num_generations
         return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
@@ -179,7 +179,7 @@ class Trainer:
     def update(
         self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
     ) -> dict[str, float]:
-        """Train on the batch, load the weights into the sampler, return statistics of all ranks."""
+        """Train on the batch, load the weights into the sampler, return all ranks' statistics."""
         step, updater, settings = self.state.step, self.policy.updater, self.config.grpo
         assert updater is not None
         done = step - stage.first_step
@@ -216,14 +216,14 @@ class Trainer:
         return {**statistics, **metrics}
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
-        """Write transcripts, stop if environments fail too often, validate and save if due."""
+        """Write transcripts, check rates of environment errors, validate and save when due."""
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
         if self.checkpointer.is_due:
             self.save(f"step-{self.state.step:06d}")
 
-    # Evaluations and checkpoints
+    # Methods for evaluations and checkpoints
 
     def evaluate(self, after: str) -> None:
         """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
@@ -235,7 +235,7 @@ class Trainer:
             greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
-            self.save(f"step-{self.state.step:06d}")  # save before a check below ends the run
+            self.save(f"step-{self.state.step:06d}")  # a check below may end the run
         rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
@@ -251,7 +251,7 @@ class Trainer:
             self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
-        """Validate if the step is a multiple of `eval_steps` and has not been validated."""
+        """Validate the policy if `eval_steps` divides the step; validate no step twice."""
         every, step = self.config.evaluation.eval_steps, self.state.step
         if not every or step % every or self.state.validated(step):
             return
@@ -272,7 +272,7 @@ class Trainer:
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 
     def ends_early(self, stage: Stage) -> bool:
-        """Return True if success no longer rises; then save the stage's number of steps."""
+        """Return True and store the stage's length if validation success no longer rises."""
         best = plateau(self.state.validations, stage, self.config)
         if best is None:
             return False

@@ -1,29 +1,30 @@
 """GRPO: the advantages of groups and the losses of the GRPO family, as pure functions.
 
-The loss of a sampled token is GRPO's objective (Shao et al. 2024, arXiv 2402.03300, equation 3):
+The loss of a sampled token follows GRPO (Shao et al. 2024, arXiv 2402.03300, equation 3):
 
     ratio   = exp(logprobs - old_logprobs)
     clipped = clip(ratio, 1 - epsilon, 1 + epsilon_high)
     loss    = -min(min(ratio, delta) * advantages, clipped * advantages)
               + beta * k3(logprobs, ref_logprobs)
 
-The sampler computed `old_logprobs`. DAPO (Yu et al. 2025, arXiv 2503.14476, equation 10) added
-`epsilon_high`. INTELLECT-2 (2025, arXiv 2505.07291) added the bound `delta`, off by default. The
-setting `loss_type` selects the weight of each token in the loss (`token_weights`). Other settings:
+`old_logprobs` are the sampler's log-probabilities. DAPO (Yu et al. 2025, arXiv 2503.14476, equation
+10) added the bound `epsilon_high` to GRPO. INTELLECT-2 (2025, arXiv 2505.07291) added the bound
+`delta`, which is off by default. The setting `loss_type` selects the weight of each token in the
+loss (see the function `token_weights`).
 
-- `loss_type` cispo (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
-  every token: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages * logprobs`. The ratio
-  has the bound `epsilon_high`, as in ScaleRL (2025, arXiv 2510.13786) and TRL. MiniMax-M1 uses the
-  bound `1 + epsilon_high`.
-- `importance_sampling_level` sequence gives all tokens of an episode the ratio
-  `exp(mean(logprobs - old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7).
-- `use_bias_correction_kl` (default: false; in TRL 1.16: true) multiplies the KL estimate by the
-  ratio (DeepSeek-V3.2, 2025, arXiv 2512.02556).
-- `entropy_coef` adds `-entropy_coef * mean(entropy)` over the sampled tokens of a step, as in TRL.
+`loss_type: cispo` (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
+tokens with a clipped ratio: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages *
+logprobs`. This pipeline's cispo limits the ratio to `epsilon_high`, as do ScaleRL (2025, arXiv
+2510.13786) and TRL, but MiniMax-M1 limits the ratio to `1 + epsilon_high`.
+`importance_sampling_level: sequence` gives all tokens of an episode the ratio
+`exp(mean(logprobs - old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7).
+`use_bias_correction_kl` (default: false; in TRL 1.16: true) multiplies the KL estimate by the ratio
+(DeepSeek-V3.2, 2025, arXiv 2512.02556). `entropy_coef` subtracts from the loss the mean entropy at
+the sampled tokens of a step, times `entropy_coef`, as in TRL.
 
-Token weights are normalised by counts over *all* ranks, and gradients are summed over the ranks.
-The summed gradient equals the gradient of one process with the whole batch. TRL normalises the
-losses bnpo and grpo within each micro-batch.
+Each loss weight is divided by a count over all ranks, so that the sum of the ranks' gradients is
+the gradient of one process with the whole batch. TRL divides the losses bnpo and grpo by counts
+within each micro-batch.
 """
 
 from collections.abc import Sequence
@@ -34,15 +35,15 @@ import torch
 from pipeline.config.settings import GRPOSettings
 from pipeline.grpo.micro_batches import MicroBatch
 
-EPSILON = 1e-4  # added to standard deviations, as in TRL
+EPSILON = 1e-4  # number that is added to standard deviations, as in TRL
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
     """Sums over the sampled tokens of a micro-batch, as float tensors without gradient."""
 
-    loss: torch.Tensor  # weighted sum of the policy loss, the KL estimate and the entropy bonus
-    policy_loss: torch.Tensor  # weighted sum without the KL estimate and the entropy bonus
+    loss: torch.Tensor  # the loss with the KL estimate and the entropy bonus
+    policy_loss: torch.Tensor  # the loss without the KL estimate and the entropy bonus
     kl: torch.Tensor
     entropy: torch.Tensor
     clipped: torch.Tensor  # number of tokens whose ratio was clipped
@@ -59,8 +60,8 @@ def token_weights(
     - `bnpo`, `dapo`, `cispo`: 1 / num_tokens (arXiv 2503.14476, equation 8; 2506.13585, eq. 4);
     - `dr_grpo`: 1 / (max_tokens * num_sequences) (arXiv 2503.20783).
 
-    `lengths` has the number of sampled tokens of each sequence. `num_sequences` is the number of
-    kept episodes of the step on all ranks, and `num_tokens` the number of their sampled tokens.
+    `lengths` has the number of sampled tokens of each sequence. The update of a step uses
+    `num_sequences` episodes with `num_tokens` sampled tokens in total, counted over all ranks.
     """
     if loss_type == "grpo":
         return [1 / (max(length, 1) * num_sequences) for length in lengths]
@@ -82,7 +83,7 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def importance_ratios(logprobs: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
     """Return the ratio exp(logprobs - old_logprobs) of each token, [N].
 
-    If `level` is "sequence", each token has the geometric mean of the ratios in its sequence.
+    If `level` is "sequence", all tokens of a sequence get the geometric mean of their ratios.
     """
     differences = logprobs - batch.old_logprobs
     if level == "sequence":
@@ -101,10 +102,10 @@ def grpo_loss(
     num_tokens: float,
     ref_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
-    """Return the loss of a micro-batch, which is a weighted sum over N tokens, and its statistics.
+    """Return the loss of a micro-batch (a weighted sum over N tokens) and the loss's TokenStats.
 
-    `num_tokens` is the number of sampled tokens of the step on all ranks, for the mean entropy. The
-    loss has no KL estimate if `ref_logprobs` is None. The statistics ignore tokens of weight 0.
+    The entropy bonus is divided by `num_tokens`, the step's number of sampled tokens on all ranks.
+    If `ref_logprobs` is None, the loss has no KL estimate. TokenStats ignore tokens of weight 0.
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
     advantages, counted = batch.advantages, batch.weights > 0
@@ -147,13 +148,13 @@ def group_advantages(
     batch_std: float | None = None,
     counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return each reward minus the mean of its group, divided by a standard deviation plus 1e-4.
+    """Return the advantages: each reward minus the mean reward of its group, divided by a scale.
 
-    `rewards` has the shape [groups x num_generations]. `scale_rewards` selects the divisor:
-    "group" the unbiased standard deviation of the group, "batch" the given `batch_std`, "none" no
-    divisor (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). The mean and the deviation of a group use
-    only episodes with True in `counted` (default: all). Episodes that are not counted have the
-    advantage zero, as have all episodes of a group with fewer than two counted episodes.
+    `rewards` has the shape [groups * num_generations]. The scale for `scale_rewards` "group" is
+    1e-4 plus the unbiased standard deviation of the group, for "batch" 1e-4 plus `batch_std`, and
+    for "none" 1 (Liu et al. 2025, arXiv 2503.20783). The mean and the deviation of a group use only
+    episodes with True in `counted` (default: all episodes). Episodes with False in `counted` have
+    the advantage 0. In a group with fewer than two counted episodes, all advantages are 0.
     """
     if len(rewards) == 0:  # this rank has no group in this step
         return rewards
@@ -178,10 +179,10 @@ def group_advantages(
 def zero_std_groups(
     rewards: torch.Tensor, num_generations: int, counted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return True for each episode of a zero-std group, whose counted rewards are all equal.
+    """Return True for each episode of a zero-std group: a group with equal counted rewards.
 
-    A group with fewer than two counted episodes is also a zero-std group. If `counted` is None, all
-    episodes count.
+    A reward is counted if its episode has True in `counted` (default: all episodes). A group with
+    fewer than two counted episodes is also a zero-std group.
     """
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     shape = len(rewards) // num_generations, num_generations
@@ -193,8 +194,8 @@ def zero_std_groups(
 def in_baseline(left_out: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Return True for each episode that counts in the mean reward of its group.
 
-    An episode counts if it is not left out and if at least one other episode of its group is not
-    left out. `left_out` has a flag for each episode, [groups x num_generations].
+    An episode counts if `left_out` is False for the episode and for at least one other episode of
+    the same group. `left_out` has a flag for each episode, [groups * num_generations].
     """
     counted = ~left_out
     enough = counted.view(len(counted) // num_generations, num_generations).sum(dim=1) > 1

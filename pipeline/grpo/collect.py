@@ -1,10 +1,11 @@
-"""Collect the rollouts of a step: its groups of episodes, rewards and advantages.
+"""Collect the groups of episodes of a training step, and compute their advantages.
 
-A zero-std group has equal rewards, so its advantages are all zero. With `dynamic_sampling`
-(DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), a step replaces zero-std groups in at most
-`max_resample_times` rounds and trains on the other groups. DAPO samples whole batches of new tasks.
+All rewards of a zero-std group are equal, so all advantages of the group are 0. With
+`dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), a step does not train on
+zero-std groups, but replaces zero-std groups by new groups in at most `max_resample_times` rounds.
 This pipeline replaces a group by a group of the same domain, so that each domain keeps its share of
-the groups. A step never trains on more than `tasks_per_step` groups.
+the groups; DAPO samples whole batches of new tasks. A step never trains on more than
+`tasks_per_step` groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,18 +28,17 @@ class RolloutBatch:
     """This rank's episodes of a step, group by group.
 
     The groups of a step have an order: first the groups of the tasks of the stage, then the groups
-    of each round of replacements. A rank collects every num_ranks-th group.
+    of each round of replacements. In this order, a rank collects every `num_ranks`-th group.
     """
 
     trajectories: list[Trajectory]
     indices: list[int]  # index of each episode among the episodes of all ranks
-    kept: list[bool]  # False if the episode is left out, or the group is replaced
+    kept: list[bool]  # True for each episode on which the step may train
     num_first: int  # number of this rank's episodes before the first round of replacements
-    rounds: list[int]  # numbers of groups on all ranks: of the stage's tasks, then of each round
+    rounds: list[int]  # numbers of groups on all ranks: for the stage's tasks, then for each round
 
     @property
     def first(self) -> list[Trajectory]:
-        """This rank's episodes before the first round of replacements."""
         return self.trajectories[: self.num_first]
 
 
@@ -50,14 +50,14 @@ def collect_rollouts(
     step: int,
     sources: Mapping[str, Source],
 ) -> RolloutBatch:
-    """Collect this rank's groups of a step; `step` is the number of earlier optimizer steps.
+    """Collect this rank's groups of a step; `step` is the number of steps before this step.
 
-    The zero-std groups and the replacement tasks are the same on all ranks, for any number of ranks
-    and after a resume.
+    All ranks find the same zero-std groups and choose the same replacement tasks. The groups
+    and the tasks do not depend on the number of ranks, and are the same after a resume.
     """
     settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
     tasks: list[Task] = []
-    zero_std: list[bool] = []  # True for zero-std groups; empty without dynamic sampling
+    zero_std: list[bool] = []  # True for each zero-std group; empty without `dynamic_sampling`
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
     new = tasks_of_step(stage, step, sources, seed)
@@ -100,15 +100,15 @@ def collect_rollouts(
 
 
 def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """Return True for each episode that training leaves out because its environment failed."""
+    """Return True for each episode that training leaves out because the environment failed."""
     return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
 
 
 def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Trajectory]:
     """Lower the reward of each episode in which the policy may have made the environment fail.
 
-    The reward becomes the minimum of 0 and the lowest reward in the group of `size` episodes. The
-    policy must gain nothing by making an environment fail.
+    The lowered reward is the minimum of 0 and the lowest reward in the group of `size` episodes.
+    The policy must gain nothing by making an environment fail.
     """
     changed = list(trajectories)
     for i, t in enumerate(trajectories):
@@ -120,7 +120,7 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
 
 
 def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> torch.Tensor:
-    """Return this rank's rewards; with `permute_rewards`, the kept episodes swap rewards."""
+    """Return this rank's rewards; with `permute_rewards`, all kept episodes swap rewards."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     if config.grpo.permute_rewards:
         kept = _kept_rewards(batch, rewards, ranks, "control")
@@ -134,7 +134,7 @@ def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> 
 def advantages_of(
     batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
 ) -> tuple[list[float], list[bool]]:
-    """Return the advantage of each episode, and True for each episode that the update uses."""
+    """Return each episode's advantage, and a flag: True if the update uses the episode."""
     batch_std = None
     if settings.scale_rewards == "batch":
         # The sum of sorted rewards has the same rounding errors for any number of ranks.
@@ -151,7 +151,7 @@ def advantages_of(
 def _kept_rewards(
     batch: RolloutBatch, rewards: Sequence[float], ranks: Ranks, name: str
 ) -> dict[float, float]:
-    """Return the rewards of the kept episodes of all ranks, by index of the episode."""
+    """Return {index of an episode: reward} for the kept episodes of all ranks."""
     rows = zip(batch.indices, rewards, batch.kept, strict=True)
     mine = [number for index, reward, kept in rows if kept for number in (index, reward)]
     ranks.barrier(name)

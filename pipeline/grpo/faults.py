@@ -13,13 +13,13 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
 
-NO_MEMORY = (  # texts in a RuntimeError after a failed allocation
+NO_MEMORY = (  # a RuntimeError with one of these texts reports a failed allocation
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-TASKS_NAMED = 5  # maximum number of a rank's tasks in an error message
+TASKS_NAMED = 5  # maximum number of tasks that an error message names for each rank
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -30,10 +30,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """Halve the token budget until the rank's largest micro-batch is larger than the budget.
+    """Halve `budget` until a micro-batch of several episodes is larger than the halved budget.
 
     `failed` is the index of the micro-batch that did not fit into memory. Raises RuntimeError if
-    that micro-batch is a single episode and no micro-batch of several episodes is larger.
+    the failed micro-batch is a single episode and no micro-batch of several episodes is larger.
     """
     num_tokens = batches[failed].input_ids.numel()
     largest = max((b.input_ids.numel() for b in batches if len(b.lengths) > 1), default=0)
@@ -65,7 +65,7 @@ def find_suspects(
 ) -> str:
     """Find and save the micro-batches whose loss is not finite; every rank must call this function.
 
-    `computed` has each micro-batch of the rank with its loss. If the losses of all ranks are
+    `computed` has pairs of a micro-batch and its loss. If the losses of all ranks are
     finite but the gradient is not, all micro-batches are suspects. Returns a text such as
     `(rank 1, tasks retail/t3, retail/t7; rank 2, ...); the batches are in FOLDER`.
     """
@@ -85,7 +85,6 @@ def find_suspects(
 
 
 def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float]]) -> None:
-    """Write this rank's suspicious micro-batches; a write error causes only a warning."""
     step = ranks.current.step or 0
     content, path = io.BytesIO(), folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
     batches = [

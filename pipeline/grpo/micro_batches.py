@@ -1,4 +1,4 @@
-"""Micro-batches for the forward passes of an update, and the choice of a rank for each sequence."""
+"""Micro-batches for the forward passes of an update, and the distribution of sequences to ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipeline.grpo.prefix_tree import PrefixTree, shared_row
 from pipeline.rollout.sequences import num_common
 from pipeline.rollout.trajectory import Trajectory
 
-Item = tuple[Trajectory, float, float]  # trajectory, its advantage, weight of its sampled tokens
-KEYS_PER_TOKEN = 8  # maximum number of keys that attention gathers, divided by `max_tokens`
-TOLERANCE = 0.03  # minimum relative gain in time for which sequences move to other ranks
+Item = tuple[Trajectory, float, float]  # trajectory, advantage, loss weight of each sampled token
+KEYS_PER_TOKEN = 8  # attention gathers at most `KEYS_PER_TOKEN * max_tokens` keys
+TOLERANCE = 0.03  # sequences move to other ranks only if the relative gain in time is larger
 
 
 def make_micro_batches(
@@ -28,11 +28,11 @@ def make_micro_batches(
     padding_free: bool = False,
     share_prefixes: bool = False,
 ) -> list[MicroBatch]:
-    """Return micro-batches of at most `max_tokens` tokens, or of one longer sequence.
+    """Return micro-batches of at most `max_tokens` tokens each, padding included.
 
-    `max_tokens` includes padding. `padding_free` joins the sequences of a micro-batch without
-    padding. `share_prefixes` computes each common prefix once. Episodes without a sampled token are
-    left out.
+    A longer sequence gets a micro-batch of its own. With `padding_free`, the sequences of a
+    micro-batch form one row without padding. With `share_prefixes`, a prefix of several sequences
+    is computed once per micro-batch. Episodes without a sampled token are left out.
     """
     sampled = [item for item in items if item[0].num_sampled_tokens]
     if share_prefixes:
@@ -46,9 +46,10 @@ def make_micro_batches(
 
 
 def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[int]:
-    """Return the index after the last sequence of each micro-batch; `lengths` must be falling.
+    """Return, for each micro-batch, the index of its last sequence plus 1.
 
-    A sequence of more than `max_tokens` tokens has a micro-batch of its own.
+    `lengths` must be in descending order. A sequence of more than `max_tokens` tokens has a
+    micro-batch of its own.
     """
     ends, first, tokens = [], 0, 0
     for i, length in enumerate(lengths):
@@ -61,10 +62,10 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 
 
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Return the index after the last sequence of each micro-batch; `sequences` must be sorted.
+    """Return, for each micro-batch, the index of its last sequence plus 1.
 
-    A common prefix in a micro-batch counts once. For several sequences, attention gathers at most
-    `KEYS_PER_TOKEN * max_tokens` keys.
+    `sequences` must be in lexicographic order. A common prefix counts once per micro-batch. For a
+    micro-batch of several sequences, attention gathers `KEYS_PER_TOKEN * max_tokens` keys or fewer.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):
@@ -79,10 +80,10 @@ def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
 def micro_batch(
     items: Sequence[Item], pad_id: int, padding_free: bool = False, share_prefixes: bool = False
 ) -> MicroBatch:
-    """Return the micro-batch of `items`, which must be sorted by tokens for `share_prefixes`."""
+    """Return the micro-batch of `items`; `share_prefixes` needs items in lexicographic order."""
     sequences = [trajectory.ids for trajectory, _, _ in items]
     position_ids = tree = None
-    paths: Sequence[Sequence[int]]  # for each sequence, the indices of its tokens in their row
+    paths: Sequence[Sequence[int]]  # for each sequence, the columns of its tokens in `input_ids`
     if share_prefixes:
         ids, positions, paths, tree = shared_row(sequences)
         input_ids, position_ids = [ids], torch.tensor([positions])
@@ -125,16 +126,16 @@ class MicroBatch:
     """The B sequences of one forward pass and their N sampled tokens.
 
     If `position_ids` is None, each sequence is a row of `input_ids`, padded on the right. If
-    `position_ids` is given, one row contains all sequences, and if `tree` is given, each common
-    prefix only once.
+    `position_ids` is given, one row of `input_ids` contains all sequences. If `tree` is given, the
+    row contains each common prefix only once.
     """
 
-    input_ids: torch.Tensor  # [B, T] int64, or [1, T]
+    input_ids: torch.Tensor  # int64; [B, T] without `position_ids`, [1, T] with `position_ids`
     position_ids: torch.Tensor | None  # [1, T] int64, position of each token within its sequence
     tree: PrefixTree | None = None
     lengths: torch.Tensor  # [B] int64, number of tokens of each sequence, without padding
     rows: torch.Tensor  # [N] int64, index of each sampled token's row in `input_ids`
-    columns: torch.Tensor  # [N] int64, index in the row of the token before each sampled token
+    columns: torch.Tensor  # [N] int64, column in `input_ids` of the token before each sampled token
     sequences: torch.Tensor  # [N] int64, index of each sampled token's sequence
     targets: torch.Tensor  # [N] int64, the ids of the sampled tokens
     old_logprobs: torch.Tensor  # [N] float32, log-probabilities from the sampler
@@ -153,9 +154,9 @@ class MicroBatch:
 
 
 def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
-    """Return each sequence's number of tokens, and its number of tokens after a common prefix.
+    """Return two numbers for each sequence: all its tokens, and its new tokens.
 
-    The prefix is common to the sequence and its predecessor, and empty without `share_prefixes`.
+    With `share_prefixes`, tokens of the common prefix with the previous sequence are not new.
     """
     costs = []
     for before, ids in pairwise([[], *sequences]):
@@ -167,9 +168,9 @@ def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float
 def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     """Return, for each sequence of each rank, the index of the rank that computes the sequence.
 
-    `costs` has the result of `costs_of` for each rank. Each rank computes consecutive sequences of
-    the step. A bisection minimises the highest cost of a rank. No sequence moves to another rank if
-    the highest cost falls by less than the share TOLERANCE.
+    `costs` has the result of `costs_of` for each rank. Each rank computes consecutive sequences in
+    the order of `costs`. A bisection minimises the highest cost of any rank. Sequences move to
+    other ranks only if the highest cost is divided by at least 1 + TOLERANCE.
     """
     pairs = [list(zip(row[::2], row[1::2], strict=True)) for row in costs]
     loads = [sum(row[1::2]) for row in costs]
@@ -205,7 +206,7 @@ def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Rank
 
 
 def packed(items: Sequence[Item]) -> bytes:
-    """Return the items as bytes for another rank, without the fields that only reports use."""
+    """Return the items as bytes for another rank, without fields that only reports use."""
     unused: dict[str, Any] = {"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}}
     rows = [(replace(trajectory, **unused), *numbers) for trajectory, *numbers in items]
     return pickle.dumps(rows) if rows else b""

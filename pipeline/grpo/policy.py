@@ -55,7 +55,7 @@ class Policy:
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
     def replace(self, model: Any) -> None:
-        """Replace the policy's model by another model with parameters of equal shapes."""
+        """Replace the policy's model by another model whose parameters have equal shapes."""
         self.model = self._placed(model)
         self.rollout.load_weights(self.model)
 
@@ -72,8 +72,8 @@ class Policy:
             base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
             model = lora.attach(self.model, config.model, base, config.run.seed)
             self.model = model.to(self.accelerator.device)
-            del self.rollout.sampler  # frees memory for the sampler with LoRA adapters
-            self.rollout.sampler = self._sampler(chat, is_main=False)  # prevents a second warning
+            del self.rollout.sampler  # frees memory for the new sampler with LoRA adapters
+            self.rollout.sampler = self._sampler(chat, is_main=False)  # prints no second warning
         if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)
         module = TokenLogprobs(self.model, config.rollout.temperature).eval()  # without dropout

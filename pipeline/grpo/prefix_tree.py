@@ -4,9 +4,9 @@ All episodes of a task begin with the same prompt, and often with the same tool 
 the model at a token does not depend on later tokens, so one computation of a common prefix serves
 all sequences. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts only. This file
 shares all common prefixes, as the tree training of AReaL does. One row contains the tokens of all
-sequences without padding, and each common prefix once. Each sequence has a path: the indices of its
-tokens in the row. Attention gathers the keys and values of a path, and computes the outputs of the
-tokens that no earlier path contains.
+sequences of a micro-batch, but each common prefix only once. Each sequence has a path: the indices
+of its tokens in the row. For each path, attention gathers the keys and values of the path, and
+computes the outputs of those tokens that no earlier path contains.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pipeline.rollout.sequences import num_common
 
 NAME = "sdpa_prefixes"  # name of the attention implementation in transformers
 NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # prevents transformers from making a mask
-SIMILAR = 1.5  # maximum ratio of the lengths of two paths in one attention call
+SIMILAR = 1.5  # maximum ratio of the lengths of any two paths in one attention call
 
 
 class SharedRow(NamedTuple):
-    """One row that contains the tokens of several sequences, and each common prefix once."""
+    """One row that contains the tokens of several sequences, but each common prefix only once."""
 
     ids: list[int]
-    positions: list[int]  # position of each token of the row within its sequence
+    positions: list[int]  # position of each token within its sequence
     paths: list[list[int]]  # for each sequence, the indices of its tokens in the row
     tree: PrefixTree
 
@@ -45,7 +45,7 @@ class SharedRow(NamedTuple):
 def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     """Return the row of `sequences`, which must be in lexicographic order.
 
-    In lexicographic order, a sequence has its longest common prefix with the sequence before it.
+    Of all earlier sequences, the previous sequence shares the longest prefix with each sequence.
     """
     row: list[int] = []
     positions: list[int] = []
@@ -65,7 +65,7 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
-    """Put paths with similar lengths and numbers of new tokens into one block of a PrefixTree."""
+    """Return a PrefixTree; paths with similar numbers of tokens and of new tokens form a block."""
     alike: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
     for first, path in leaves:
         lengths = int(math.log(len(path), SIMILAR)), int(math.log(len(path) - first, SIMILAR))
@@ -126,7 +126,7 @@ def attend(
     keys = tree.keys, [count * keys for count, _, keys in tree.blocks]
     pieces = []
     for states, (indices, sizes) in ((query, queries), (key, keys), (value, keys)):
-        # Under autocast, queries and keys come in fp32 from the rotary embedding, values in bf16.
+        # Under autocast, values are bf16, but the rotary embedding makes queries and keys fp32.
         rows = embedding(indices, states[0].transpose(0, 1).flatten(1).to(value.dtype))
         pieces.append(rows.unflatten(1, (-1, states.shape[-1])).split(sizes))
     outputs = []
@@ -152,9 +152,9 @@ class PrefixTree:
     another sequence has no path in a block.
     """
 
-    keys: torch.Tensor  # [K] int64, index in the row of each token of each padded path
-    queries: torch.Tensor  # [Q] int64, index in the row of each token whose output is computed
-    outputs: torch.Tensor  # [T] int64, index of each row token's output among the Q outputs
+    keys: torch.Tensor  # [K] int64, for each token of the padded paths: its index in the row
+    queries: torch.Tensor  # [Q] int64, for each token with a computed output: its index in the row
+    outputs: torch.Tensor  # [T] int64, for each token of the row: its index among the Q outputs
     blocks: tuple[tuple[int, int, int], ...]  # per block: (paths, queries per path, keys per path)
 
     def to(self, device: torch.device) -> PrefixTree:

@@ -43,7 +43,7 @@ class TokenLogprobs(nn.Module):
         self.shares_prefixes = follow_prefixes(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities of `batch.targets` and entropies in nats, [N], float32 or 64."""
+        """Return the targets' log-probabilities, and entropies, in nats, [N] float32 or float64."""
         tree: dict[str, Any] = {}
         if batch.tree is not None:
             assert self.shares_prefixes, "this model's attention cannot use prefix trees"
@@ -71,7 +71,7 @@ class TokenLogprobs(nn.Module):
     def _head(
         self, head: nn.Module, hidden_U: torch.Tensor, which_N: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of N targets, and the entropies at their positions.
+        """Return the log-probabilities of N targets, and the entropies at the targets' positions.
 
         `which_N` is the index of each target's position among the U positions of `hidden_U`.
         """

@@ -1,6 +1,6 @@
 """The update: load balancing, micro-batches, all-reduce and clipping of gradients, optimizer step.
 
-If memory runs out, an Updater halves the maximum number of tokens of its micro-batches. All ranks
+If memory runs out, an Updater halves the maximum number of tokens in a micro-batch. All ranks
 skip an optimizer step whose loss or gradient is not finite.
 """
 
@@ -96,13 +96,13 @@ class Updater:
         self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
-        # DDP changes its buckets, and so the order of its sums, after the first all-reduce. An
-        # all-reduce before the first step makes a resumed run equal to an uninterrupted run.
+        # DDP changes its buckets, and so the order of its sums, after the first all-reduce. After
+        # this extra all-reduce, a resumed run and an uninterrupted run sum in the same order.
         self._all_reduce_gradients()
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Updater's state, without the optimizer's; all ranks return equal states."""
+        """Return the Updater's state, equal on all ranks, without the optimizer's state."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -111,7 +111,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's state; of the saved and the current token budget, use the lower."""
+        """Load a checkpoint's state; a saved token budget above the current budget is ignored."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
@@ -166,7 +166,6 @@ class Updater:
         return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
 
     def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """Return the numbers of sequences and of sampled tokens on all ranks."""
         return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
@@ -219,7 +218,7 @@ class Updater:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
                 return list(zip(batches, stats, strict=True))
-            # Cleaning up inside `except` frees less: the exception's frames keep activations alive.
+            # Inside `except`, less memory could be freed: the exception keeps activations alive.
             self.optimizer.zero_grad()
             give_memory_back(self.accelerator.device)
 
@@ -240,7 +239,7 @@ class Updater:
     ) -> tuple[dict[str, float], bool]:
         """Clip the gradient by its norm, and do the optimizer step if loss and gradient are finite.
 
-        Returns statistics of all ranks (TokenStats and grad_norm), and True if all are finite.
+        Returns statistics over all ranks, and True if the optimizer step was done.
         """
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
@@ -265,7 +264,6 @@ class Updater:
         return dict(zip(names, totals, strict=True)) | {"grad_norm": norm}, is_finite
 
     def _means(self, sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-        """Return the metrics of an update."""
         means = {f"train/{name}": sums[name] for name in ("grad_norm", "loss", "policy_loss")}
         if self.reference is not None:
             means["train/kl"] = sums["kl"] / num_tokens
@@ -278,9 +276,10 @@ class Updater:
         return means
 
     def _count_skipped(self, done: Sequence[Computed]) -> None:
-        """Count a skipped step, save its suspicious micro-batches, and print a warning.
+        """Count a skipped step, save the step's suspicious micro-batches, and print a warning.
 
-        Skipped updates of one step count once. Raises RuntimeError after too many skipped steps.
+        Several skipped updates in the same step count once. Raises RuntimeError after more than
+        `max_skipped_steps` skipped steps in a row.
         """
         step = self.ranks.current.step
         if step is None or step != self._skipped_step:

@@ -25,7 +25,7 @@ TOKENS_PER_BATCH = 1 << 17  # maximum number of tokens in a batch, padding inclu
 class GenerateEpisode:
     """One conversation of a GenerateSampler."""
 
-    key: int  # 64-bit key of the conversation's random numbers
+    key: int  # 64-bit key that selects the conversation's random numbers
     ids: list[int]
     num_sampled: int = 0  # number of random numbers that the conversation has used
 
@@ -72,7 +72,7 @@ class GenerateSampler(ModelSampler):
         return messages
 
     def _batches(self, episodes: Sequence[GenerateEpisode]) -> list[list[int]]:
-        """Split the episodes into batches of similar lengths; return the indices of each batch."""
+        """Group episodes of similar lengths into batches; return lists of the episodes' indices."""
         lengths = [len(episode.ids) for episode in episodes]
         batches: list[list[int]] = []
         for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):
@@ -110,7 +110,7 @@ class GenerateSampler(ModelSampler):
             logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([has_ended]),
         )
-        # Tokens that `generate` adds to a row after the row's end are dropped.
+        # Tokens that `generate` adds to a row after the end of the row's message are dropped.
         sampled, chosen = (torch.cat(x, 1).cpu().numpy() for x in (tokens, values))
         stopped = (sampled[:, :, None] == self.stops).any(2)
         ends = stopped | (np.arange(1, sampled.shape[1] + 1) >= np.array(limits)[:, None])
@@ -125,7 +125,7 @@ class GenerateSampler(ModelSampler):
 
 
 def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sequences with padding on the left, and a mask (1 at real tokens), both [B, T]."""
+    """Return token ids padded on the left, and a mask that is 1 at real tokens; both are [B, T]."""
     longest = max(map(len, sequences))
     both = (sequences, [[1] * len(ids) for ids in sequences])
     tokens, mask = ([[0] * (longest - len(row)) + row for row in rows] for rows in both)
@@ -134,7 +134,7 @@ def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def padding_is_harmless(model: Any) -> bool:
-    """Return True if padding on the left changes no logits of a row, except by rounding."""
+    """Return True if padding on the left changes the logits of a row only by rounding errors."""
     device, logits = next(model.parameters()).device, []
     short, long = [3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
     for batch in ([short], [long, short]):

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# Numbers of rows are increased to a multiple of ROWS, and lengths to a multiple of LENGTHS, so that
-# the rounding errors of a row seldom depend on the size of the batch.
+# Numbers of rows are rounded up to a multiple of ROWS, and lengths to a multiple of LENGTHS, so
+# that the rounding errors of a row seldom depend on the number of rows in the batch.
 ROWS, LENGTHS = 4, 16
 
 
@@ -27,10 +27,10 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of queries [B, heads, T, size] to keys and values [B, key heads, length, size].
+    """Return the attention outputs, [B, T, heads, size of a value].
 
-    Returns [B, T, heads, size of a value]. Query heads that share a key head become extra queries
-    of this key head, so that keys and values need no copies.
+    Queries are [B, heads, T, size]; keys and values are [B, key heads, length, size]. Query
+    heads of the same key head become extra queries of this key head: keys need no copies.
     """
     batch, heads, num_queries, size = query.shape
     shared = heads // key.shape[1]
@@ -58,7 +58,7 @@ class _RowLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # In latent attention, keys and values have different sizes, so there are two tensors.
+        # In latent attention, keys and values have different sizes, so each has its own tensor.
         empty = (x.new_zeros((0, x.shape[1], 0, x.shape[3])) for x in (key_states, value_states))
         self.keys, self.values = empty
         self.is_initialized = True
@@ -66,7 +66,7 @@ class _RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values [B, heads, T, size]; return all that the attention reads."""
+        """Write new keys and values [B, heads, T, size]; return all that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.grow()
@@ -111,10 +111,10 @@ class RowCache(Cache):
     def place(
         self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
     ) -> torch.Tensor:
-        """Set the rows, and the positions below `end`, that the next forward pass writes.
+        """Set the rows and the positions below `end` to which the next forward pass writes.
 
-        If `rows` is 0, 1, 2, ... (`first_rows`), attention reads the cache without a copy. Returns
-        the additive attention mask, [B, 1, T, length] float32.
+        If `first_rows`, `rows` is 0, 1, 2, ..., so that attention reads the cache without a copy.
+        Returns the additive attention mask, [B, 1, T, self.length] float32.
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
         self.length = -(-end // LENGTHS) * LENGTHS

@@ -19,7 +19,7 @@ from pipeline.models.weights import trained_weights
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
-UNKNOWN_TOOL = "unknown"  # name that stands for all nonexistent tools in the counts of calls
+UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
 TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
 
 
@@ -29,7 +29,7 @@ class RolloutRequest:
 
     task: Task
     trial: int
-    key: int  # 64-bit key of the episode's random numbers
+    key: int  # 64-bit key that selects the episode's random numbers
 
 
 class _Episode:
@@ -63,9 +63,9 @@ _Work = Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
 class Rollout:
     """Runs episodes of any domain with one sampler, one chat format and one set of limits.
 
-    `on_progress` gets "domain/task_id" before the rollout calls an environment or waits for an
-    environment, and "" before the rollout calls the sampler. If `on_progress` raises an exception,
-    the rollout closes all conversations and can be used again.
+    `on_progress` is called with "domain/task_id" before the rollout calls an environment or waits
+    for an environment, and with "" before the rollout calls the sampler. If `on_progress`
+    raises an exception, the rollout closes all conversations and can then be used again.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Rollout:
         return [episode.trajectory for episode in episodes]
 
     def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
-        """Run all episodes to the end, in an order that depends on numbers of episodes only."""
+        """Run all episodes to the end, in an order that does not depend on waiting times."""
         live: list[_Episode] = []  # episodes whose next message the sampler writes
         away: list[_Episode] = []  # episodes whose environment works in the background
         while waiting or live or away:
@@ -126,7 +126,7 @@ class Rollout:
             answered, live = self._sample(live, greedy) if live else ([], [])
             ready = [episode for episode in answered if episode.wait is None]
             away += [episode for episode in answered if episode.wait is not None]
-            if len(away) > len(live) + len(ready):  # wait, because the next batch would be small
+            if len(away) > len(live) + len(ready):  # the next batch would be small, so wait first
                 ready, away = [*ready, *away], []
             live += [episode for episode in ready if self._continue(episode)]
 
@@ -160,7 +160,7 @@ class Rollout:
         episode.trajectory.messages[-1]["content"] += addition
 
     def _sample(self, live: list[_Episode], greedy: bool) -> tuple[list[_Episode], list[_Episode]]:
-        """Sample messages; return the episodes with a complete message, and the other episodes."""
+        """Sample messages; return the episodes with complete and those with incomplete messages."""
         self.on_progress("")
         per_turn, most = self.limits.max_tokens_per_turn, self.limits.max_tokens
         room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in live]
@@ -173,7 +173,7 @@ class Rollout:
         return [e for e, _ in complete], [e for e, message in pairs if message is None]
 
     def _add_message(self, episode: _Episode, sampled: Sampled) -> None:
-        """Add a sampled message to its episode, and let the environment or the user answer."""
+        """Add a sampled message to its episode; let the environment or simulated user answer."""
         trajectory, episode.replies = episode.trajectory, []
         trajectory.append(sampled.ids, sampled.logprobs)
         trajectory.num_turns += 1
@@ -194,7 +194,7 @@ class Rollout:
             self._begin(episode, partial(_answer, parsed))
 
     def _continue(self, episode: _Episode) -> bool:
-        """Append the replies to the episode; return False if the episode has ended."""
+        """Append the replies to the episode's messages; return False if the episode has ended."""
         self._wait(episode)
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
         most = limits.max_tool_result_tokens
@@ -229,7 +229,7 @@ class Rollout:
             self._wait(episode)
 
     def _wait(self, episode: _Episode) -> None:
-        """Wait for an environment's work; a failure of the environment ends only its episode."""
+        """Wait for the episode's environment; if the environment fails, end only this episode."""
         wait, episode.wait = episode.wait, None
         if wait is None:
             return
@@ -251,7 +251,7 @@ async def _score(episode: _Episode, guard: Guard) -> None:
 
 
 async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
-    """Let the environment answer the tool calls; without tool calls, let the user answer."""
+    """Let the environment answer tool calls; without tool calls, let the simulated user answer."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     methods = tools.tool_methods(type(environment))
     for name, arguments in parsed.calls:

@@ -25,7 +25,7 @@ from pipeline.rollout.sequences import (
 from pipeline.rollout.trajectory import Sampled
 
 MIN_PREFIX = 64  # minimum number of tokens of a common prefix that is computed only once
-MIN_FILL = 0.85  # share of unfinished rows below which a batch is made smaller
+MIN_FILL = 0.85  # a batch is made smaller if at most this share of its rows is unfinished
 STEPS_PER_CHECK = 8  # number of tokens between two checks for complete messages, on a GPU
 
 
@@ -42,7 +42,7 @@ class Slot:
 class RowEpisode:
     """One conversation of a RowSampler."""
 
-    key: int  # 64-bit key of the conversation's random numbers
+    key: int  # 64-bit key that selects the conversation's random numbers
     pending: list[int]  # last tokens of the conversation, not yet in the cache
     slot: Slot
     num_sampled: int = 0  # number of random numbers that the conversation has used
@@ -51,7 +51,7 @@ class RowEpisode:
     logprobs: list[float] = field(default_factory=list)
 
     def append(self, ids: list[int], logprobs: list[float]) -> None:
-        """Add sampled tokens to the current message; `pending` then holds only the last token."""
+        """Add sampled tokens to the current message; `pending` becomes the last sampled token."""
         self.ids += ids
         self.logprobs += logprobs
         self.num_sampled += len(ids)
@@ -67,9 +67,9 @@ def members_of(slots: Sequence[Slot]) -> tuple[list[RowEpisode], NDArray[np.int6
 class RowSampler(ModelSampler):
     """A `Sampler` that keeps the keys and values of all turns in one KV cache.
 
-    Conversations with the same tokens share a row of the cache, which is computed once. When
-    conversations sample different tokens, their shared row is copied. On a GPU, each conversation
-    has its own row after the prompt, because sharing a row needs a synchronization for each token.
+    Conversations with equal tokens share a row of the cache, so that the model computes the tokens
+    once. When conversations of a row sample different tokens, the row is copied. On a GPU, each
+    conversation has its own row after the prompt: sharing needs a synchronization for each token.
     """
 
     def _prepare(self) -> None:
@@ -81,11 +81,11 @@ class RowSampler(ModelSampler):
 
     @torch.no_grad()
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[RowEpisode]:
-        """See `Sampler.open`. Each common prefix of the prompts is computed once."""
+        """See `Sampler.open`. The model computes each common prefix of the prompts once."""
         if not self._cache.layers:
             layers = self.model.config.get_text_config().num_hidden_layers
             self._cache = RowCache(layers, 2 * max(map(len, prompts)))
-        # The method `sample` computes the last token of each prompt.
+        # The last token of each prompt enters the cache only when `sample` is called.
         opened = [(tuple(p[:-1]), p[-1], key) for p, key in zip(prompts, keys, strict=True)]
         slots = {ids: self._new_slot(len(ids)) for ids in dict.fromkeys(ids for ids, *_ in opened)}
         episodes = [
@@ -105,7 +105,7 @@ class RowSampler(ModelSampler):
         if not episode.slot.members:
             del self._slots[episode.slot.row]
         if not self._slots and self.device.type == "cuda":
-            # Dropping the cache frees GPU memory for the update. On a CPU, new caches are slow.
+            # A GPU needs the cache's memory for the update. On a CPU, making a new cache is slow.
             self._cache = RowCache(0, 0)
 
     def _new_slot(self, length: int) -> Slot:
@@ -158,9 +158,9 @@ class RowSampler(ModelSampler):
             episode.append([token], values)
 
     def _split(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
-        """Split slots whose conversations have different pending tokens; return the new slots.
+        """Split slots whose conversations differ in pending tokens; return the slots of `episodes`.
 
-        A conversation that differs from the other conversations moves to a copy of the slot.
+        Conversations with other pending tokens than the rest of a slot move to a copy of the slot.
         """
         alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
@@ -187,12 +187,12 @@ class RowSampler(ModelSampler):
     def _decode(self, episodes: Sequence[RowEpisode], wanted: int, greedy: bool) -> None:
         """Sample tokens until `wanted` messages are complete, or the batch must change.
 
-        The batch must change if few of its rows are unfinished, or if the conversations of a row
-        have sampled different tokens. Every conversation must have exactly one pending token.
+        The batch must change if few rows of the batch are unfinished, or if the conversations of a
+        row have sampled different tokens. Every conversation must have exactly one pending token.
         """
         slots = self._compact_slots(self._split(episodes))
         members, index = members_of(slots)
-        # Rows of other conversations fill up the batch, and their cached tokens do not change.
+        # Rows of other conversations fill up the batch; the cached tokens of these rows stay valid.
         held = [0] * (-(-len(slots) // ROWS) * ROWS)
         for row in self._slots.keys() & range(len(held)):
             held[row] = self._slots[row].length
@@ -239,7 +239,7 @@ class RowSampler(ModelSampler):
             episode.append(*(line[:length].tolist() for line in lines))
 
     def _compact_slots(self, wanted: Sequence[Slot]) -> list[Slot]:
-        """Move the slots `wanted` to the first rows; return the slots in the order of rows."""
+        """Move the slots `wanted` to the first rows; return these slots, sorted by row."""
         inside = set(wanted)
         holes = [row for row in range(len(wanted)) if self._slots.get(row) not in inside]
         movers = [slot.row for slot in wanted if slot.row >= len(wanted)]
@@ -254,7 +254,7 @@ class RowSampler(ModelSampler):
         return [self._slots[row] for row in range(len(wanted))]
 
     def _prefill(self, rows: Mapping[Ids, int]) -> None:
-        """Compute each prompt in its row; a common prefix is computed once and copied."""
+        """Compute each prompt in its cache row; a common prefix is computed once and copied."""
         begins = dict.fromkeys(rows, 0)
         for prefix in shared_prefixes(list(rows), MIN_PREFIX):
             size = len(prefix)
@@ -270,7 +270,7 @@ class RowSampler(ModelSampler):
     def _feed(
         self, rows: Sequence[int], tokens: Sequence[list[int]], begins: Sequence[int]
     ) -> torch.Tensor:
-        """Run the model on the tokens of each row, from the row's position in `begins` on.
+        """Run the model on `tokens[i]` in the cache row `rows[i]`, from position `begins[i]` on.
 
         Returns the hidden state of each row's last token, [B, H].
         """
@@ -280,7 +280,7 @@ class RowSampler(ModelSampler):
         for first, last in passes([lengths[i] for i in order]):
             batch, longest = sorted(order[first:last]), lengths[order[first]]
             padded = torch.tensor([tokens[i] + [0] * (longest - lengths[i]) for i in batch])
-            # Padding gets positions below `end`, because the model has a maximum position.
+            # Padding gets positions below `end`, because the model may fail at higher positions.
             end = max(begins[i] + lengths[i] for i in batch) + 1
             begin = torch.tensor([[begins[i]] for i in batch]).to(self.device)
             positions = (begin + torch.arange(longest, device=self.device)).clamp_(max=end - 1)

@@ -22,21 +22,21 @@ Handle = Any  # an open conversation; its type depends on the sampler
 class Sampler(Protocol):
     """Samples the policy's messages as token ids with log-probabilities.
 
-    A sampled token depends on the weights, on the conversation's tokens, and on a random number for
-    the conversation's key and number of sampled tokens. Other conversations in a batch change only
-    rounding errors. `num_tokens` counts the tokens that the model computed; `num_padded_tokens`
-    also counts padding.
+    A sampled token depends on the weights, on the conversation's tokens, and on a random number,
+    which depends on the conversation's key and number of sampled tokens. The other conversations
+    in a batch change log-probabilities only by rounding errors. `num_tokens` counts the tokens that
+    the model computed; `num_padded_tokens` also counts padding.
     """
 
     num_tokens: int
     num_padded_tokens: int
 
     def load_weights(self, weights: Weights) -> None:
-        """Load the weights that `trained_weights` returned, while no conversation is open.
+        """Load weights from the function `trained_weights`; no conversation may be open.
 
-        `weights` holds every parameter of a plain model, or only the LoRA adapters under PEFT's
-        names. The sampler may share tensors with the model, so that an update of the model changes
-        the sampler too. Raises ValueError if a name is unknown or missing, or if a shape differs.
+        `weights` holds every parameter of a plain model, or only the adapters of a model with LoRA
+        (PEFT's names). The sampler may share tensors with the model, so that an update of the model
+        changes the sampler too. Raises ValueError if names or shapes are not the model's.
         """
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
@@ -56,12 +56,12 @@ class Sampler(Protocol):
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """Sample the next message of each conversation, with at most `max_tokens` >= 1 tokens each.
+        """Sample the next message of each conversation i, with at most `max_tokens[i]` >= 1 tokens.
 
         Returns when at least `until` messages are complete (default: all). An incomplete message is
-        returned as None, and the next call continues the message. A message includes the id that
-        ended the message. Log-probabilities are in nats, at the sampling temperature. `greedy`
-        selects the most likely tokens.
+        returned as None, and the next call continues the message. A complete message includes the
+        token id that ended the message. Log-probabilities are in nats, at the sampling temperature.
+        `greedy` selects the most likely tokens.
         """
 
     def close(self, episode: Handle) -> None:
@@ -79,8 +79,8 @@ def make_sampler(
 ) -> Sampler:
     """Return the fastest sampler that can serve the model.
 
-    Models with full attention get a `row_sampler`, other models a GenerateSampler. Raises UserError
-    if no sampler can serve the model.
+    Models with full attention get a sampler of the class `row_sampler`, other models get a
+    GenerateSampler. Raises UserError if no sampler can serve the model.
     """
     plain = base_model(model)
     refuse_changed_logits(plain)
@@ -105,8 +105,8 @@ def make_sampler(
 def other_stops(model: Any, chat: Chat) -> list[int]:
     """Return the sorted ids that end a message besides the chat template's end of turn.
 
-    Inference servers also stop at the eos_token_id of the generation config and of the
-    tokenizer. Raises UserError if the config's eos_token_id is neither an id nor a list of ids.
+    As in inference servers, the eos_token_id of the generation config and of the tokenizer end a
+    message. Raises UserError if the generation config's eos_token_id is not an id or a list of ids.
     """
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list) else [listed]

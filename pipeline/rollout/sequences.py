@@ -31,7 +31,7 @@ def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
 def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Split sequences into forward passes; return the (start, end) indices of each pass.
 
-    `lengths` must be in descending order. A split must save more than PASS_TOKENS of padding.
+    `lengths` must be in descending order. A split must save more than PASS_TOKENS padding tokens.
     """
     cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
     if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
@@ -41,7 +41,7 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
-    """Return the common prefixes, of `at_least` or more tokens, of groups of prompts.
+    """Group prompts; return the groups' common prefixes of `at_least` or more tokens.
 
     A group consists of neighbours in the sorted list of prompts. A prompt that shares less than
     half of a group's prefix begins a new group, because prompts of two domains share few words.
@@ -87,8 +87,8 @@ def sample_tokens(
     """Sample the next token of each row, [B] int64.
 
     Row i uses the random number at index `positions[i]` of the stream with key `keys[i]`. `greedy`
-    selects the most likely token. `top_k` (0: no limit) and then `top_p` (1.0: no limit) restrict
-    the tokens. Training ignores `top_k` and `top_p`, so both make training slightly off-policy.
+    selects the most likely token. `top_k` (0: no limit) and then `top_p` (1.0: no limit) exclude
+    unlikely tokens. Training ignores `top_k` and `top_p`: both make training slightly off-policy.
     """
     if greedy:
         return logprobs_BV.argmax(-1)
@@ -104,10 +104,11 @@ def sample_tokens(
 
 
 def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Return True for tokens that `top_k` and `top_p` allow, at least one per row, [B, V] bool.
+    """Return True for the tokens that `top_k` and `top_p` allow, [B, V] bool.
 
-    The `top_k` most likely tokens (0: all) are allowed; of equally likely tokens, lower ids win. Of
-    the `top_k` tokens, `top_p` allows the nucleus (Holtzman et al. 2020, arXiv 1904.09751, 3.1).
+    `top_k` allows the `top_k` most likely tokens (0: all); among equally likely tokens, lower ids
+    come first. Of the tokens that `top_k` allows, `top_p` allows the nucleus, at least one token
+    (Holtzman et al. 2020, arXiv 1904.09751, 3.1).
     """
     likely, best = (x[:, : top_k or None] for x in logprobs_BV.sort(descending=True, stable=True))
     kept_BV = torch.zeros_like(logprobs_BV, dtype=torch.bool)
@@ -124,14 +125,14 @@ def cumulative(logprobs_BV: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(cumulative_BV: torch.Tensor, numbers_B: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the token whose interval contains the row's number in [0, 1)."""
+    """Return, for each row, the token whose cumulative probabilities enclose the row's number."""
     targets = numbers_B[:, None] * cumulative_BV[:, -1:]
     tokens = torch.searchsorted(cumulative_BV, targets, right=True)[:, 0]
     return tokens.clamp_(max=cumulative_BV.shape[-1] - 1)
 
 
 class ModelSampler:
-    """Base class of samplers with a copy of the model, whose parameters have the type `dtype`.
+    """Base class of samplers that have a copy of the model, with parameters of the type `dtype`.
 
     A message ends at the id `end_of_turn_id`, at an id of `other_stops`, or at its maximum length.
     """
@@ -165,11 +166,10 @@ class ModelSampler:
         return Sampled(ids=ids, logprobs=logprobs, finished=ids[-1] in self.stop_ids)
 
     def load_weights(self, weights: Weights) -> None:
-        """See `Sampler.load_weights`. Weights of the type `dtype` are shared, not copied."""
+        """See `Sampler.load_weights`. Weights of the type `dtype` are used without a copy."""
         self._copy.load(weights)
 
     def sample_tokens(
         self, logprobs_BV: torch.Tensor, keys: Keys, positions: Positions, greedy: bool
     ) -> torch.Tensor:
-        """Call the function `sample_tokens` with the sampler's `top_k` and `top_p`."""
         return sample_tokens(logprobs_BV, keys, positions, greedy, self.top_k, self.top_p)

@@ -15,7 +15,7 @@ from typing import Any
 class StopReason(StrEnum):
     """The reason why an episode ended; a mistake of the model never raises an exception."""
 
-    COMPLETED = "completed"  # the user ended the conversation, or a tool ended the episode
+    COMPLETED = "completed"  # the simulated user or a tool ended the episode
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # a turn or the episode reached its maximum number of tokens
     MALFORMED_CALL = "malformed_call"  # more malformed tool calls than max_malformed_calls
@@ -38,7 +38,7 @@ class Sampled:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The summary of an episode. Ranks exchange the summaries, not the tokens."""
+    """The summary of an episode. Ranks exchange summaries of episodes, not tokens."""
 
     domain: str
     task_id: str
@@ -52,7 +52,7 @@ class RunRecord:
     num_malformed_calls: int = 0
     num_tool_errors: int = 0  # number of tool calls that raised an exception
     left_out: str = ""  # one of LEFT_OUT, or empty if training may use the episode
-    tools: dict[str, list[int]] = field(default_factory=dict)  # by tool name: [calls, failed calls]
+    tools: dict[str, list[int]] = field(default_factory=dict)  # {tool name: [calls, failed calls]}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,16 +60,16 @@ class RunRecord:
 
 @dataclass(kw_only=True)
 class Trajectory(RunRecord):
-    """One episode as tokens. The sampled ids are never decoded and encoded again."""
+    """One episode as tokens. Sampled token ids are never decoded and encoded again."""
 
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)  # True where completion_ids are sampled
+    loss_mask: list[bool] = field(default_factory=list)  # True at sampled tokens of completion_ids
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
-    error: str = ""  # the environment's failure, or empty
+    error: str = ""  # text of the environment's failure, or empty
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
-    difference: dict[str, list[str]] = field(default_factory=dict)  # by name: [actual, expected]
+    difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
@@ -85,7 +85,7 @@ class Trajectory(RunRecord):
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
-        """Add tokens to the episode; only sampled tokens have log-probabilities."""
+        """Add sampled tokens with their `logprobs`, or a reply's tokens without `logprobs`."""
         is_sampled = logprobs is not None
         self.completion_ids += ids
         self.loss_mask += [is_sampled] * len(ids)
