@@ -139,8 +139,8 @@ def leave(code: int) -> NoReturn:
             note.write(str(code))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # An open gloo process group may abort the exit and hide the exit code (torch 2.13). After a
-        # failure, closing the process group may wait for ranks that have ended.
+        # With an open gloo process group the process may crash at its exit and lose the exit code
+        # (torch 2.13). After a failure, closing the group may wait for ranks that have ended.
         if code == 0:
             distributed.destroy_process_group()
         else:

@@ -98,7 +98,7 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove all hidden, unfinished and replaced checkpoints, but never `latest`.
+    """Remove hidden checkpoints, unfinished ones and old ones, but never `latest`.
 
     Of the checkpoints with names `step-...`, keep only the newest `limit`.
     """

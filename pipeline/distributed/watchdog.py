@@ -280,7 +280,7 @@ class Watchdog:
         if hangs:
             stack = "".join(traceback.format_stack(_main_frame()))
             print(f"rank {self._ranks.rank} is at\n{stack}", file=sys.stderr, flush=True)
-        with suppress(RuntimeError):  # if the store has ended, the main thread need not wait
+        with suppress(RuntimeError):  # raised if the store has ended, when nobody reads the fault
             self._store.compare_set(self._ranks.agreement, "", "fault")
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)

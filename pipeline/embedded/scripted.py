@@ -126,8 +126,8 @@ class CaseEnvironment:
     (topic and words of the customer's answer, or null). The reward is 1.0 if the episode has ended,
     the database equals the expected database, the final message contains every fact, and the steps
     are right; otherwise the reward is 0.0. The steps are right if the episode has the expert's
-    steps in the expert's order, and otherwise only lookups. If a task has no goal, `get_reward`
-    does not check the steps.
+    steps in the expert's order; additional steps may only be lookups. If a task has no goal,
+    `get_reward` does not check the steps.
     """
 
     database_class: ClassVar[type[Database]]

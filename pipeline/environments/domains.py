@@ -1,7 +1,7 @@
 """A domain: an environment class, and optional functions and constants in the class's module.
 
 The setting `environments` names the class by an import string, such as
-`my_pkg.bank:BankEnvironment`. The module of the class has `generate_tasks(seed, n, split,
+`my_pkg.bank:BankEnvironment`. The module of this class has `generate_tasks(seed, n, split,
 difficulty)`, and may have `MAX_TASKS`, the largest `n` that the function accepts. The module may
 have a function `expert`, which solves tasks (see `experts.py`). The module may have `WORDS`, a list
 of texts or a function that returns the list; each text is a token of the tiny model's tokenizer.

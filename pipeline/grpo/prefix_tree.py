@@ -2,8 +2,8 @@
 
 All episodes of a task begin with the same prompt, and often with the same tool calls. The output of
 the model at a token does not depend on later tokens, so one computation of a common prefix serves
-all sequences. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts only. This file
-shares all common prefixes, as the tree training of AReaL does. One row contains the tokens of all
+all sequences. Prefix Grouper (Liu et al. 2025, arXiv 2506.05433) shares prompts only. Here every
+common prefix is computed once, as in the tree training of AReaL. One row contains the tokens of all
 sequences of a micro-batch, but each common prefix only once. Each sequence has a path: the indices
 of its tokens in the row. For each path, attention gathers the keys and values of the path, and
 computes the outputs of those tokens that no earlier path contains.

@@ -225,7 +225,7 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
 def quiet() -> Iterator[None]:
     """Turn off log lines and progress bars of transformers, and two warnings of PEFT."""
     verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()  # Progress bars stay off after `quiet`.
+    logging.disable_progress_bar()  # The end of `quiet` does not turn them on again.
     with warnings.catch_warnings():
         # PEFT 0.21 uses a name that is deprecated in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

@@ -21,7 +21,7 @@ def fix_rotary(model: Any, max_tokens: int) -> str:
     """Make a model use the rotary factors of `max_tokens` tokens for sequences of every length.
 
     Returns a note for the user if the factors of short sequences change, else "". Raises UserError
-    if the factors still depend on the length after the change.
+    if the model's rotary factors cannot be made independent of the sequence's length.
     """
     changed = set()
     for module in model.modules():

@@ -38,7 +38,7 @@ def pictures_of(run: RunData) -> dict[str, Figure]:
 def draw(
     functions: Mapping[str, Callable[[Any], Figure | None]], content: Any
 ) -> dict[str, Figure]:
-    """Call each function; return the figures by name, without functions that return None."""
+    """Call each function; return the figures by name, without functions that drew nothing."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": FONT_SIZE}):

@@ -13,7 +13,7 @@ from pipeline.plots.drawing import COLOURS, Axes, Figure, Handle
 from pipeline.tracking.run_files import RunData
 
 SMOOTHED_OVER = 9  # number of steps in the window of the moving average
-LEAST_KL = 1e-3  # lowest upper end of the KL axis, in nats
+LEAST_KL = 1e-3  # the KL axis ends at this value or above, in nats
 PALE = "#999999"
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
 SMOOTHED: dict[str, Any] = {"linewidth": 2}

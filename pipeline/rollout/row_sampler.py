@@ -160,7 +160,7 @@ class RowSampler(ModelSampler):
     def _split(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
         """Split slots whose conversations differ in pending tokens; return the slots of `episodes`.
 
-        Conversations with other pending tokens than the rest of a slot move to a copy of the slot.
+        If the pending tokens of a slot's conversations differ, some move to a copy of the slot.
         """
         alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
@@ -192,7 +192,7 @@ class RowSampler(ModelSampler):
         """
         slots = self._compact_slots(self._split(episodes))
         members, index = members_of(slots)
-        # Rows of other conversations fill up the batch; the cached tokens of these rows stay valid.
+        # Further rows pad the batch to a multiple of ROWS; their cached tokens do not change.
         held = [0] * (-(-len(slots) // ROWS) * ROWS)
         for row in self._slots.keys() & range(len(held)):
             held[row] = self._slots[row].length
