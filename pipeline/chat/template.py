@@ -3,7 +3,7 @@
 The chat template renders a conversation's prompt once. Each later tool result or user message is
 rendered after a short test conversation, not after the real conversation, and the new ids are
 appended to the sampled ids. So a chat template that rewrites earlier messages cannot change sampled
-tokens. Special strings (texts of special tokens) in messages and tools become plain text.
+tokens. Special strings (texts of special tokens) in messages and tools are encoded as plain text.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ class Chat:
     def _render(
         self, before: list[Message], messages: list[Message], **options: Any
     ) -> tuple[str, Guards]:
-        """Return the rendered text, with placeholders for special strings, and these strings."""
+        """Return rendered text with placeholders for special strings, and the special strings."""
         guards, guarded = Guards(), list(before)
         for message in messages:
             special = self._control if message["role"] == "assistant" else self._special
@@ -195,7 +195,7 @@ class Chat:
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
-        """Return a rendered text's ids. Special strings of `guards` are encoded as plain text."""
+        """Return the ids of a rendered text. The texts in `guards` are encoded as plain text."""
         tokens, ids = self._special.tokens, list[int]()
         for number, piece in enumerate(GUARD.split(text)):
             is_guarded = number % 2 == 1

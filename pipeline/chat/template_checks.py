@@ -82,7 +82,7 @@ _CALLS = {
     "one after text": _say("One moment.", ("probe_tool", _VALUES)),
     "two at once": _say("", ("probe_tool", _VALUES), ("probe_other", {"text": "b"})),
 }
-_RARE_CALLS = {  # If a template cannot write one of these calls, the run only warns.
+_RARE_CALLS = {  # If a template cannot write a call of this table, the run only warns.
     "quotes": _say("", ("probe_tool", {"text": 'it\'s "so"'})),
     "line breaks": _say("", ("probe_tool", {"text": "one\n\ntwo"})),
 }
@@ -99,7 +99,7 @@ def end_of_turn_of(render: Render, special: Special) -> str:
 
 
 def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
-    """Raise UserError if a template ignores tools or lets earlier messages change a later one."""
+    """Raise UserError if the template ignores tools or if earlier messages alter a reply's text."""
     offered = render([ASKED], tools=_TOOLS)
     answered = render([ASKED, _ANSWER, _RESULT])
     if "probe_tool" not in offered or "probe_result" not in answered:

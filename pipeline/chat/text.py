@@ -1,4 +1,4 @@
-"""Parses sampled messages, and keeps text in messages from becoming control tokens."""
+"""Parses sampled messages, and finds text in messages that must not become special tokens."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from pipeline.data.tasks import Message
 from pipeline.files.untrusted import is_plain, parse_json
 
 THINK = "<think>"
-MAX_NOTATION = 8192  # largest length of a call that is not JSON: parsing takes quadratic time
+MAX_NOTATION = 8192  # most characters of a non-JSON call, whose parsing takes quadratic time
 _LOOKAHEAD = r"(?=[\s\S]*?"  # start of a regular expression that looks ahead without a limit
 
 
@@ -43,7 +43,7 @@ def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def parse_hermes(text: str) -> Parsed:
-    """Parse a message with calls `<tool_call>{"name": "f", "arguments": {}}</tool_call>`."""
+    """Parse a message with calls like `<tool_call>{"name": "f", "arguments": {}}</tool_call>`."""
     text = re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL)
     content, *blocks = text.split("<tool_call>")
     try:
@@ -186,7 +186,7 @@ class Guards:
         return f"\u29d8{len(self.texts) - 1}\u29d9"
 
     def put(self, value: Any, special: Special, key: str = "") -> Any:
-        """Return `value` with special strings replaced, except in keys that templates may read."""
+        """Return `value` with placeholders for special strings; keys like `name` stay unchanged."""
         if isinstance(value, str):
             if key == "type" and value.isidentifier():  # the type of a message's part or of a tool
                 return value

@@ -41,9 +41,9 @@ class TrainState:
     step: int = 0  # number of optimizer steps done
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # results of each evaluation
     validations: list[dict[str, Any]] = field(default_factory=list)  # results of each validation
-    ended_early: dict[str, int] = field(default_factory=dict)  # stage name: number of steps
-    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # stage name: summary
-    wall_s: float = 0.0  # seconds of the run up to the last save, without pauses
+    ended_early: dict[str, int] = field(default_factory=dict)  # stage name -> number of steps taken
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
+    wall_s: float = 0.0  # seconds that the run's processes took, up to the last save
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
 class Checkpointer:
     """Saves the model, the optimizer and the `state_dict()` of each object in `owners`.
 
-    All ranks call `save` together; rank 0 writes. `resumed` is the checkpoint of a resumed run.
+    All ranks call `save`; rank 0 writes. `resumed` is the checkpoint that the run continues from.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Checkpointer:
         self.owners: list[Any] = [state]
         self._settings, self._ranks, self._state = settings, ranks, state
         self._tokenizer, self._lock = tokenizer, lock
-        self.unsynced: list[Path] = []  # files to sync before the next checkpoint
+        self.unsynced: list[Path] = []  # files to flush to disk before the next checkpoint
         self._saved = None if resumed is None else state.position
         self._begun = self._saved_at = time.perf_counter()
         self._warned = False
@@ -167,7 +167,7 @@ class Checkpointer:
         raise MachineError(f"output_dir: {self.run_folder} {why}")
 
     def machine_fault(self, error: BaseException) -> MachineError | None:
-        """Return a MachineError if a lost folder or a full disk caused the exception, else None."""
+        """Return a MachineError if a lost run folder or a full disk caused `error`, else None."""
         try:
             self.check_folder()
         except MachineError as gone:

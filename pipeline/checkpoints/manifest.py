@@ -80,7 +80,7 @@ def number_of(folder: Path) -> int:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return a folder's checkpoints, newest first; damaged checkpoints come before the newest."""
+    """Return a folder's checkpoints: damaged ones, then the others from newest to oldest."""
     numbers = {path: number_of(path) for path in folder.glob("[!.]*") if path.is_dir()}
     return sorted(numbers, key=lambda p: (numbers[p] < 0, numbers[p], p.name), reverse=True)
 
@@ -98,9 +98,9 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove hidden checkpoints, unfinished ones and old ones, but never `latest`.
+    """Remove old checkpoints, and folders whose names mark unused checkpoints.
 
-    Of the checkpoints with names `step-...`, keep only the newest `limit`.
+    Of the checkpoints with names `step-...`, keep only the newest `limit`. Never remove `latest`.
     """
     useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):

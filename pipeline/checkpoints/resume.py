@@ -20,8 +20,7 @@ from pipeline.models.loading import load_folder, load_model
 def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
     """Open the run folder on rank 0, and tell all ranks the folder and the checkpoint to resume.
 
-    A UserError on rank 0 is raised on every rank. Ranks other than 0 return None
-    instead of Opened.
+    A UserError on rank 0 is raised on every rank. On ranks above 0, the first result is None.
     """
     opened: Opened | None = None
     result: Any = None
@@ -88,7 +87,7 @@ def _whole(path: Path) -> Path:
 
 @torch.no_grad()
 def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
-    """Load weights or LoRA adapters into `model`. If `folder` is None, use the original weights."""
+    """Load weights or LoRA adapters from `folder` into `model`; None means the initial weights."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)

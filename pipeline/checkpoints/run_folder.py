@@ -61,7 +61,7 @@ def restarted(config: Config) -> Config:
 
 
 def check_folder(config: Config) -> None:
-    """Raise UserError if the run folder is unusable, holds another run, or lacks a checkpoint."""
+    """Raise UserError if the folder is unusable, has another run or lacks the named checkpoint."""
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
@@ -94,7 +94,7 @@ def _candidates(folder: Path, name: str) -> list[Path]:
 def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
     """Return the newest undamaged checkpoint that matches `name`, and warnings to print.
 
-    If all checkpoints are damaged, return None for the name `auto`, else raise UserError.
+    If all checkpoints are damaged: return None if `name` is `auto`, raise UserError otherwise.
     """
     notes: list[str] = []
     for path in _candidates(folder, name):

@@ -22,7 +22,7 @@ from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file,
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
 MAX_BYTES = 1 << 16  # largest size of a recipe
 
-SETTINGS: dict[tuple[str, str], FieldInfo] = {  # the field of each (section, setting)
+SETTINGS: dict[tuple[str, str], FieldInfo] = {  # pydantic's field of each (section, setting)
     (section, name): field
     for section, part in Config()
     if isinstance(part, Section)
@@ -87,7 +87,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...], str]) -> Config:
-    """Return the validated settings. `flags` has the flag of each setting on the command line."""
+    """Return the validated settings. `flags` maps settings from the command line to their flags."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:

@@ -19,7 +19,7 @@ def check(config: Config) -> None:
 
 
 def _environments(config: Config) -> Iterator[str]:
-    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # lower case: some file systems ignore the case
+    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # in lower case: some file systems ignore the case
     for name, target in config.data.environments.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
             hint = "use letters, digits, _ and - only, at most 64"

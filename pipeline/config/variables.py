@@ -9,7 +9,7 @@ _WAYS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")
 # The allowed values of environment variables of Accelerate 1.15, torch 2.13 and their libraries.
 REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((f"ACCELERATE_USE_{name}" for name in _WAYS), ("", "0", "false", "no", "off")),
-    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # With compilation, only training would be compiled.
+    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),  # A backend would compile training, but not sampling.
     "ACCELERATE_TORCH_DEVICE": ("",),  # This variable would put all ranks on the same device.
     # The next three variables lower the precision of float32 matrix products.
     "NVIDIA_TF32_OVERRIDE": ("", "0"),

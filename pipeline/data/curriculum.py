@@ -86,7 +86,7 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
 
 
 def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return the number of steps by stage. Stages without a set number share the other steps."""
+    """Return the number of steps by stage. Stages without a set number divide the remainder."""
     curriculum, max_steps = config.curriculum, config.grpo.max_steps
     size = config.rollout.tasks_per_step
     steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
@@ -96,7 +96,7 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
         given = f"the stages have {total} steps, and max_steps is {max_steps}"
         raise UserError(f"stage_steps: {given}; give max_steps {total}, or change theirs")
     weights, known = list[float](), curriculum.stage_weights
-    for name, own in rest.items():  # A weight's key is a stage's name, or the stage's only domain.
+    for name, own in rest.items():  # A stage without a weight gets the weight of its only domain.
         weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
     return [steps[name] for name in names]

@@ -35,7 +35,7 @@ def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
 
 
 def _dataset(source: str, split: str) -> tuple[Any, str]:
-    """Return a dataset from `save_to_disk` or `load_dataset`, and a name for messages."""
+    """Return a dataset from `save_to_disk` or `load_dataset`, and a name for error messages."""
     from datasets import config, disable_progress_bars, load_from_disk
 
     path = Path(source)
@@ -55,7 +55,7 @@ def _dataset(source: str, split: str) -> tuple[Any, str]:
 
 
 def _named(path: Path, key: str) -> list[str]:
-    """Return file names from a JSON file of a dataset. Raises ValueError if a name is a path."""
+    """Return the file names under `key` in a JSON file. Raises ValueError if a name is a path."""
     if not path.is_file():
         return []
     state = parse_json(read_file(path, MAX_STATE_BYTES).decode())
@@ -87,7 +87,7 @@ def _load_dataset(source: str, split: str) -> Any:
     dataset = load_dataset(source, split=split)
     has_structs = isinstance(dataset.features.get("payload"), dict)
     if has_structs and kind == "json" and (is_folder or not config.HF_HUB_OFFLINE):
-        # `Json` keeps payloads as in the file; an Arrow struct would add keys of other payloads.
+        # `Json` keeps payloads unchanged; an Arrow struct would give all payloads the same keys.
         features = Features({**dataset.features, "payload": Json()})
         dataset = load_dataset(source, split=split, features=features)
     return dataset

@@ -20,13 +20,13 @@ Part = int | str
 
 
 def stream_key(*parts: Part) -> int:
-    """Return the 64-bit key of the stream that `parts` identify, the same in every process."""
+    """Return the 64-bit key of the stream that `parts` identify; all processes get the same key."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a random 53-bit number in [0, 1) for each (key, position), after broadcasting."""
+    """Return a random 53-bit number in [0, 1) for each key and position; the arrays broadcast."""
     with np.errstate(over="ignore"):
         state = keys.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         state = (state ^ (state >> np.uint64(30))) * _MIX1
@@ -49,7 +49,7 @@ def permutation(count: int, *parts: Part) -> list[int]:
 
 
 def choose(items: Sequence[str], weights: Sequence[float], number: float) -> str:
-    """Choose an item by a `number` in [0, 1); probabilities are proportional to `weights`."""
+    """Choose an item with probability proportional to its weight; `number` is random in [0, 1)."""
     total = sum(weights)
     for item, weight in zip(items, weights, strict=True):
         number -= weight / total

@@ -75,7 +75,7 @@ class JsonArray:
 
 
 class JsonLines:
-    """The rows of a JSON Lines file. Memory holds each line's offset, length and CRC-32 only."""
+    """The rows of a JSON Lines file. Only each line's offset, length and CRC-32 are in memory."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)

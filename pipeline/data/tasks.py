@@ -39,7 +39,7 @@ class Task:
 
     domain: str
     id: str
-    prompt: tuple[Message, ...]  # first the rules for the assistant, last the customer's request
+    prompt: tuple[Message, ...]  # from the rules for the assistant to the customer's request
     payload: str  # JSON text for the environment
     family: str = ""
     branch: str = ""  # name of the task's correct decision, for reports
@@ -80,7 +80,7 @@ def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
 
 
 def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
-    """Check all rows, call `visit` with each, and return tasks. Raises UserError for a bad row."""
+    """Check all rows, call `visit` with each row, return tasks. Raises UserError for a bad row."""
     seen: dict[str, str] = {}
     for where, row in rows:
         if problem := _problem(row, domain):

@@ -39,7 +39,7 @@ def new_figure(run: RunData | None, words: str, width: float, height: float) -> 
 def panels_over_steps(
     run: RunData, words: str, heights: Sequence[int], height: float
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with one panel for each number in `heights`; x axes are optimizer steps."""
+    """Return a figure with one panel for each number in `heights`; x axes show optimizer steps."""
     figure = new_figure(run, words, WIDTH, height)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels: list[Axes] = list(grid.flat)
@@ -51,7 +51,7 @@ def panels_over_steps(
 
 
 def percent(number: Number | None) -> list[float]:
-    """Return value, low and high in per cent, or [] if the number has no interval."""
+    """Return value, low and high in per cent, or [] if one of the three is missing."""
     return [] if number is None or None in number else [100 * (x or 0.0) for x in number]
 
 

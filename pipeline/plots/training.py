@@ -13,7 +13,7 @@ from pipeline.plots.drawing import COLOURS, Axes, Figure, Handle
 from pipeline.tracking.run_files import RunData
 
 SMOOTHED_OVER = 9  # number of steps in the window of the moving average
-LEAST_KL = 1e-3  # the KL axis ends at this value or above, in nats
+LEAST_KL = 1e-3  # The KL axis extends at least to this value, in nats.
 PALE = "#999999"
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
 SMOOTHED: dict[str, Any] = {"linewidth": 2}
@@ -66,7 +66,7 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel(domain, color=colour, fontweight="bold")
     rewards = axes
-    if run.is_graded(domain):  # graded rewards need another axis than success rates
+    if run.is_graded(domain):  # graded rewards get a second y axis
         rewards = axes.twinx()
         rewards.set_ylabel("mean reward", color=colour, fontsize="small")
         rewards.spines[["top"]].set_visible(False)

@@ -128,7 +128,7 @@ def _heat_map(
 
 
 def transfer(run: RunData) -> Figure | None:
-    """Draw changes over each stage, backward transfer, forward transfer and forgetting, as bars."""
+    """Draw bars: each domain's change in each stage, backward and forward transfer, forgetting."""
     if not run.transfer or not run.transfer["domains"]["effects"]:
         return None
     of, means = run.transfer["domains"], run.transfer["metrics"]
@@ -151,7 +151,7 @@ def transfer(run: RunData) -> Figure | None:
     many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
     for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
         _draw_bars(axes, bars)
-        # A title that ends on the right can extend over the names on the left.
+        # A title aligned with the right edge may extend over the names of the bars on the left.
         axes.set_title(words_above, loc="right", fontsize="medium", fontweight="bold")
         axes.set_xlabel(f"percentage points; {directions}", fontsize="small")
     return figure
@@ -182,7 +182,7 @@ class Configuration(NamedTuple):
     runs: Sequence[RunData]
     transfer: Mapping[str, Any]  # `evaluation.transfer.summary` of all seeds
     is_mixed: bool
-    against_mixed: Mapping[str, Any] | None  # each metric minus the metric of mixed training
+    against_mixed: Mapping[str, Any] | None  # each metric minus the same metric of mixed training
 
 
 def pareto(configurations: Sequence[Configuration]) -> Figure:

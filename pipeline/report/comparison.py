@@ -25,7 +25,7 @@ OF_STAGES = ("order", "stage_weights", "stage_steps", "stage_tasks", "replay", "
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
-    """Return `folders`; if `folders` is a single folder of runs, return the runs' folders."""
+    """Return `folders`; if `folders` is one folder that contains runs, return the runs' folders."""
     if len(folders) != 1 or (folders[0] / "config.yaml").is_file():
         return list(folders)
     if not folders[0].is_dir():
@@ -74,7 +74,7 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that affect what a run learns, without the seed, by `section.name`.
+    """Return the settings that affect learning, except the seed; the keys are `section.name`.
 
     If the model is a checkpoint of another run, settings of the other run replace the model name.
     """
@@ -103,7 +103,7 @@ def _is_mixed(settings: Mapping[str, Any]) -> bool:
 
 
 def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the settings in which a configuration differs from most, such as `replay 0.3`."""
+    """Return the settings that most other configurations do not share, such as `replay 0.3`."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
     words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != KIND]
@@ -122,7 +122,7 @@ def _short(value: Any) -> str:
 def _against(
     runs: Sequence[RunData], episodes: int, mixed: Sequence[Sequence[RunData]]
 ) -> dict[str, Any] | None:
-    """Return differences between `runs` and mixed runs with equal episodes, seeds and tasks."""
+    """Return metrics of `runs` minus those of mixed runs with equal seeds and episode counts."""
     seeds = [run.config["run"]["seed"] for run in runs]
     for others in mixed:
         of_seed = {other.config["run"]["seed"]: other.results for other in reversed(others)}

@@ -20,7 +20,7 @@ from pipeline.tracking.run_files import (
     rate,
 )
 
-METRICS = {  # key in `results.json`: name in reports
+METRICS = {  # key in `results.json` -> name in reports
     "average_accuracy": "average accuracy",
     "total_gain": "total gain",
     "stage_gain": "new-domain gain",
@@ -32,7 +32,7 @@ METRICS = {  # key in `results.json`: name in reports
 }
 UNSIGNED = ("average_accuracy", "area_under_curve")
 AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
-KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json`: name in reports
+KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
 NO_INTERVAL = "-"
 HUGE = 1e6  # numbers above this size are written with an exponent
 
@@ -159,7 +159,7 @@ def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
 
 
 def _tools(run: RunData) -> list[list[Any]]:
-    """Return a row per tool: success in evaluations, and number and success of training calls."""
+    """Return a row per tool: success of evaluation calls; number and success of training calls."""
     if not run.transfer:
         return []
     tools, ends = run.transfer["tools"], [0, -1] if run.points[1:] else [0]

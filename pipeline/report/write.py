@@ -1,4 +1,4 @@
-"""Write `report.md`, `report.html` and pictures of a run, or a comparison of several runs.
+"""Write `report.md`, `report.html` and pictures of a run, or compare several runs.
 
 A report needs only the files of a run folder. `python -m pipeline.report FOLDER` writes the report
 of a run again. `python -m pipeline.report RUN RUN ... --output FOLDER` compares runs.
