@@ -98,7 +98,7 @@ def put_aside(folder: Path, kept: Path | None) -> None:
 
 
 def prune(folder: Path, limit: int, latest: Path) -> None:
-    """Remove old checkpoints, and folders whose names mark unused checkpoints.
+    """Remove old checkpoints, and checkpoints whose names mark them as unused.
 
     Of the checkpoints with names `step-...`, keep only the newest `limit`. Never remove `latest`.
     """

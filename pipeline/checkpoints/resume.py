@@ -20,7 +20,7 @@ from pipeline.models.loading import load_folder, load_model
 def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
     """Open the run folder on rank 0, and tell all ranks the folder and the checkpoint to resume.
 
-    A UserError on rank 0 is raised on every rank. On ranks above 0, the first result is None.
+    A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
     """
     opened: Opened | None = None
     result: Any = None

@@ -86,7 +86,7 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
 
 
 def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return the number of steps by stage. Stages without a set number divide the remainder."""
+    """Return the step count by stage. Stages without a set number share the remaining steps."""
     curriculum, max_steps = config.curriculum, config.grpo.max_steps
     size = config.rollout.tasks_per_step
     steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
