@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class GradientAllReduce(nn.Module):
-    """A module whose backward pass adds zeros, so that DDP sums the gradients over the ranks.
+    """A module whose backward pass adds zeros to all gradients, and so starts DDP's all-reduce.
 
-    The backward passes over tokens run earlier and do not communicate. A rank that runs out of
-    memory can therefore repeat its own backward passes without the other ranks.
+    The backward passes that compute the gradients run earlier and do not communicate. A rank that
+    runs out of memory can therefore repeat its own backward passes without the other ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +57,7 @@ def skip_gradient_sync(module: Any) -> None:
 
 
 def add_up(bucket: dist.GradBucket) -> Any:
-    """Start the all-reduce of DDP's bucket of gradients; returns a future of the sums."""
+    """Start the all-reduce of the gradients in DDP's `bucket`; returns a future of the sums."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])

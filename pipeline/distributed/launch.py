@@ -1,7 +1,7 @@
 """The start of the ranks of a run: `--num-gpus N` means N ranks in total, on all machines.
 
 `accelerate launch` or `torchrun` may start the ranks. If no launcher has started the ranks,
-the process itself starts N ranks through Accelerate. Without a GPU, or with
+`pipeline/run.py` starts N ranks through Accelerate. Without a GPU, or with
 ACCELERATE_USE_CPU=true, the ranks run on CPU.
 """
 
@@ -40,7 +40,7 @@ class World(NamedTuple):
 def resolve(num_gpus: int | None) -> World:
     """Return the World of `num_gpus` ranks, or of the launched ranks if `num_gpus` is None.
 
-    Raises UserError if a launcher started more or fewer ranks, or if there are too few GPUs.
+    Raises UserError if a launcher started ranks, but not `num_gpus`, or if GPUs are too few.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -80,7 +80,7 @@ def use_device(world: World) -> None:
 
 
 def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
-    """Run the arguments `argv` on `world.num_ranks` new ranks; returns the exit code of the run.
+    """Start `world.num_ranks` ranks with the arguments `argv`; returns the exit code of the run.
 
     Every rank runs the script `entry` (default: `pipeline/run.py`). The function changes the
     environment and the signal handlers of this process, and returns when all ranks have ended.
@@ -110,7 +110,7 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
             return int(code or 1)
         finally:
             logging.disable(logging.NOTSET)
-            # A launcher that gets a signal while starting ranks does not end all ranks.
+            # If a signal comes while ranks are starting, the launcher leaves some ranks running.
             for child in psutil.Process().children():
                 child.kill()
                 child.wait()

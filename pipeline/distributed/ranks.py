@@ -46,7 +46,7 @@ def meet_again(timeout_s: float, device_type: str) -> None:
     """Make a process group if the launcher has restarted the ranks (`--max_restarts`).
 
     In torch 2.13, all restarts share a key-value store that still holds addresses of ended ranks,
-    so each restart gets another prefix of keys. Accelerate uses the new group.
+    so each restart has its own prefix for keys. Accelerate uses the process group of `meet_again`.
     """
     environ, timeout = os.environ, timedelta(seconds=timeout_s)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -73,13 +73,13 @@ class Ranks:
         self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement` is a key of the store
         self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
-        self.seconds: dict[str, float] = defaultdict(float)  # seconds by phase; `wait`: collectives
+        self.seconds: dict[str, float] = defaultdict(float)  # seconds by name of a phase, or `wait`
         self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove the timeouts of process groups, because time in suspension would count."""
+        """Remove process groups' timeouts, because suspended time counts towards a timeout."""
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group
@@ -94,9 +94,9 @@ class Ranks:
         self.progress_at = time.monotonic()
 
     def progress(self, task: str = "") -> None:
-        """Record progress and the task. If `task` is empty, raise Interrupted after a signal.
+        """Record progress on `task`; with an empty `task`, raise Interrupted if a signal has come.
 
-        Every rank must call `agree` later, so that `agree` raises Interrupted on all other ranks.
+        The other ranks raise Interrupted in `agree`, so every rank must call `agree` later.
         """
         self.task = task
         self.alive()
@@ -104,7 +104,7 @@ class Ranks:
             self.agree("stop")
 
     def agree(self, name: str) -> None:
-        """Wait for all ranks; raises Interrupted on every rank if a signal stops any rank."""
+        """Wait for all ranks; raises Interrupted on every rank if any rank got a stop signal."""
         self._num_agreements += 1
         self.agreement = f"agreement {self._num_agreements}"
         self.alive()
@@ -121,7 +121,7 @@ class Ranks:
         if self.stop_wanted:
             return bytes(self._store.compare_set(key, "", "stop"))
         if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
-            for used in (old, f"{old}, ranks"):  # every rank has read the old keys
+            for used in (old, f"{old}, ranks"):  # no rank will read the old keys again
                 self._store.delete_key(used)
             return bytes(self._store.compare_set(key, "", "go"))
         self._store.wait([key], self._timeout)
@@ -150,7 +150,7 @@ class Ranks:
         return gathered
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return one sum over the ranks, in float64, for each position in `numbers`."""
+        """Return the element-wise sum, in float64, of the `numbers` of all ranks."""
         if self._group is None:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
@@ -202,7 +202,7 @@ class Ranks:
 
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
-        """Run a phase: messages show `name`; `seconds[name]` adds up the time without waits."""
+        """Mark the context as the phase `name`; `seconds[name]` grows by the time without waits."""
         outer, self.current = self.current, Phase(name, stage, step)
         self.task = ""
         self.alive()

@@ -1,10 +1,10 @@
-"""A process beside each rank; the process ends the rank if the watchdog's thread stops running.
+"""The sentinel of a rank: a process that ends the rank if the watchdog's thread stops running.
 
     Usage: python sentinel.py PID TICKS
 
-Twice a second, the watchdog's thread writes a byte to this process, unless the rank is stuck
+Twice a second, the watchdog's thread writes a byte to the sentinel, unless the rank is stuck
 outside Python. After TICKS half seconds without a byte, the sentinel sends SIGABRT to the rank, and
-`faulthandler` prints the stacks of the rank. Time in which the rank is suspended does not count.
+`faulthandler` prints the stacks of the rank. Half seconds while the rank is suspended do not count.
 The sentinel exits when its standard input is closed.
 """
 

@@ -29,11 +29,11 @@ from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, UserError
 from pipeline.files.untrusted import printable
 
-# Seconds in which a repeated signal is ignored: terminal and launcher both send SIGINT.
+# Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
 SAME_SIGNAL_S = 2.0
 # Seconds that a rank with a lost connection waits for another rank to post the fault.
 PATIENCE_S = 3.0
-# If a pause of the watchdog exceeds SUSPENDED_S and timeout / 10, the run was suspended.
+# After a pause longer than SUSPENDED_S and timeout / 10, the watchdog assumes a suspended run.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -41,7 +41,7 @@ WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/paral
 
 
 class ToldElsewhere(Exception):
-    """This rank ends because of a fault that another rank has reported."""
+    """Raised on a rank that ends because of a fault of another rank."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -55,7 +55,7 @@ class Heartbeat:
     pid: int
     posted_at: float  # time by the monotonic clock of the posting rank
     phase: str  # the phase and the current task as text
-    waits_for: str  # the name of a collective; empty while the rank works
+    waits_for: str  # the collective in which the rank waits; empty while the rank works
     idle_s: float  # seconds from the rank's last progress to this heartbeat
     left: bool  # whether the watchdog of the rank has ended normally
     seen_at: float  # when the reading rank first read this heartbeat
@@ -129,7 +129,7 @@ class Watchdog:
     def _blame(self, error: BaseException) -> None:
         self._post_heartbeat()
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
-        if self._ranks.stop_wanted and lost:  # the same signal has also ended other ranks
+        if self._ranks.stop_wanted and lost:  # the stop signal has also ended other ranks
             raise ToldElsewhere("stop") from error
         patient_until = time.monotonic() + (PATIENCE_S if lost else 0)
         while not self._fault and time.monotonic() < patient_until:
@@ -280,7 +280,7 @@ class Watchdog:
         if hangs:
             stack = "".join(traceback.format_stack(_main_frame()))
             print(f"rank {self._ranks.rank} is at\n{stack}", file=sys.stderr, flush=True)
-        with suppress(RuntimeError):  # raised if the store has ended, when nobody reads the fault
+        with suppress(RuntimeError):  # the store may have ended; then no rank needs the key
             self._store.compare_set(self._ranks.agreement, "", "fault")
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)

@@ -33,7 +33,7 @@ from pipeline.models.loading import on_gpu
 TIMEOUT_S = 30.0  # maximum time of a check, unless `--timeout` is shorter
 SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
 REDUCED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of the all-reduce that measures bandwidth
-SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # number of points on all ranks for the line fit
+SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # total number of points of all ranks for the line fit
 FIT_STEPS, FIT_RATE = 30, 0.75  # each step halves the distance to the solution
 FAULTY = "NCCL_P2P_DISABLE=1, NCCL_ALGO=Ring; a GPU or link may be faulty (dmesg)"
 UNSUMMED = "TORCH_DISTRIBUTED_DEBUG=DETAIL; the ranks do not add their gradients up"
@@ -102,11 +102,11 @@ def judge_versions(values: list[str]) -> Finding:
 
 
 def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
-    """Return the ranks' mean of [1, 2, 3] + rank / 2, and seconds of big and small all-reduces."""
+    """Return the mean of [1, 2, 3] + rank / 2 over the ranks, and the times of two all-reduces."""
     device = accelerator.device
     own = torch.tensor([1.0, 2.0, 3.0], device=device) + ranks.rank / 2
     values: Values = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
-    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # (float32 values, call limit)
+    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # (values, maximum calls)
         reduce = partial(sum_over_ranks, torch.zeros(size, device=device))
         first = ranks.max(_seconds(reduce, device))
         count = max(1, min(most, int(2 / first)))  # number of calls in two seconds
@@ -123,7 +123,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def judge_all_reduce(values: list[Values]) -> Finding:
-    """Compare the ranks' means; the text gives the bandwidth and latency of the slowest rank.
+    """Check each rank's mean; the Finding gives the bandwidth and latency of the slowest rank.
 
     The bus bandwidth of n ranks is 2 (n - 1) / n * bytes / seconds, as in nccl-tests.
     """
@@ -140,9 +140,9 @@ def judge_all_reduce(values: list[Values]) -> Finding:
 
 
 def measure_fit(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
-    """Fit a line with DDP; returns the line's weights, and the median of the seconds of a step.
+    """Fit a line with DDP; returns the line's weights, and the median number of seconds per step.
 
-    Each rank has points of a different line; only the mean gradient leads to y = 2x + 3.
+    Each rank has points of a different line. Only the ranks' mean gradient leads to y = 2x + 3.
     """
     num_ranks, device = ranks.num_ranks, accelerator.device
     size = max(2, SAMPLES[device.type] // num_ranks)
@@ -152,7 +152,7 @@ def measure_fit(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
     line = nn.Linear(1, 1, dtype=torch.float64, device=device)
     for parameter in line.parameters():
         nn.init.zeros_(parameter)
-    model = sum_gradients(accelerator.prepare(line))  # training sums gradients in the same way
+    model = sum_gradients(accelerator.prepare(line))  # training also uses `sum_gradients`
     optimizer = torch.optim.SGD(line.parameters(), lr=FIT_RATE)
 
     def step() -> None:

@@ -33,7 +33,7 @@ def baselines(
     """Return the mean reward of each blind policy on the tasks of each domain.
 
     The policy `nothing` calls no tool, and `every_tool` calls each tool once. The policy `transfer`
-    calls tools that change nothing, then one `transfer...` tool with the most rewarding reason.
+    calls tools that change nothing, then one `transfer...` tool with the reason that earns most.
     An episode earns 0 if its environment fails or a call takes more than `call_timeout` seconds.
     """
     calls = Calls(call_timeout, lambda _: None)
@@ -65,7 +65,7 @@ def _reward(calls: Calls, environment_class: type[Any], schemas: Schemas, task: 
         ids = ID.findall(task.prompt[-1]["content"]) or ["x"]
         for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
             name, properties = schema["name"], schema["parameters"]["properties"]
-            # Try ids from the request and from tool answers, the newest ids first.
+            # As arguments, try ids from the request and from tool answers, the newest ids first.
             for values in islice(product(reversed(ids), repeat=len(properties)), 100):
                 choices = zip(properties.items(), values, strict=True)
                 arguments = {key: p.get("enum", [an_id])[0] for (key, p), an_id in choices}

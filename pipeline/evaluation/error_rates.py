@@ -1,4 +1,4 @@
-"""Stop a run if too many episodes of a domain end in errors of their environment."""
+"""Stop a run if too many episodes of a domain end in environment errors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -52,7 +52,7 @@ def stop_on_errors(
 ) -> None:
     """Raise the same RuntimeError on every rank if a domain has too many environment errors.
 
-    `trajectories` are this rank's new episodes. Ranks communicate only if there is an error.
+    `trajectories` are this rank's new episodes. Ranks communicate only if the function raises.
     """
     for t in trajectories:
         if t.stop_reason is StopReason.ENVIRONMENT_ERROR:

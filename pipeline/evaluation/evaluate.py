@@ -14,7 +14,7 @@ from pipeline.evaluation.transfer_metrics import is_graded, succeeded
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
-Success = dict[str, Any]  # success rates in `results.json`, of a domain or of a kind of tasks
+Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
 METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
@@ -67,7 +67,7 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     """Raise RuntimeError, on every rank, if the environment of a trial failed in each attempt.
 
-    If failed trials counted as a reward of 0, the policy would seem to have forgotten the task.
+    If failed trials counted as a reward of 0, the policy would seem to have forgotten tasks.
     """
     if failed := failed_trials(records):
         raise RuntimeError(
@@ -78,7 +78,7 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
 
 
 def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunRecord]]:
-    """Return groups of records; a group's key joins the values of the fields `names` with `/`."""
+    """Group records by the values of the fields `names`; a group's key joins values with `/`."""
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
         groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
@@ -145,7 +145,7 @@ def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
 
 
 def in_words(rates: Mapping[str, Success]) -> str:
-    """Return a text such as `airline 0.41  retail 0.38`, with mean rewards if there are any."""
+    """Return a text such as `airline 0.41  retail 0.38`, and the mean rewards in `rates`."""
     return "  ".join(
         f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")
         for d, r in rates.items()
@@ -181,7 +181,7 @@ def validation_metrics(
 
 
 def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
-    """Return a stage's best validation success if the success no longer rises, else None."""
+    """Return a stage's best validation success rate, or None while the success rate still rises."""
     settings, threshold = config.curriculum, config.evaluation.success_threshold
     of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
     complete = (of for of in of_stage if set(stage.own) <= set(of))

@@ -2,7 +2,7 @@
 
 At the end of a stage, the policy runs episodes of a few validation tasks of the stage's domains.
 Later validations estimate KL(policy at the end of the stage || current policy), per token, on the
-tokens of the stage's episodes.
+tokens that were sampled at the end of the stage.
 """
 
 import json
@@ -28,7 +28,7 @@ FIELDS = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_ma
 
 
 class KLProbe:
-    """Keeps episodes from the end of each stage in `kl_probe/`; estimates KL on kept episodes."""
+    """Keeps episodes from the end of each stage in `kl_probe/`; estimates KL on the episodes."""
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
         self._folder, self._config, self._ranks = folder / "kl_probe", config, ranks
@@ -52,7 +52,7 @@ class KLProbe:
     def load(self, stages: Sequence[Stage]) -> None:
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
-            before = path.parent.with_name("anchors") / path.name  # the former path of the file
+            before = path.parent.with_name("anchors") / path.name  # the path in old runs
             path = before if before.is_file() else path
             if path.is_file():
                 self._add(json.loads(path.read_text(encoding="utf-8")))

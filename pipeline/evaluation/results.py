@@ -27,7 +27,7 @@ def write_results(
     facts: Mapping[str, Any],
     is_final: bool,
 ) -> None:
-    """Write `curriculum.json`, and `results.json` with all entries of `facts`.
+    """Write `curriculum.json` and `results.json`; `results.json` also gets the entries of `facts`.
 
     Transfer numbers are computed only if `is_final`, because the computation takes seconds.
     """

@@ -1,7 +1,7 @@
 """The transfer numbers of a run, or of several seeds of one curriculum, from `results.json`.
 
 `transfer_metrics.py` computes the numbers from arrays; this file makes the arrays. Every number
-is a list [value, low, high] with the bounds of the 95 % interval. A missing bound is null.
+is a list [value, low, high] with the bounds of the 95 % interval. A bound without a value is null.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class Runs:
             self.tasks[domain] = sorted(first)
 
     def by_task(self, domain: str, pair: Callable[..., Sequence[float]]) -> Floats:
-        """Return the two numbers `pair(success, task)` for each run, point, task, [2, S, P, N]."""
+        """Return two numbers from `pair` for each run, evaluation point and task, [2, S, P, N]."""
         pairs = [
             [[pair(e["success"][domain], task) for task in self.tasks[domain]] for e in evaluations]
             for evaluations in self.evaluations
@@ -49,7 +49,7 @@ class Runs:
         return np.moveaxis(np.array(pairs, dtype=np.float64), -1, 0)
 
     def successes(self, domain: str) -> Floats:
-        """Return the number of successes and the number of trials of each task, [2, S, P, N]."""
+        """Return the numbers of successes and trials for each run, point and task, [2, S, P, N]."""
 
         def counts(success: Any, task: str) -> tuple[int, int]:
             rewards = success["tasks"][task]
@@ -71,9 +71,9 @@ class Matrix(NamedTuple):
     """Bootstrap samples of the accuracy matrix, [B, P, C]. A column is a domain, family or tool."""
 
     names: list[str]  # column names
-    points: list[str]  # the stage that ended before each evaluation, or `start` or `warm_start`
+    points: list[str]  # for each evaluation: `start`, `warm_start`, or the stage that had ended
     samples: Floats
-    own: list[set[int]]  # for each stage, the trained columns without replayed domains
+    own: list[set[int]]  # for each stage, its trained columns, except those of replayed domains
     num_tasks: list[int]  # number of tasks in the mean of each column
     num_episodes: int  # number of training episodes, averaged over the runs
 
@@ -85,7 +85,7 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
     """Return all transfer numbers of a run, or of runs that differ in their seed only.
 
     The intervals come from resampled tasks and, by default, resampled seeds. Raises UserError if
-    the runs have different points, domains, tasks or thresholds.
+    the runs have different evaluation points, domains, tasks or success thresholds.
     """
     if not any(of["evaluations"] for of in results):
         return {}
@@ -205,7 +205,7 @@ def points_of(results: Results) -> list[dict[str, Any]]:
 
 
 def threshold_of(runs: Sequence[Results]) -> float:
-    """Return the least reward of a success. Raises UserError if the runs' thresholds differ."""
+    """Return the least reward of a success. Raises UserError if runs have different thresholds."""
     first, *others = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})
     if others:
         raise UserError(

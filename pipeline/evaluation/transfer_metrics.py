@@ -1,12 +1,12 @@
-"""Transfer metrics of an accuracy matrix, with bootstrap intervals. All functions are pure.
+"""Transfer metrics of an accuracy matrix, with bootstrap intervals.
 
 The accuracy matrix R has a row for each evaluation point (0: before GRPO, t: after stage t of T)
 and a column for each domain, task family or tool. The metrics follow GEM (Lopez-Paz and Ranzato
 2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3).
 
 Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over tasks and seeds. A
-drawn task keeps all its trials at all points. Two curricula with the same tasks and the same number
-of runs have the same resamples, so that differences between the two curricula are paired.
+bootstrap sample that draws a task takes all trials of the task at all evaluation points. For two
+curricula with equal tasks and numbers of runs, the same tasks are drawn: differences are paired.
 
 Letters in shapes: B samples (the first is the estimate), S seeds, P points, N tasks, C columns.
 """
@@ -26,7 +26,7 @@ Z95 = 1.959964
 OF_COLUMNS = ("backward_transfer", "forward_transfer", "forgetting")
 Floats = NDArray[np.float64]
 Number = list[float | None]  # [value, low, high]
-Stages = Sequence[Collection[int]]  # each stage's trained columns, without replayed columns
+Stages = Sequence[Collection[int]]  # the columns that each stage trained, except replayed columns
 
 
 def succeeded(reward: Any, threshold: float) -> Any:
@@ -53,7 +53,7 @@ def estimate(samples: Floats | None) -> Number | None:
     """Return [value, low, high] from samples [B], or None if the first sample is not finite.
 
     The value is the first sample. The other finite samples give the 95 % interval; the bounds are
-    None if no other sample is finite. A tool without calls has the rate NaN.
+    None if no other sample is finite. The success rate of a tool without calls is NaN.
     """
     if samples is None or not np.isfinite(samples[0]):
         return None
@@ -89,7 +89,7 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
         counts: [S, P, N], the divisors: 1 for a task, 0 for a task of another family, the number of
             calls for a tool. If fewer than two tasks have a divisor above 0, all samples except
             the first are NaN.
-        name: the key of the random numbers; equal names and task counts give equal resamples.
+        name: the key of the random numbers; equal names and numbers of tasks give equal draws.
         over_seeds: whether seeds are resampled as well.
     """
     num_seeds, _, num_tasks = totals.shape
@@ -113,14 +113,14 @@ def _weights(count: int, *key: int | str) -> Floats:
 def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
     """Return each metric of OF_COLUMNS by column c, [B], from the matrix R [B, P, C].
 
-    - backward_transfer: R[T, c] - R[i, c], where i < T is the last stage that trained c; the mean
-    over columns is GEM's BWT. If stage T or no stage trained c, c has no value. - forward_transfer:
-    R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or T + 1 if no stage
-    trained c; the mean is GEM's FWT. The baseline of GEM is a random initialisation; here the
-    baseline is the policy before GRPO. - forgetting: max over t < T of R[t, c], minus R[T, c], for
-    the columns of backward transfer (Chaudhry et al. 2018, equation 3; here with t = 0). The
-    maximum of noisy numbers is biased upwards, so only the interval of backward_transfer can show
-    that a policy has forgotten.
+    `backward_transfer` is R[T, c] - R[i, c], where i < T is the last stage that trained c. The mean
+    over columns is GEM's BWT. If stage T trained c, or no stage did, c has no `backward_transfer`.
+    `forward_transfer` is R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
+    T + 1 if no stage trained c. The mean over columns is GEM's FWT, but GEM subtracts the accuracy
+    of a random initialisation, not R[0, c].
+    `forgetting` is max over t < T of R[t, c], minus R[T, c], for columns with `backward_transfer`
+    (Chaudhry et al. 2018, equation 3, but from t = 0). The maximum of noisy numbers is biased
+    upwards, so only the interval of `backward_transfer` can show that a policy has forgotten.
     """
     end = len(own)
     found: dict[str, dict[int, Floats]] = {name: {} for name in OF_COLUMNS}

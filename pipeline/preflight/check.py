@@ -55,7 +55,7 @@ def main(config: Config) -> int:
 
 
 def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
-    """Check the model without weights; return the result of `why_generate`, and notes to print.
+    """Check the model without weights; returns why `generate` must sample (or None), and notes.
 
     Raises UserError if the model's files do not fit each other, if sampling and training differ in
     a small model of the same architecture, or if the disk has no room for two checkpoints.

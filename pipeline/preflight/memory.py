@@ -28,7 +28,7 @@ def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
     cached = limits.max_tokens * min(limits.max_concurrent_episodes, episodes)
     memory = {
         "weights (fp32)": 4.0 * num_parameters,
-        # An fp32 sampler shares the trained weights, except with LoRA.
+        # Without LoRA, an fp32 sampler uses the memory of the trained weights.
         "weights of the sampler": size * num_parameters * (size == 2 or config.model.use_peft),
         "key-value cache": shape.num_hidden_layers * _cached_per_token(shape) * size * cached,
     }
@@ -49,12 +49,12 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
     trained = episodes * limits.max_tokens  # largest number of tokens per rank and step
     tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
-    # For the backward pass, a layer keeps about 16 hidden and 3 intermediate states per token.
+    # For the backward pass, a layer keeps about 16 hidden and 3 MLP vectors per token.
     kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
-    if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys, values
+    if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys and values
         gathered = min(tokens * KEYS_PER_TOKEN, trained)
         kept += gathered * layers * 2 * _keys_per_token(shape) * size
-    if grpo.gradient_checkpointing:  # keeps one layer's activations, and all layers' inputs
+    if grpo.gradient_checkpointing:  # memory holds one layer's activations and every layer's input
         kept = kept // layers + tokens * layers * shape.hidden_size * size
     # The sum includes three float32 copies of the logits of one chunk of tokens.
     return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
@@ -88,7 +88,7 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
 
 
 def num_trained(config: Config, model: Any) -> int:
-    """Return the number of weights that GRPO trains. With LoRA, `model` gets adapters."""
+    """Return the number of weights that GRPO trains. With LoRA, adapters are added to `model`."""
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):

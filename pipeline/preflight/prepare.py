@@ -22,7 +22,7 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.sft import check_demonstrations
 
 NUM_TRIED = 1000  # maximum number of a source's tasks that are tried in the environment
-NUM_LONGEST = 64  # number of a domain's prompts that are tokenized to find the longest
+NUM_LONGEST = 64  # number of a domain's prompts that are tokenized to find the longest prompt
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def train_tasks(
     if source is None:
         tasks: Sequence[Task] = generated(data, domain, count, "train")
         return tasks, _longest(tasks)
-    by_request = defaultdict(list)  # held-out tasks by request, because comparing payloads is slow
+    by_request = defaultdict(list)  # held-out tasks by request, for a quick first comparison
     for task in held_out:
         by_request[task.prompt[-1]["content"]].append((list(task.prompt), json.loads(task.payload)))
     lengths: list[int] = []

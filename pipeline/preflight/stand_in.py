@@ -29,10 +29,10 @@ from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
-MOST_NATS = 5e-4  # largest difference of two log-probabilities that float32 rounding explains
-MOST_NATS_OF_GENERATE = 0.05  # largest difference if transformers' `generate` samples
-MOST_PARAMETERS = 300_000_000  # maximum size of the small model
-TURNS, REPLY, MESSAGE = 3, 5, 6  # number of turns; tokens per reply; tokens per other message
+MOST_NATS = 5e-4  # largest log-probability change that float32 rounding explains
+MOST_NATS_OF_GENERATE = 0.05  # largest log-probability change if transformers' `generate` samples
+MOST_PARAMETERS = 300_000_000  # maximum number of parameters of the small model
+TURNS, REPLY, MESSAGE = 3, 5, 6  # turns; tokens of a user's reply; tokens of the model's message
 SMALLER = (  # maximum size for each setting; an attention window is shorter than a conversation
     (1, "n_group topk_group first_k_dense_replace"),
     (2, "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_heads"),
@@ -136,7 +136,7 @@ def _check_positions(config: Config, model: Any) -> str:
     for position in (0, limit - 1):
         try:
             model.get_decoder()(ids, position_ids=position * ids, use_cache=False)
-        except Exception:  # Different models raise different errors.
+        except Exception:  # The type of the exception depends on the model.
             if position == 0:  # The model has no argument `position_ids`.
                 break
             raise UserError(
@@ -149,7 +149,7 @@ def _check_positions(config: Config, model: Any) -> str:
 
 
 def stand_in(empty: Any) -> Any:
-    """Return a model like `empty`, with few and small layers and random weights.
+    """Return a model like `empty`, but with few and small layers and random weights.
 
     Raises the exception of the model's code if a small model cannot be made or cannot run.
     """
@@ -194,7 +194,7 @@ def _narrowed(config: Any) -> Any:
 
 
 def _shrunk(config: Any) -> Any:
-    """Reduce the number of layers, tokens and experts, and widths; a layer of each kind stays."""
+    """Return a copy of `config` for a smaller model; at least one layer of each kind stays."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     count = text.num_hidden_layers

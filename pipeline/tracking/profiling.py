@@ -47,7 +47,7 @@ class Meter:
         the all-reduce of gradients. `sample_s` and `update_s` do not contain the waits for other
         ranks. Tokens per second count the tokens of all ranks. FLOP/s (see `Work`) and MFU are per
         rank. Memory is the largest peak of any rank: of GPU memory in the step or, without a GPU,
-        of the process. `exchanged_bytes` is the sum over the ranks.
+        of the process. `exchanged_bytes` counts the bytes that all ranks sent.
         """
         spent, lengths = self._spent, [t.num_tokens for t in trajectories]
         sampled = sum(t.num_sampled_tokens for t in trajectories)
@@ -134,12 +134,12 @@ def peak_of(device_name: str) -> float | None:
 class Work(NamedTuple):
     """The sizes of a model that determine the FLOPs of sampling and training.
 
-    The FLOPs of a mixture-of-experts model are too high, because all experts count.
+    The FLOPs of a mixture-of-experts model are too high, because unused experts count, too.
     """
 
-    body: int  # parameters between embedding and output layer
-    head: int  # parameters of the output layer
-    lora: int  # parameters of LoRA's matrices
+    body: int  # number of parameters between embedding and output layer
+    head: int  # number of parameters of the output layer
+    lora: int  # number of parameters of LoRA's matrices
     attention: int  # layers x heads x head size
     trains_all: bool  # whether all weights get gradients, not only LoRA's
 
@@ -160,7 +160,7 @@ def work_of(model: Any) -> Work:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
     shape = model.config.get_text_config(decoder=True)
-    # Every layer counts as if it had the largest attention of all layers.
+    # If layers differ in their attention, the largest attention counts for every layer.
     heads = widest(shape, "num_attention_heads")
     size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return Work(

@@ -53,7 +53,7 @@ def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]
         notes.append(f"resuming from {opened.checkpoint.name}: {step} steps done")
     grpo, wanted = config.grpo, config.rollout.tasks_per_step
     if grpo.use_grpo:
-        # No step uses a task twice, so a stage with few tasks has fewer groups per step.
+        # A step uses a task once, so a stage with few tasks has fewer groups than `tasks_per_step`.
         sizes = {s.name: (min if s.schedule else sum)(s.groups.values()) for s in stages}
         if short := {name: size for name, size in sizes.items() if size < wanted}:
             notes.append(

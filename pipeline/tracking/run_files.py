@@ -17,7 +17,7 @@ from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
 from pipeline.files.durable import whole_lines
 
 Evaluation = Mapping[str, Any]
-MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers of steps and episodes in the table
+MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers of steps and episodes in `episode_rows`
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
 COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
 
@@ -108,7 +108,7 @@ def _transfer(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
-    """Return the transcript files by stage (or `evaluation-...`) and step, in order of time."""
+    """Return transcript files of each stage (or `evaluation-...`) and step, in order of time."""
     files = defaultdict[tuple[str, int], list[Path]](list)
     for path in sorted((folder / "trajectories").glob("*/step-*.jsonl.gz")):
         files[path.parent.name, int(path.name.split(".")[0].removeprefix("step-"))].append(path)

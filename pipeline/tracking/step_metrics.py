@@ -1,4 +1,4 @@
-"""The metrics of a step that the seed determines: means over the episodes of all ranks."""
+"""Metrics of a training step: means over the episodes of all ranks, determined by the seed."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
-# For each metric of zero-std groups (groups with equal rewards): the counted outcomes.
+# Metrics of zero-std groups (groups with equal rewards), and the outcomes that a metric counts.
 ZERO_STD = {
     "frac_reward_zero_std": ("failed", "solved", "few"),
     "all_failed": ("failed",),

@@ -39,14 +39,14 @@ Line = Mapping[str, Any]  # a line of metrics.jsonl or timings.jsonl
 
 
 def numbers(line: Line) -> dict[str, float]:
-    """Return the numbers in a line whose names contain `/`, as in `train/loss`."""
+    """Return the numeric fields of a line with a `/` in the field's name, such as `train/loss`."""
     return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
 
 
 class WandbFeed:
     """A run in W&B. A thread sends the rows, so that training never waits for W&B.
 
-    `metrics` and `timings` are the lines in the files; the server gets the missing lines. Raises
+    `metrics` and `timings` are the lines in the files; the lines that W&B lacks are sent. Raises
     UserError if W&B cannot start. If the thread fails, the next method call raises the exception.
     """
 
@@ -195,7 +195,7 @@ def send_results(run: Any, folder: Path) -> None:
     with may_fail("W&B did not get the report and the pictures", ADVICE):
         artifact = wandb.Artifact(f"report-{run.id}", type="report")
         for path in [*pictures, *files]:
-            artifact.add_file(str(path.resolve()), policy="immutable")  # makes no copy
+            artifact.add_file(str(path.resolve()), policy="immutable")  # W&B makes no copy
         run.log_artifact(artifact)
         run.summary.update({f"plots/{path.stem}": wandb.Image(str(path)) for path in pictures})
     with may_fail("W&B did not get the table of episodes", ADVICE):
