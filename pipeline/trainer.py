@@ -251,7 +251,7 @@ class Trainer:
             self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
-        """Validate the policy if `eval_steps` divides the step, but never twice in one step."""
+        """Validate the policy if `eval_steps` divides the step, but only once per step."""
         every, step = self.config.evaluation.eval_steps, self.state.step
         if not every or step % every or self.state.validated(step):
             return

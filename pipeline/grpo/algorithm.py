@@ -150,11 +150,11 @@ def group_advantages(
     """Return the advantages: each reward minus the mean reward of its group, divided by a scale.
 
     `rewards` is [groups * num_generations]. If `scale_rewards` is "group", the scale is the
-    unbiased standard deviation of the group's rewards plus 1e-4. For "batch", the scale is
-    `batch_std` plus 1e-4. For "none", the scale is 1 (Liu et al. 2025, arXiv 2503.20783). The mean
-    and the deviation of a group use only episodes with True in `counted` (default: all episodes).
-    Episodes with False in `counted` have the advantage 0. In a group with fewer than two counted
-    episodes, all advantages are 0.
+    unbiased standard deviation of the group's rewards plus 1e-4. With `scale_rewards` "batch", the
+    scale is `batch_std` plus 1e-4. With `scale_rewards` "none", the scale is 1 (Liu et al. 2025,
+    arXiv 2503.20783). The mean and the deviation of a group use only episodes with True in
+    `counted` (default: all episodes). Episodes with False in `counted` have the advantage 0. In a
+    group with fewer than two counted episodes, all advantages are 0.
     """
     if len(rewards) == 0:  # this rank has no group in this step
         return rewards

@@ -64,8 +64,8 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
     """Return, for each micro-batch, the index of its last sequence plus 1.
 
-    `sequences` must be in lexicographic order. A common prefix counts once in `max_tokens`. In a
-    micro-batch of several sequences, attention reads at most `KEYS_PER_TOKEN * max_tokens` keys.
+    `sequences` must be in lexicographic order. A common prefix counts once towards `max_tokens`. In
+    a micro-batch of several sequences, attention reads at most `KEYS_PER_TOKEN * max_tokens` keys.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):

@@ -102,7 +102,7 @@ class Updater:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without the optimizer's state; all ranks return equal states."""
+        """Return the Updater's state, which is equal on all ranks and excludes the optimizer."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -244,7 +244,7 @@ class Updater:
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
             norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
-        names = [field.name for field in fields(TokenStats)]  # sums; the last is a maximum
+        names = [field.name for field in fields(TokenStats)]  # all sums, but the last is a maximum
         mine = torch.zeros(len(names) + 2, dtype=torch.float64)
         mine[-2], mine[-1] = norm, self.max_tokens_per_microbatch
         if done:
