@@ -149,7 +149,7 @@ def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Ch
                 f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
                 f"but the experts give at most {limit} a domain; give fewer"
             )
-        # Without `max_tasks`, only making all tasks shows whether the domain has enough tasks.
+        # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
         num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
         tasks = generated(config.data, domain, num_made, "train")
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
@@ -204,7 +204,7 @@ def _expert_demonstrations(
 
 
 def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> SFTExample:
-    """Return tokens and labels of a conversation; only assistant messages are trained on."""
+    """Return tokens and labels of a conversation; only tokens of assistant messages have a loss."""
     is_assistant = [message["role"] == "assistant" for message in messages]
     first, end = is_assistant.index(True), len(messages) - is_assistant[::-1].index(True)
     parts = [(False, chat.prompt_ids(messages[:first], tools))]

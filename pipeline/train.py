@@ -59,7 +59,7 @@ class Training(Trainer):
         """Do GRPO: for each stage and each step, collect rollouts and update the policy."""
         meter = self.begin_grpo()
         for index in range(len(self.parts.stages)):
-            stage = self.stages[index]  # a stage begins earlier if a stage before it ended early
+            stage = self.stages[index]  # after an early end of a stage, later stages begin earlier
             if self.state.evaluated(stage.name):
                 continue
             first = self.begin_stage(stage)

@@ -140,7 +140,7 @@ class Trainer:
         else:
             self.errors.load_state_dict({})
         self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
-        self.validate_when_due(stage)  # the run may have stopped before this validation
+        self.validate_when_due(stage)  # a resumed run may have stopped before this validation
         return max(stage.first_step, self.state.step)
 
     def end_stage(self, stage: Stage) -> None:
@@ -161,7 +161,7 @@ class Trainer:
     # One step
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Return a context manager that profiles the step if setting `profile` names the step."""
+        """Return a context manager that profiles the step if the setting `profile` lists it."""
         device, folder = self.accelerator.device, self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
@@ -251,7 +251,7 @@ class Trainer:
             self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
-        """Validate the policy if `eval_steps` divides the step; validate no step twice."""
+        """Validate the policy if `eval_steps` divides the step, but only once per step."""
         every, step = self.config.evaluation.eval_steps, self.state.step
         if not every or step % every or self.state.validated(step):
             return

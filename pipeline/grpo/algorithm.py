@@ -16,15 +16,14 @@ loss (see the function `token_weights`).
 tokens with a clipped ratio: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages *
 logprobs`. This pipeline's cispo limits the ratio to `epsilon_high`, as do ScaleRL (2025, arXiv
 2510.13786) and TRL, but MiniMax-M1 limits the ratio to `1 + epsilon_high`.
-`importance_sampling_level: sequence` gives all tokens of an episode the ratio
-`exp(mean(logprobs - old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7).
-`use_bias_correction_kl` (default: false; in TRL 1.16: true) multiplies the KL estimate by the ratio
-(DeepSeek-V3.2, 2025, arXiv 2512.02556). `entropy_coef` subtracts from the loss the mean entropy at
-the sampled tokens of a step, times `entropy_coef`, as in TRL.
+`importance_sampling_level: sequence` gives all tokens of an episode the ratio `exp(mean(logprobs -
+old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7). `use_bias_correction_kl`
+(default: false; in TRL 1.16: true) multiplies the KL estimate by the ratio (DeepSeek-V3.2, 2025,
+arXiv 2512.02556). The loss also has TRL's term `-entropy_coef * mean(entropy of a step)`.
 
 Each loss weight is divided by a count over all ranks, so that the sum of the ranks' gradients is
-the gradient of one process with the whole batch. TRL divides the losses bnpo and grpo by counts
-within each micro-batch.
+the gradient that one process would compute for the whole batch. For the losses bnpo and grpo, TRL
+counts within each micro-batch, not over all ranks.
 """
 
 from collections.abc import Sequence
@@ -150,11 +149,12 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return the advantages: each reward minus the mean reward of its group, divided by a scale.
 
-    `rewards` has the shape [groups * num_generations]. The scale for `scale_rewards` "group" is
-    1e-4 plus the unbiased standard deviation of the group, for "batch" 1e-4 plus `batch_std`, and
-    for "none" 1 (Liu et al. 2025, arXiv 2503.20783). The mean and the deviation of a group use only
-    episodes with True in `counted` (default: all episodes). Episodes with False in `counted` have
-    the advantage 0. In a group with fewer than two counted episodes, all advantages are 0.
+    `rewards` is [groups * num_generations]. If `scale_rewards` is "group", the scale is the
+    unbiased standard deviation of the group's rewards plus 1e-4. With `scale_rewards` "batch", the
+    scale is `batch_std` plus 1e-4. With `scale_rewards` "none", the scale is 1 (Liu et al. 2025,
+    arXiv 2503.20783). The mean and the deviation of a group use only episodes with True in
+    `counted` (default: all episodes). Episodes with False in `counted` have the advantage 0. In a
+    group with fewer than two counted episodes, all advantages are 0.
     """
     if len(rewards) == 0:  # this rank has no group in this step
         return rewards
@@ -179,7 +179,7 @@ def group_advantages(
 def zero_std_groups(
     rewards: torch.Tensor, num_generations: int, counted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return True for each episode of a zero-std group: a group with equal counted rewards.
+    """Return True for each episode of a zero-std group (all counted rewards are equal).
 
     A reward is counted if its episode has True in `counted` (default: all episodes). A group with
     fewer than two counted episodes is also a zero-std group.

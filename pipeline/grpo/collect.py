@@ -35,7 +35,7 @@ class RolloutBatch:
     indices: list[int]  # index of each episode among the episodes of all ranks
     kept: list[bool]  # True for each episode on which the step may train
     num_first: int  # number of this rank's episodes before the first round of replacements
-    rounds: list[int]  # numbers of groups on all ranks: for the stage's tasks, then for each round
+    rounds: list[int]  # [number of the stage's tasks, number of groups in round 1, ...]
 
     @property
     def first(self) -> list[Trajectory]:
@@ -120,7 +120,7 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
 
 
 def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> torch.Tensor:
-    """Return this rank's rewards; with `permute_rewards`, all kept episodes swap rewards."""
+    """Return this rank's rewards; `permute_rewards` shuffles the rewards of all kept episodes."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     if config.grpo.permute_rewards:
         kept = _kept_rewards(batch, rewards, ranks, "control")

@@ -13,7 +13,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
 
-NO_MEMORY = (  # a RuntimeError with one of these texts reports a failed allocation
+NO_MEMORY = (  # texts in the RuntimeError of a failed allocation
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
@@ -30,10 +30,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """Halve `budget` until a micro-batch of several episodes is larger than the halved budget.
+    """Halve `budget` until `budget` is smaller than the largest micro-batch of several episodes.
 
-    `failed` is the index of the micro-batch that did not fit into memory. Raises RuntimeError if
-    the failed micro-batch is a single episode and no micro-batch of several episodes is larger.
+    Micro-batch number `failed` did not fit into memory. Raises RuntimeError if the failed
+    micro-batch is a single episode and at least as large as each micro-batch of several episodes.
     """
     num_tokens = batches[failed].input_ids.numel()
     largest = max((b.input_ids.numel() for b in batches if len(b.lengths) > 1), default=0)

@@ -18,7 +18,7 @@ from pipeline.rollout.trajectory import Trajectory
 
 Item = tuple[Trajectory, float, float]  # trajectory, advantage, loss weight of each sampled token
 KEYS_PER_TOKEN = 8  # attention gathers at most `KEYS_PER_TOKEN * max_tokens` keys
-TOLERANCE = 0.03  # sequences move to other ranks only if the relative gain in time is larger
+TOLERANCE = 0.03  # minimum relative gain in time for which sequences move to other ranks
 
 
 def make_micro_batches(
@@ -30,9 +30,9 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Return micro-batches of at most `max_tokens` tokens each, padding included.
 
-    A longer sequence gets a micro-batch of its own. With `padding_free`, the sequences of a
-    micro-batch form one row without padding. With `share_prefixes`, a prefix of several sequences
-    is computed once per micro-batch. Episodes without a sampled token are left out.
+    A sequence of more than `max_tokens` tokens gets a micro-batch of its own. With `padding_free`,
+    a micro-batch is one row without padding. With `share_prefixes`, a prefix that several sequences
+    share is computed once per micro-batch. Episodes without a sampled token are left out.
     """
     sampled = [item for item in items if item[0].num_sampled_tokens]
     if share_prefixes:
@@ -64,8 +64,8 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
     """Return, for each micro-batch, the index of its last sequence plus 1.
 
-    `sequences` must be in lexicographic order. A common prefix counts once per micro-batch. For a
-    micro-batch of several sequences, attention gathers `KEYS_PER_TOKEN * max_tokens` keys or fewer.
+    `sequences` must be in lexicographic order. A common prefix counts once towards `max_tokens`. In
+    a micro-batch of several sequences, attention reads at most `KEYS_PER_TOKEN * max_tokens` keys.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):
@@ -126,8 +126,8 @@ class MicroBatch:
     """The B sequences of one forward pass and their N sampled tokens.
 
     If `position_ids` is None, each sequence is a row of `input_ids`, padded on the right. If
-    `position_ids` is given, one row of `input_ids` contains all sequences. If `tree` is given, the
-    row contains each common prefix only once.
+    `position_ids` is given, one row of `input_ids` contains all sequences. If `tree` is given,
+    `input_ids` contains each common prefix only once.
     """
 
     input_ids: torch.Tensor  # int64; [B, T] without `position_ids`, [1, T] with `position_ids`
@@ -154,7 +154,7 @@ class MicroBatch:
 
 
 def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
-    """Return two numbers for each sequence: all its tokens, and its new tokens.
+    """Return two numbers for each sequence: the number of tokens, and the number of new tokens.
 
     With `share_prefixes`, tokens of the common prefix with the previous sequence are not new.
     """
@@ -168,9 +168,9 @@ def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float
 def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     """Return, for each sequence of each rank, the index of the rank that computes the sequence.
 
-    `costs` has the result of `costs_of` for each rank. Each rank computes consecutive sequences in
+    `costs[r]` is the result of `costs_of` on rank r. Each rank computes consecutive sequences in
     the order of `costs`. A bisection minimises the highest cost of any rank. Sequences move to
-    other ranks only if the highest cost is divided by at least 1 + TOLERANCE.
+    other ranks only if the moves divide the highest cost by at least 1 + TOLERANCE.
     """
     pairs = [list(zip(row[::2], row[1::2], strict=True)) for row in costs]
     loads = [sum(row[1::2]) for row in costs]
@@ -206,7 +206,7 @@ def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Rank
 
 
 def packed(items: Sequence[Item]) -> bytes:
-    """Return the items as bytes for another rank, without fields that only reports use."""
+    """Return the items as bytes for another rank; fields that only reports use are emptied."""
     unused: dict[str, Any] = {"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}}
     rows = [(replace(trajectory, **unused), *numbers) for trajectory, *numbers in items]
     return pickle.dumps(rows) if rows else b""

@@ -45,7 +45,7 @@ class SharedRow(NamedTuple):
 def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     """Return the row of `sequences`, which must be in lexicographic order.
 
-    Of all earlier sequences, the previous sequence shares the longest prefix with each sequence.
+    Among the sequences before sequence i, sequence i - 1 shares the longest prefix with sequence i.
     """
     row: list[int] = []
     positions: list[int] = []
@@ -65,7 +65,7 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
-    """Return a PrefixTree; paths with similar numbers of tokens and of new tokens form a block."""
+    """Return a PrefixTree; paths with similar lengths and numbers of new tokens form a block."""
     alike: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
     for first, path in leaves:
         lengths = int(math.log(len(path), SIMILAR)), int(math.log(len(path) - first, SIMILAR))
@@ -133,7 +133,7 @@ def attend(
     for (count, num_queries, num_keys), *block in zip(tree.blocks, *pieces, strict=True):
         q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in block)
         options = {"dropout_p": settings.get("dropout", 0.0), "scale": settings.get("scaling")}
-        mask = causal_lower_right(num_queries, num_keys)  # queries are the last tokens of a path
+        mask = causal_lower_right(num_queries, num_keys)  # queries belong to the last keys
         output = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
     row = embedding(tree.outputs, torch.cat(outputs))

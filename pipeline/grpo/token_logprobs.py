@@ -43,7 +43,7 @@ class TokenLogprobs(nn.Module):
         self.shares_prefixes = follow_prefixes(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the targets' log-probabilities, and entropies, in nats, [N] float32 or float64."""
+        """Return the targets' log-probabilities and entropies at the targets, each [N], in nats."""
         tree: dict[str, Any] = {}
         if batch.tree is not None:
             assert self.shares_prefixes, "this model's attention cannot use prefix trees"
@@ -73,7 +73,7 @@ class TokenLogprobs(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probabilities of N targets, and the entropies at the targets' positions.
 
-        `which_N` is the index of each target's position among the U positions of `hidden_U`.
+        The hidden state that predicts target n is `hidden_U[which_N[n]]`.
         """
         logits_UV = head(hidden_U)
         at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)

@@ -102,7 +102,7 @@ class Updater:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Updater's state, equal on all ranks, without the optimizer's state."""
+        """Return the Updater's state, which is equal on all ranks and excludes the optimizer."""
         budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
         return {
             "max_tokens_per_microbatch": None if budget == setting else budget,
@@ -111,7 +111,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's state; a saved token budget above the current budget is ignored."""
+        """Load a checkpoint's state; `max_tokens_per_microbatch` can only become smaller."""
         self.num_skipped = state.get("num_skipped_steps", 0)
         self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
         budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
@@ -124,12 +124,12 @@ class Updater:
         learning_rate: float,
         kept: Sequence[bool] | None = None,
     ) -> dict[str, float]:
-        """Do one optimizer step on this rank's episodes; return statistics of all ranks.
+        """Do one optimizer step on all ranks' `trajectories`; return statistics over all ranks.
 
-        The step uses only episodes with True in `kept` (default: all). All ranks skip an optimizer
-        step whose loss or gradient is not finite. All ranks raise RuntimeError after more than
-        `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single episode
-        does not fit into the rank's memory.
+        The step uses only episodes with True in `kept` (default: all episodes). All ranks skip an
+        optimizer step whose loss or gradient is not finite. All ranks raise RuntimeError after more
+        than `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single
+        episode does not fit into the rank's memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
@@ -180,7 +180,7 @@ class Updater:
     def _backward_in_order(
         self, groups: Sequence[Sequence[Item]], num_tokens: float
     ) -> list[Computed]:
-        """Sum the gradients of all groups, one group after the other, in the order of the step.
+        """Sum the gradients of all groups, one group after the other, in the order of the groups.
 
         The order of the sum and the shapes of forward passes do not depend on the number of ranks.
         """
@@ -244,7 +244,7 @@ class Updater:
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
             norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
-        names = [field.name for field in fields(TokenStats)]  # the last field is a maximum
+        names = [field.name for field in fields(TokenStats)]  # all sums, but the last is a maximum
         mine = torch.zeros(len(names) + 2, dtype=torch.float64)
         mine[-2], mine[-1] = norm, self.max_tokens_per_microbatch
         if done:

@@ -29,8 +29,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention outputs, [B, T, heads, size of a value].
 
-    Queries are [B, heads, T, size]; keys and values are [B, key heads, length, size]. Query
-    heads of the same key head become extra queries of this key head: keys need no copies.
+    Queries are [B, heads, T, size]; keys and values are [B, key heads, length, size]. Query heads
+    that share a key head become extra queries of one head, so that no key is copied.
     """
     batch, heads, num_queries, size = query.shape
     shared = heads // key.shape[1]
@@ -66,7 +66,7 @@ class _RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values [B, heads, T, size]; return all that attention reads."""
+        """Write keys and values [B, heads, T, size]; return the part of the cache to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.grow()
@@ -111,10 +111,10 @@ class RowCache(Cache):
     def place(
         self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
     ) -> torch.Tensor:
-        """Set the rows and the positions below `end` to which the next forward pass writes.
+        """Set the rows and the positions (below `end`) that the next forward pass writes.
 
-        If `first_rows`, `rows` is 0, 1, 2, ..., so that attention reads the cache without a copy.
-        Returns the additive attention mask, [B, 1, T, self.length] float32.
+        `first_rows` means that `rows` is 0, 1, 2, ...; attention then reads the cache without a
+        copy. Returns the additive attention mask, [B, 1, T, self.length] float32.
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
         self.length = -(-end // LENGTHS) * LENGTHS

@@ -33,8 +33,6 @@ class RolloutRequest:
 
 
 class _Episode:
-    """A running episode."""
-
     def __init__(self, request: RolloutRequest, in_background: bool) -> None:
         self.request, task = request, request.task
         self.in_background = in_background  # True if the environment works in the background
@@ -160,7 +158,7 @@ class Rollout:
         episode.trajectory.messages[-1]["content"] += addition
 
     def _sample(self, live: list[_Episode], greedy: bool) -> tuple[list[_Episode], list[_Episode]]:
-        """Sample messages; return the episodes with complete and those with incomplete messages."""
+        """Sample messages; return (episodes with complete, episodes with incomplete messages)."""
         self.on_progress("")
         per_turn, most = self.limits.max_tokens_per_turn, self.limits.max_tokens
         room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in live]

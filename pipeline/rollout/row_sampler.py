@@ -51,7 +51,7 @@ class RowEpisode:
     logprobs: list[float] = field(default_factory=list)
 
     def append(self, ids: list[int], logprobs: list[float]) -> None:
-        """Add sampled tokens to the current message; `pending` becomes the last sampled token."""
+        """Add sampled tokens to the current message; `pending` keeps only the last token."""
         self.ids += ids
         self.logprobs += logprobs
         self.num_sampled += len(ids)
@@ -69,7 +69,8 @@ class RowSampler(ModelSampler):
 
     Conversations with equal tokens share a row of the cache, so that the model computes the tokens
     once. When conversations of a row sample different tokens, the row is copied. On a GPU, each
-    conversation has its own row after the prompt: sharing needs a synchronization for each token.
+    conversation has its own row after the prompt, because a shared row needs a synchronization with
+    the CPU at each token.
     """
 
     def _prepare(self) -> None:
@@ -158,9 +159,9 @@ class RowSampler(ModelSampler):
             episode.append([token], values)
 
     def _split(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
-        """Split slots whose conversations differ in pending tokens; return the slots of `episodes`.
+        """Separate conversations with different pending tokens; return the slots of `episodes`.
 
-        If the pending tokens of a slot's conversations differ, some move to a copy of the slot.
+        Conversations that leave a slot move to a copy of the slot's row.
         """
         alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
         for episode in episodes:
@@ -192,7 +193,7 @@ class RowSampler(ModelSampler):
         """
         slots = self._compact_slots(self._split(episodes))
         members, index = members_of(slots)
-        # Further rows pad the batch to a multiple of ROWS; their cached tokens do not change.
+        # Extra rows pad the batch to a multiple of ROWS; cached tokens of extra rows do not change.
         held = [0] * (-(-len(slots) // ROWS) * ROWS)
         for row in self._slots.keys() & range(len(held)):
             held[row] = self._slots[row].length
@@ -205,7 +206,7 @@ class RowSampler(ModelSampler):
         keys, used = streams_of(members)
         left = np.array([e.room - len(e.ids) for e in members])
         lengths = np.zeros(len(members), dtype=np.int64)  # 0 while the message is incomplete
-        # Complete messages stay in the batch until the loop ends, at positions up to `last`.
+        # Rows with complete messages stay in the batch, and write at positions up to `last`.
         last = max(max(held), *(held[i] + n for i, n in zip(index.tolist(), left, strict=True)))
         sampled, chosen = [], []
         for step in range(1, int(left.max()) + 1):

@@ -23,9 +23,9 @@ class Sampler(Protocol):
     """Samples the policy's messages as token ids with log-probabilities.
 
     A sampled token depends on the weights, on the conversation's tokens, and on a random number,
-    which depends on the conversation's key and number of sampled tokens. The other conversations
-    in a batch change log-probabilities only by rounding errors. `num_tokens` counts the tokens that
-    the model computed; `num_padded_tokens` also counts padding.
+    which depends on the conversation's key and number of sampled tokens. A conversation's
+    log-probabilities depend on the rest of the batch only by rounding errors. `num_tokens` counts
+    the tokens that the model computed; `num_padded_tokens` also counts padding.
     """
 
     num_tokens: int
@@ -36,7 +36,8 @@ class Sampler(Protocol):
 
         `weights` holds every parameter of a plain model, or only the adapters of a model with LoRA
         (PEFT's names). The sampler may share tensors with the model, so that an update of the model
-        changes the sampler too. Raises ValueError if names or shapes are not the model's.
+        changes the sampler too. Raises ValueError if a name or a shape in `weights` does not fit
+        the model.
         """
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
@@ -103,7 +104,7 @@ def make_sampler(
 
 
 def other_stops(model: Any, chat: Chat) -> list[int]:
-    """Return the sorted ids that end a message besides the chat template's end of turn.
+    """Return the sorted ids, other than the chat template's end of turn, that end a message.
 
     As in inference servers, the eos_token_id of the generation config and of the tokenizer end a
     message. Raises UserError if the generation config's eos_token_id is not an id or a list of ids.

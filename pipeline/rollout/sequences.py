@@ -125,7 +125,7 @@ def cumulative(logprobs_BV: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(cumulative_BV: torch.Tensor, numbers_B: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the token whose cumulative probabilities enclose the row's number."""
+    """Return each row's first token with a cumulative probability above the row's random number."""
     targets = numbers_B[:, None] * cumulative_BV[:, -1:]
     tokens = torch.searchsorted(cumulative_BV, targets, right=True)[:, 0]
     return tokens.clamp_(max=cumulative_BV.shape[-1] - 1)
