@@ -1,4 +1,4 @@
-"""Two asyncio event loops in threads: one runs environment code, one runs the pipeline's code."""
+"""Two asyncio event loops, each in a thread: for environment code, and for the pipeline's code."""
 
 import asyncio
 import threading
@@ -75,7 +75,7 @@ class _EventLoop:
     def _serve(self) -> None:
         loop = self._loop
         while not loop.is_closed():
-            with suppress(BaseException):  # a task that raises SystemExit ends `run_forever`
+            with suppress(BaseException):  # a SystemExit in an asyncio task ends `run_forever`
                 loop.run_forever()
 
 

@@ -75,7 +75,7 @@ def rows_without_user(
 
 
 def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
-    """Return a reward function for TRL that sets each final message and calls `get_reward`."""
+    """Return a TRL reward function, which sets `final_message` and then calls `get_reward`."""
 
     def outcome(
         *,
