@@ -13,7 +13,7 @@ INTERRUPTED = 75  # exit code of an interrupted run that can be resumed (EX_TEMP
 
 
 class UserError(ValueError):
-    """A mistake of the user. The error message is one line: mistake, value and remedy."""
+    """A mistake of the user. The error message is one line with the mistake, value and remedy."""
 
     exit_code = 2
     is_first = False  # True on the rank that prints the error at once, while other ranks wait

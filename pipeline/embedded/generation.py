@@ -164,7 +164,7 @@ def words_of(
         function = schema["function"]
         yield from (function["name"], f" {function['name']}")
         objects.append(function["parameters"])
-    keys = set(values)  # tools may return a value as a JSON key, such as {"free": id}
+    keys = set(values)  # some values are keys in a tool's JSON result, such as {"free": id}
     for properties in (schema["properties"] for schema in objects):
         keys |= set(properties).union(*(field.get("enum", ()) for field in properties.values()))
     yield from keys

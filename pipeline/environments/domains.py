@@ -53,7 +53,7 @@ class Domain:
 
 
 def load_domains(data: DataSettings) -> dict[str, Domain]:
-    """Return {name: domain} for `data.domains`, in order; raises UserError for an unusable domain."""
+    """Return {name: domain} in the order of `data.domains`; raises UserError if a domain is bad."""
     return {name: _load(name, data.import_strings[name]) for name in data.domains}
 
 
@@ -112,7 +112,7 @@ def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
 
 
 def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
-    """Return the result of `generate_tasks`; raises UserError if the result is not a list of tasks."""
+    """Return the tasks of `generate_tasks`; raises UserError if the result is no list of tasks."""
     module = data.import_strings[domain.name].partition(":")[0]
     if domain.generate_tasks is None:
         raise UserError(f"environments: {module} has no generate_tasks(...); add it")

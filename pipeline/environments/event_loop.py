@@ -17,7 +17,7 @@ Steps = Generator[Awaitable[Any], Any, Value]
 async def finish(
     steps: Steps[Any], awaitable: Awaitable[Any] | None = None
 ) -> tuple[Any, BaseException | None]:
-    """Run the generator `steps` in an event loop; return (result, None) or (None, exception)."""
+    """Run the generator `steps` in an event loop; return (result, None), or (None, exception)."""
     try:
         if awaitable is None:
             awaitable = next(steps)

@@ -134,7 +134,7 @@ def steps_of(call: Callable[[], Any]) -> Steps[Any]:
 
 
 def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
-    """Run `steps` until the first awaitable; return (awaitable, None) or (None, result)."""
+    """Run `steps` to the first awaitable; return (awaitable, None), or at the end (None, result)."""
     try:
         return next(steps), None
     except StopIteration as end:
@@ -168,7 +168,7 @@ def run_steps(steps: Steps[Value]) -> Value:
 
 
 async def finish_or_fault(steps: Steps[Any], awaitable: Awaitable[Any] | None) -> tuple[Any, Any]:
-    """Call `finish`; return (result, None) or (None, EnvironmentFault)."""
+    """Return the result of `finish`, with an exception replaced by an EnvironmentFault."""
     result, error = await finish(steps, awaitable)
     return result, None if error is None else fault_of(error)
 

@@ -42,7 +42,7 @@ class _Adapter:
 def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
     """Return the value for TRL's `environment_factory`: {domain: class with the domain's tools}.
 
-    The tools check arguments and return JSON, as the tools in `pipeline/rollout` do.
+    The tools check arguments and return JSON, as in the episodes of `pipeline/rollout`.
     """
     adapters: dict[str, Callable[[], Any]] = {}
     for domain, environment_class in classes.items():

@@ -64,7 +64,7 @@ def outer_layers(model: nn.Module) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for child in model.children():
         layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
-    return list(dict.fromkeys(layers))  # A model may contain one layer object twice.
+    return list(dict.fromkeys(layers))  # A model may contain the same layer object twice.
 
 
 def widest(shape: Any, name: str) -> int:

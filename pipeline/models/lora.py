@@ -177,7 +177,7 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters without a config.json, which would make transformers expect a model."""
+    """Write the adapters, but no config.json, which would make transformers expect a full model."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
 
