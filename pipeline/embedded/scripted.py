@@ -97,7 +97,7 @@ def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
     """Return a decorator that gives a tool a docstring, and records the tool's successful calls.
 
     `text` describes the tool. `arguments` maps an argument's name to a description. Without
-    an entry in `arguments`, the argument `order`, for example, gets the description "Order id.".
+    an entry in `arguments`, an argument such as `order` gets the description "Order id.".
     """
 
     def decorate(function: Any) -> Any:
@@ -217,7 +217,7 @@ def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
-    """Return {path: [actual value, expected value]} for each field in which databases differ."""
+    """Return {path: [actual value, expected value]} for fields with different values."""
     if not (isinstance(found, dict) and isinstance(expected, dict)):
         return {} if found == expected else {where: [str(found), str(expected)]}
     differences: dict[str, list[str]] = {}

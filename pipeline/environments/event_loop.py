@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 GRACE_S = 5.0  # seconds until a blocked event loop is replaced
 
 Value = TypeVar("Value")
-# A generator that makes one call of an environment, yields awaitables and receives their results.
+# A generator for one call of an environment, which yields awaitables and receives the results.
 Steps = Generator[Awaitable[Any], Any, Value]
 
 

@@ -48,7 +48,7 @@ _signal: Any = import_module("_signal")  # faster than the module `signal`, whic
 class _State(threading.local):  # for each thread, the state of the call that `guarded` runs
     deadline = math.inf
     interruptible = False  # whether the alarm may interrupt the call now
-    frame: Any = None  # frame of `_under_alarm`; the alarm must not interrupt the function itself
+    frame: Any = None  # frame of `_under_alarm`; the alarm must not interrupt `_under_alarm` itself
 
 
 _state = _State()
@@ -134,7 +134,7 @@ def steps_of(call: Callable[[], Any]) -> Steps[Any]:
 
 
 def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
-    """Run `steps` to the first awaitable; return (awaitable, None), or at the end (None, result)."""
+    """Run `steps` until the first awaitable; return (awaitable, None), or else (None, result)."""
     try:
         return next(steps), None
     except StopIteration as end:

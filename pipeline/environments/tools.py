@@ -1,11 +1,11 @@
 """The interface of environments, and functions that call environments.
 
 As TRL's `environment_factory` expects, an environment class has the methods `reset(**row) -> str |
-None` and `get_reward() -> float`. All other public methods are tools, with type hints and Google
-docstrings. An environment may have a `user`, who answers the model's messages that contain no tool
-call. A tool may set `done`, which ends the episode. The rollout sets `final_message` before the
-call of `get_reward`. `get_reward` may set two dicts for reports: `reward_breakdown` (named parts of
-the reward) and `difference` (name: [actual value, expected value]).
+None` and `get_reward() -> float`. All public methods except `reset` and `get_reward` are tools,
+with type hints and Google docstrings. An environment may have a `user`, who answers the model's
+messages that contain no tool call. A tool may set `done`, which ends the episode. The rollout sets
+`final_message` before the call of `get_reward`. `get_reward` may set two dicts for reports:
+`reward_breakdown` (named parts of the reward) and `difference` (name: [actual, expected value]).
 """
 
 import inspect

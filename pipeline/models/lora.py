@@ -56,7 +56,7 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
                 f"lora_target_modules: got {', '.join(targets)}, which PEFT cannot give adapters "
                 f"to in {type(model).__name__} ({reason_of(error)}); name other linear layers"
             ) from None
-    config.base_model_name_or_path = base  # replaces the name that PEFT has set
+    config.base_model_name_or_path = base  # replaces PEFT's name of the base model
     _layers(attached)
     return attached.eval()  # PEFT's new modules start in training mode.
 
@@ -64,7 +64,7 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
 def _check_targets(model: Any, targets: list[str]) -> None:
     """Raise UserError for a target that names no linear layer, or that names the output layer."""
     head = model.get_output_embeddings()
-    is_linear = {  # name of a module -> whether an adapter can be added
+    is_linear = {  # name of a module -> whether an adapter can be added to the module
         f".{name}": isinstance(module, nn.Linear | Conv1D) and module is not head
         for name, module in model.named_modules()
     }

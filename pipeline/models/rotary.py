@@ -3,7 +3,7 @@
 LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling change
 the factors if a sequence is longer than a limit. The library transformers chooses the factors
 once for each forward pass, so one long sequence changes the factors of all other sequences in the
-batch. A sequence's log-probabilities would then depend on the other sequences in the batch. Every
+batch. A sequence's log-probabilities would depend on the other sequences in the batch. Every
 forward pass of a run therefore uses the factors for `max_tokens` tokens, as vLLM does for LongRoPE.
 """
 
