@@ -1,19 +1,19 @@
-"""Exceptions that end a run, an exit code, and names of environment variables."""
+"""An exit code, names of environment variables, and exceptions that end a run."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# This environment variable holds the folder in which each rank writes its own exit code.
+# Name of the environment variable for the folder in which each rank writes the rank's exit code.
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
-# This environment variable of torchrun holds the seconds from SIGTERM to SIGKILL (default 30).
+# Name of torchrun's environment variable for the seconds from SIGTERM to SIGKILL (default 30).
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-# If another rank has ended or is late, gloo's error message contains one of these texts.
+# If gloo's error message contains one of these texts, another rank has ended or is late.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 INTERRUPTED = 75  # exit code of an interrupted run that can be resumed (EX_TEMPFAIL in sysexits.h)
 
 
 class UserError(ValueError):
-    """A mistake of the user. The error message is one line: mistake, value and remedy."""
+    """A mistake of the user. The error message is one line with the mistake, value and remedy."""
 
     exit_code = 2
     is_first = False  # True on the rank that prints the error at once, while other ranks wait

@@ -28,7 +28,7 @@ Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 Fee = Literal["0", "20", "40"]
 Reason = Literal["flown", "uninsured", "plans", "fare"]
 FEES = {"gold": "0", "silver": "20", "none": "40"}
-# The possible values of each random field of a reservation, separated by spaces.
+# For each random field of a reservation: the possible values, separated by spaces.
 OPTIONS = {"fare": "flex saver", "insured": "yes no", "tier": "gold silver none"}
 
 
@@ -43,7 +43,7 @@ class Reservation(BaseModel):
 
 
 class Flight(BaseModel):
-    """A full flight, or a flight with free seats, on one day of the week."""
+    """One flight on one day of the week; the flight is full or has free seats."""
 
     day: Day
     seats: Seats

@@ -71,9 +71,9 @@ def generate(
 ) -> list[Task]:
     """Return `n` tasks; fixed shares decide how many tasks belong to each family and branch.
 
-    The same arguments give the same tasks in every process. Two tasks of different splits differ in
-    the prompt or in the results of the tools, for all seeds. Raises ValueError if fewer than `n`
-    different tasks exist.
+    The same arguments give the same tasks in every process. Two tasks of different splits, even
+    with different seeds, have different prompts or different results of tools. Raises ValueError if
+    fewer than `n` different tasks exist.
     """
     if n > MAX_TASKS:
         raise ValueError(f"got {n}, but at most {MAX_TASKS} are generated; give a task file")
@@ -164,7 +164,7 @@ def words_of(
         function = schema["function"]
         yield from (function["name"], f" {function['name']}")
         objects.append(function["parameters"])
-    keys = set(values)  # tools may return a value as a JSON key, such as {"free": id}
+    keys = set(values)  # some values are keys in a tool's JSON result, such as {"free": id}
     for properties in (schema["properties"] for schema in objects):
         keys |= set(properties).union(*(field.get("enum", ()) for field in properties.values()))
     yield from keys

@@ -30,7 +30,7 @@ RefundTarget = Literal["card", "voucher", "bank"]
 Reason = Literal["delivered", "undelivered", "stock", "shipped"]
 CANCEL_REASONS: tuple[str, ...] = get_args(CancelReason)
 TARGETS = {"card": "card", "gift": "voucher", "cash": "bank"}
-# The possible values of each random field of an order, separated by spaces.
+# For each random field of an order: the possible values, separated by spaces.
 OPTIONS = {"status": "pending shipped delivered", "paid": "card gift cash", "size": "small large"}
 
 
@@ -56,9 +56,9 @@ class RetailDatabase(Database):
     variants: dict[str, Variant]
 
 
-# Values of `Order.status`, separated by spaces. A new order gets one of the first two values.
+# Values of `Order.status`, separated by spaces. A new order gets one of a text's first two values.
 UNDELIVERED = "pending shipped cancelled recalled"
-DELIVERED = "delivered delivered"  # two values, so that `sample_fields` calls the random generator
+DELIVERED = "delivered delivered"  # two values: `sample_fields` draws no number for a single value
 UNSHIPPED = "pending delivered cancelled recalled"
 FAMILIES = (
     Family(

@@ -22,10 +22,10 @@ from pipeline.environments.tools import ToolError, User, run_steps, started
 
 
 class Case(BaseModel):
-    """The part of a database that records answered questions and the transfer to a person."""
+    """Records which questions the customer answered, and the customer's transfer to a person."""
 
     asked: list[str] = []  # topics of the questions that the customer answered
-    transferred: str | None = None  # reason for the transfer to a person, if any
+    transferred: str | None = None  # reason for the transfer to a person; None if no transfer
 
 
 class Database(BaseModel):
@@ -43,24 +43,24 @@ class Answer(BaseModel):
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
-MAX_STEPS = 1024  # largest number of tasks whose expert steps are cached
+MAX_STEPS = 1024  # largest number of tasks for which `_STEPS` holds the expert's steps
 _STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (class, payload) -> expert's steps
 LOOKUPS = ("find_", "get_")  # name prefixes of lookups (tools that only read the database)
-# Arguments: agent, goal, the record as {kind: id}, first decision. Result: the final message, or
-# the reason for a transfer.
+# Arguments: agent, goal, {kind of record: the record's id}, the expert's first decision. Result:
+# the final message, or the reason for a transfer to a person.
 Serve = Callable[[Agent, dict[str, str], dict[str, str], str], str]
 
 
 class Branch(NamedTuple):
     """One case of a request, such as a shipped order; the policy text has a rule for each case."""
 
-    share: float  # share of the family's tasks at difficulty medium and hard
-    easy: float  # share of the family's tasks at difficulty easy
+    share: float  # this branch's share of the family's tasks at difficulty medium or hard
+    easy: float  # this branch's share of the family's tasks at difficulty easy
     record: dict[str, str]  # name of a field -> possible values, separated by spaces
     choice: str  # the first decision that the policy text requires for the branch
 
     def sample_fields(self, random: Random) -> dict[str, str]:
-        """For each field in `record`, return one of the first two possible values at random."""
+        """Draw each field in `record` at random from the first two possible values of the field."""
         options = {name: values.split()[:2] for name, values in self.record.items()}
         return {k: v[0] if len(v) == 1 else random.choice(v) for k, v in options.items()}
 
@@ -96,8 +96,8 @@ class ScriptedUser:
 def tool(text: str, **arguments: str) -> Callable[[Tool], Tool]:
     """Return a decorator that gives a tool a docstring, and records the tool's successful calls.
 
-    `text` describes the tool. `arguments` maps an argument's name to a description; the default for
-    an argument `order` is "Order id.".
+    `text` describes the tool. `arguments` maps an argument's name to a description. Without
+    an entry in `arguments`, an argument such as `order` gets the description "Order id.".
     """
 
     def decorate(function: Any) -> Any:
@@ -125,9 +125,9 @@ class CaseEnvironment:
     after a correct episode), `facts` (words that the final message must contain) and `answer`
     (topic and words of the customer's answer, or null). The reward is 1.0 if the episode has ended,
     the database equals the expected database, the final message contains every fact, and the steps
-    are right; otherwise the reward is 0.0. The steps are right if the episode has the expert's
-    steps in the expert's order; additional steps may only be lookups. If a task has no goal,
-    `get_reward` does not check the steps.
+    are right; otherwise the reward is 0.0. The steps are right if the episode has all steps of the
+    expert in the expert's order, and each additional step of the episode is a lookup. If a task has
+    no goal, `get_reward` does not check the steps.
     """
 
     database_class: ClassVar[type[Database]]
@@ -176,7 +176,7 @@ class CaseEnvironment:
 
     def _expert_steps(self) -> tuple[str, ...]:
         """Let the expert solve this task in a new environment; return the expert's steps."""
-        key = type(self), self._row["payload"]  # one key for all episodes of a task
+        key = type(self), self._row["payload"]  # the key is the same in all episodes of a task
         if key not in _STEPS:
             if len(_STEPS) >= MAX_STEPS:
                 _STEPS.clear()
@@ -186,7 +186,7 @@ class CaseEnvironment:
         return _STEPS[key]
 
     def _found(self, table: str, kind: str, customer: str) -> dict[str, str]:
-        """Return the id of a customer's record. Raise ToolError if the customer has no record."""
+        """Return {kind: id of the customer's record}; raises ToolError if the customer has none."""
         for key, record in getattr(self._db, table).items():
             if record.customer == customer:
                 return {kind: key}
@@ -210,14 +210,14 @@ class CaseEnvironment:
 
 
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Return whether `steps` has all of `wanted` in order, and all other steps are lookups."""
+    """Return whether `steps` has all of `wanted` in order, and each additional step is a lookup."""
     rest = iter(steps)
     writes, right = ([s for s in of if not s.startswith(LOOKUPS)] for of in (steps, wanted))
     return all(step in rest for step in wanted) and writes == right
 
 
 def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
-    """Return {path: [actual value, expected value]} for fields that differ in two databases."""
+    """Return {path: [actual value, expected value]} for fields with different values."""
     if not (isinstance(found, dict) and isinstance(expected, dict)):
         return {} if found == expected else {where: [str(found), str(expected)]}
     differences: dict[str, list[str]] = {}

@@ -42,7 +42,7 @@ REMEDIES = {
     "low_power": "saver_off",
     "wrong_band": "auto_band",
 }
-# The possible values of each random field of a phone line, separated by spaces.
+# For each random field of a phone line: the possible values, separated by spaces.
 OPTIONS = {"bill": "due paid", "plan": "basic plus", "usage": "over under", "roaming": "on off"}
 
 
@@ -58,7 +58,7 @@ class Line(BaseModel):
 
 
 class Device(BaseModel):
-    """The customer's phone, with its fault and all remedies that the customer has tried."""
+    """The customer's phone: the phone's fault, and all remedies that the customer has tried."""
 
     fault: str
     remedies: list[str] = []
@@ -70,7 +70,7 @@ class TelecomDatabase(Database):
 
 
 def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str]:
-    """Carry out an action of the customer on the phone or on unpaid bills; return the result."""
+    """Carry out an action of the customer, such as a payment; return the action's result."""
     device = database.device
     if action == "check":
         return {"fault": device.fault}
@@ -142,7 +142,7 @@ expert = expert_of("line", FAMILIES, SERVE, get_args(Reason))
 
 
 class TelecomEnvironment(CaseEnvironment):
-    """Tools that read and change a task's database; only `ask_user` changes the phone."""
+    """Tools that read and change a task's database; only the tool `ask_user` changes the phone."""
 
     database_class = TelecomDatabase
     _expert = staticmethod(expert)

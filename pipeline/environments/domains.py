@@ -1,10 +1,10 @@
 """A domain: an environment class, and optional functions and constants in the class's module.
 
 The setting `environments` names the class by an import string, such as
-`my_pkg.bank:BankEnvironment`. The module of this class has `generate_tasks(seed, n, split,
-difficulty)`, and may have `MAX_TASKS`, the largest `n` that the function accepts. The module may
-have a function `expert`, which solves tasks (see `experts.py`). The module may have `WORDS`, a list
-of texts or a function that returns the list; each text is a token of the tiny model's tokenizer.
+`my_pkg.bank:BankEnvironment`. The class's module has `generate_tasks(seed, n, split, difficulty)`,
+and may have `MAX_TASKS`, the largest `n` that `generate_tasks` accepts. The module may have a
+function `expert`, which solves tasks (see `experts.py`). The module may have `WORDS`, a list of
+texts or a function that returns a list; each text becomes a token of the tiny model's tokenizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +42,7 @@ class Domain:
     ) -> tuple[list[Message], float]:
         """Let the expert solve a task; return the conversation and the reward.
 
-        Raises EnvironmentFault if environment or expert fails, or if the episode exceeds `seconds`.
+        Raises EnvironmentFault if the environment or expert fails or the episode exceeds `seconds`.
         """
         assert self.expert is not None, f"{self.name} has no expert"
         arguments = self.expert, task, rule_share, seed
@@ -53,7 +53,7 @@ class Domain:
 
 
 def load_domains(data: DataSettings) -> dict[str, Domain]:
-    """Return {name: domain} in the order of `data.domains`; raises UserError for a bad domain."""
+    """Return {name: domain} in the order of `data.domains`; raises UserError if a domain is bad."""
     return {name: _load(name, data.import_strings[name]) for name in data.domains}
 
 
@@ -102,7 +102,7 @@ def _words(where: str, words: Any) -> list[str]:
 
 @contextmanager
 def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
-    """Raise a UserError, "{what} (reason); {remedy}", if a domain's code raises an exception."""
+    """If a domain's code raises an exception, raise UserError("{what} (reason); {remedy}")."""
     try:
         yield
     except UserError:
@@ -112,7 +112,7 @@ def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
 
 
 def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
-    """Call the domain's `generate_tasks`; raises UserError unless the function returns tasks."""
+    """Return the tasks of `generate_tasks`; raises UserError if the result is no list of tasks."""
     module = data.import_strings[domain.name].partition(":")[0]
     if domain.generate_tasks is None:
         raise UserError(f"environments: {module} has no generate_tasks(...); add it")
@@ -122,7 +122,7 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
     with _refused(f"{call} fails"):
         try:
             tasks = domain.generate_tasks(*arguments)
-        except ValueError as error:  # raised if fewer than `count` tasks exist, for example
+        except ValueError as error:  # for example because fewer than `count` tasks exist
             raise UserError(f"{where}: {one_line(str(error))}") from None
     if not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")

@@ -1,4 +1,4 @@
-"""Two asyncio event loops in threads: one runs environment code, one runs the pipeline's code."""
+"""Two asyncio event loops, each in a thread: for environment code, and for the pipeline's code."""
 
 import asyncio
 import threading
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 GRACE_S = 5.0  # seconds until a blocked event loop is replaced
 
 Value = TypeVar("Value")
-# A generator that makes one call of an environment, yields awaitables and receives their results.
+# A generator for one call of an environment, which yields awaitables and receives the results.
 Steps = Generator[Awaitable[Any], Any, Value]
 
 
 async def finish(
     steps: Steps[Any], awaitable: Awaitable[Any] | None = None
 ) -> tuple[Any, BaseException | None]:
-    """Run the generator `steps` in an event loop; return (result, None) or (None, exception)."""
+    """Run the generator `steps` in an event loop; return (result, None), or (None, exception)."""
     try:
         if awaitable is None:
             awaitable = next(steps)
@@ -75,7 +75,7 @@ class _EventLoop:
     def _serve(self) -> None:
         loop = self._loop
         while not loop.is_closed():
-            with suppress(BaseException):  # a task that raises SystemExit ends `run_forever`
+            with suppress(BaseException):  # a SystemExit in an asyncio task ends `run_forever`
                 loop.run_forever()
 
 

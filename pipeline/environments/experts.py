@@ -22,9 +22,9 @@ class Agent:
 
     If `rule_share` is 1, `decide` always returns the right option. If `rule_share` is less than 1,
     `decide` returns the right option with probability `rule_share` (.6 in a chained decision), and
-    otherwise a random option. A random option is the first of `options` with probability .35; in a
-    chained decision, all options are equally likely. Random decisions in demonstrations keep every
-    option likely enough for GRPO to sample.
+    otherwise a random option. The random option is the first of `options` with probability .35, but
+    in a chained decision, the random option is each option with equal probability. Random decisions
+    in demonstrations keep every option likely enough for GRPO to sample.
     """
 
     environment: Any

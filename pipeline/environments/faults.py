@@ -2,7 +2,7 @@
 
 
 class CallTimeout(BaseException):
-    """The exception that interrupts a late call; `except Exception` does not catch CallTimeout."""
+    """Interrupts a call that passes the deadline; `except Exception` does not catch CallTimeout."""
 
 
 class Outage(Exception):

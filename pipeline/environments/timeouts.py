@@ -34,21 +34,21 @@ from pipeline.environments.event_loop import (
 from pipeline.environments.faults import CallTimeout, EnvironmentFault, Outage, too_long
 from pipeline.errors import CtrlC
 
-REPEAT_S = 1.0  # seconds between alarms, because a late call may catch the first CallTimeout
+REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first alarm's CallTimeout
 MAX_THREADS = 64  # largest number of threads for synchronous calls in the background
-MAX_HANGS = 3  # number of late calls in a row after which a rollout stops calling a domain
+MAX_HANGS = 3  # a rollout stops calling a domain after this number of late calls in a row
 MAX_CHARACTERS = 10_000_000  # largest length of a text that an environment returns
 FAULT_CHARACTERS = 500  # largest length of an exception's text in an EnvironmentFault
 # Paths of libraries and of this folder; `describe` names the last source line outside these paths.
 _LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib")))
 _LIBRARIES += ("<frozen ", str(Path(__file__).parent))
-_signal: Any = import_module("_signal")  # faster than `signal`, which converts numbers to enums
+_signal: Any = import_module("_signal")  # faster than the module `signal`, which creates enums
 
 
-class _State(threading.local):  # for each thread, the state of the call in `guarded`
+class _State(threading.local):  # for each thread, the state of the call that `guarded` runs
     deadline = math.inf
     interruptible = False  # whether the alarm may interrupt the call now
-    frame: Any = None  # stack frame of `_under_alarm`, which the alarm must not interrupt
+    frame: Any = None  # frame of `_under_alarm`; the alarm must not interrupt `_under_alarm` itself
 
 
 _state = _State()
@@ -56,7 +56,7 @@ _other_handler: Any = None  # SIGALRM handler that other code has installed
 
 
 def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` and return the final value; `call` may return a value, an awaitable or Steps.
+    """Run `call` and return the value; if `call` returns an awaitable or Steps, wait for the value.
 
     Raises EnvironmentFault if the call fails or takes more than `seconds`. In the main thread, an
     alarm interrupts the call after `seconds`, unless the call is blocked inside C code.
@@ -92,8 +92,8 @@ def _alarm(number: int, frame: Any) -> None:
 def _under_alarm(seconds: float, steps: Steps[Any]) -> Any:
     """Run a call; an alarm interrupts the call after `seconds`, then again every REPEAT_S seconds.
 
-    A timer that other code has set continues after the call. `_alarm` stays the handler of SIGALRM,
-    because installing a handler takes longer than most calls.
+    A timer that other code has set continues after the call. After the call, `_alarm` stays the
+    handler of SIGALRM, because installing a handler takes longer than most calls.
     """
     global _other_handler
     if (handler := _signal.getsignal(signal.SIGALRM)) is not _alarm:
@@ -134,7 +134,7 @@ def steps_of(call: Callable[[], Any]) -> Steps[Any]:
 
 
 def first_step(steps: Steps[Any]) -> tuple[Awaitable[Any] | None, Any]:
-    """Run `steps` until the first awaitable; return (awaitable, None) or (None, result)."""
+    """Run `steps` until the first awaitable; return (awaitable, None), or else (None, result)."""
     try:
         return next(steps), None
     except StopIteration as end:
@@ -151,7 +151,7 @@ def run_steps(steps: Steps[Value]) -> Value:
     awaitable, result = first_step(steps)
     if awaitable is None:
         return result
-    interruptible, _state.interruptible = _state.interruptible, False  # `wait` has its own timeout
+    interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
     try:
         future = environment_loop.run(finish(steps, awaitable))
         wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -168,7 +168,7 @@ def run_steps(steps: Steps[Value]) -> Value:
 
 
 async def finish_or_fault(steps: Steps[Any], awaitable: Awaitable[Any] | None) -> tuple[Any, Any]:
-    """Call `finish`; return (result, None) or (None, EnvironmentFault)."""
+    """Return the result of `finish`, with an exception replaced by an EnvironmentFault."""
     result, error = await finish(steps, awaitable)
     return result, None if error is None else fault_of(error)
 
@@ -227,7 +227,7 @@ def writable(text: str) -> str:
 
 
 class Guard(Protocol):
-    """Makes a call with a deadline; if `method` is a coroutine function, no thread is needed."""
+    """Makes a call with a deadline; the call gets no thread if `method` is a coroutine function."""
 
     async def __call__(self, name: str, call: Callable[[], Any], method: Any = None) -> Any: ...
 
@@ -240,8 +240,8 @@ class Calls:
     """Runs functions that call environments; each call may take at most `seconds`.
 
     `on_call` gets "domain/task" before each call that runs in the calling thread, and before each
-    wait for background work. After MAX_HANGS late calls of a domain in a row, all further calls of
-    the domain fail at once. So a broken service costs only a few deadlines.
+    wait for background work. After MAX_HANGS late calls of a domain in a row, each further call of
+    the domain fails immediately. So a broken service delays a rollout by only a few deadlines.
     """
 
     def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:
@@ -324,13 +324,13 @@ class Calls:
         return result
 
     def forget(self) -> None:
-        """Cancel all background work, and forget the late calls of all domains."""
+        """Cancel all background work, and set every domain's count of late calls to zero."""
         for future in list(self._background):
             future.cancel()
         self._hangs.clear()
 
     def _note(self, key: Key, fault: BaseException | None, begun: float) -> None:
-        """Count late calls in a row; late calls at overlapping times count as one late call."""
+        """Count a domain's late calls in a row; late calls that overlap in time count as one."""
         count, deadline = self._hangs[key[0]]
         if not (isinstance(fault, EnvironmentFault) and fault.timed_out):
             self._hangs[key[0]] = 0, deadline

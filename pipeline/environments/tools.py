@@ -1,11 +1,11 @@
 """The interface of environments, and functions that call environments.
 
 As TRL's `environment_factory` expects, an environment class has the methods `reset(**row) -> str |
-None` and `get_reward() -> float`. All other public methods are tools, with type hints and Google
-docstrings. An environment may have a `user`, who answers the model's messages that contain no tool
-call. A tool may set `done`, which ends the episode. The rollout sets `final_message` before the
-call of `get_reward`. `get_reward` may set two dicts for reports: `reward_breakdown` (named parts of
-the reward) and `difference` (name: [actual value, expected value]).
+None` and `get_reward() -> float`. All public methods except `reset` and `get_reward` are tools,
+with type hints and Google docstrings. An environment may have a `user`, who answers the model's
+messages that contain no tool call. A tool may set `done`, which ends the episode. The rollout sets
+`final_message` before the call of `get_reward`. `get_reward` may set two dicts for reports:
+`reward_breakdown` (named parts of the reward) and `difference` (name: [actual, expected value]).
 """
 
 import inspect
@@ -86,7 +86,7 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
 
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
-    """Return Steps that call a tool as `call_tool` does, and that result in a ToolAnswer."""
+    """Return Steps that call a tool as `call_tool` does; the Steps' result is a ToolAnswer."""
     is_error = raised = False
     try:
         content = yield from _call(environment, name, arguments)
@@ -170,7 +170,7 @@ def outcome_of(environment: Any) -> Steps[tuple[float, dict[str, float], dict[st
 
 
 def _explanation(attribute: Any) -> dict[str, Any]:
-    """Return a dict's entries that are finite numbers or pairs; each pair becomes two texts."""
+    """Return a dict's entries with finite numbers or pairs as values; a pair becomes two texts."""
     shown: dict[str, Any] = {}
     items = list(attribute.items()) if isinstance(attribute, dict) else []
     for key, value in items[:MAX_DIFFERENCES]:
@@ -183,7 +183,7 @@ def _explanation(attribute: Any) -> dict[str, Any]:
 
 
 def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
-    """Return whether an environment's calls may wait for a network, and so run in the background.
+    """Return whether an environment runs in the background, because a call may wait for a network.
 
     The result is True if a tool, `reset`, `get_reward` or the user's `reply` is async, or if the
     class attribute `concurrent` is True.

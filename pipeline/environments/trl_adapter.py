@@ -42,7 +42,7 @@ class _Adapter:
 def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
     """Return the value for TRL's `environment_factory`: {domain: class with the domain's tools}.
 
-    The tools check arguments and return JSON, as the tools in `pipeline/rollout` do.
+    The tools check arguments and return JSON, as in the episodes of `pipeline/rollout`.
     """
     adapters: dict[str, Callable[[], Any]] = {}
     for domain, environment_class in classes.items():
@@ -75,7 +75,7 @@ def rows_without_user(
 
 
 def outcome_reward(end_of_turn_id: int) -> Callable[..., list[float]]:
-    """Return a reward function for TRL that sets each final message and calls `get_reward`."""
+    """Return a TRL reward function, which sets `final_message` and then calls `get_reward`."""
 
     def outcome(
         *,

@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 class LinesFile:
-    """A file for new lines; opening cuts the file to complete lines in the first `size` bytes."""
+    """A file for new lines; opening keeps only the complete lines in the first `size` bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -86,6 +86,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a gzip file; a killed process may have cut the file short."""
+    """Yield the complete lines of a gzip file, even if the writing process was killed."""
     with gzip.open(path, "rb") as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
         yield from (line for line in file if line.endswith(b"\n"))

@@ -10,7 +10,7 @@ from huggingface_hub.constants import ENDPOINT
 
 @cache
 def hub_reachable() -> bool:
-    """Return whether DNS knows the hub; without the hub, transformers retries a file for 30 s."""
+    """Return whether DNS knows the hub; if not, transformers would retry a download for 30 s."""
     if getproxies().keys() & {"https", "all"}:
         return True  # the proxy resolves the hub's name
     try:

@@ -8,7 +8,7 @@ TIMINGS = "timings.jsonl"
 
 
 def run_of_checkpoint(name: str | None) -> Path | None:
-    """Return the run folder RUN for a checkpoint folder RUN/checkpoints/NAME, else None."""
+    """Return the folder RUN if `name` is a checkpoint folder RUN/checkpoints/NAME, else None."""
     path = Path(name or "")
     is_path = path.parent.name == "checkpoints" and path.is_dir()
     return path.parent.parent if is_path else None

@@ -1,4 +1,4 @@
-"""Reads untrusted files and JSON within limits, and makes texts safe for messages.
+"""Reads untrusted files and JSON up to size limits, and makes texts safe for messages.
 
 Task files, demonstrations and a model's tool calls are untrusted.
 """
@@ -99,7 +99,7 @@ def shown(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one printable line of about MAX_MESSAGE characters, passwords masked."""
+    """Return a text as one printable line, cut to about MAX_MESSAGE characters; mask passwords."""
     line = " ".join(masked(text).split())
     if len(line) > MAX_MESSAGE:
         line = f"{line[: MAX_MESSAGE // 2]} ... {line[-MAX_MESSAGE // 2 :]}"

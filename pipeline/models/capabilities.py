@@ -1,4 +1,4 @@
-"""Functions that check whether a model can be sampled and trained, and that find layers.
+"""Functions that check whether a model can be sampled and trained, and that find a model's layers.
 
 The row sampler (`rollout/row_sampler.py`) is the pipeline's own sampler.
 """
@@ -39,7 +39,7 @@ def unserved(config: Any) -> str | None:
 
 @torch.no_grad()
 def refuse_changed_logits(model: Any) -> None:
-    """Raise UserError unless the logits are the output layer's result, as training assumes."""
+    """Raise UserError if a model changes the output layer's logits; training assumes no change."""
     was_training = model.training
     model.eval()  # turns off dropout
     ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
@@ -64,11 +64,11 @@ def outer_layers(model: nn.Module) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for child in model.children():
         layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
-    return list(dict.fromkeys(layers))  # A model may contain one layer object twice.
+    return list(dict.fromkeys(layers))  # A model may contain the same layer object twice.
 
 
 def widest(shape: Any, name: str) -> int:
-    """Return the largest value of the size `name` in all layers, or 0 if no layer has the size."""
+    """Return the largest value of the attribute `name` in any layer; 0 if no layer has `name`."""
     differ = name in (getattr(shape, "per_layer_attributes", None) or ())
     layers = shape.per_layer_config if differ else [shape]
     return max(getattr(layer, name, None) or 0 for layer in layers)

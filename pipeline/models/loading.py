@@ -65,7 +65,7 @@ def load_folder(folder: str | Path, settings: ModelSettings, device: str | None 
         attn_implementation=settings.attn_implementation,
         use_safetensors=True,
         device_map=device,
-        ignore_mismatched_sizes=True,  # The code below reports wrong shapes.
+        ignore_mismatched_sizes=True,  # The code after this call reports wrong shapes.
         output_loading_info=True,
     )
     problem = f"lacks {min(info['missing_keys'])}" if info["missing_keys"] else ""

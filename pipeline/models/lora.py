@@ -56,7 +56,7 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
                 f"lora_target_modules: got {', '.join(targets)}, which PEFT cannot give adapters "
                 f"to in {type(model).__name__} ({reason_of(error)}); name other linear layers"
             ) from None
-    config.base_model_name_or_path = base  # replaces the name that PEFT has set
+    config.base_model_name_or_path = base  # replaces PEFT's name of the base model
     _layers(attached)
     return attached.eval()  # PEFT's new modules start in training mode.
 
@@ -64,7 +64,7 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
 def _check_targets(model: Any, targets: list[str]) -> None:
     """Raise UserError for a target that names no linear layer, or that names the output layer."""
     head = model.get_output_embeddings()
-    is_linear = {  # name of a module -> whether an adapter can be added
+    is_linear = {  # name of a module -> whether an adapter can be added to the module
         f".{name}": isinstance(module, nn.Linear | Conv1D) and module is not head
         for name, module in model.named_modules()
     }
@@ -84,7 +84,7 @@ def base_model(model: Any) -> Any:
 
 
 def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Return {name in `adapter_model.safetensors`: tensor}; the tensors are not copies."""
+    """Return the adapters as {name in `adapter_model.safetensors`: the model's own tensor}."""
     from peft import get_peft_model_state_dict
 
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -92,7 +92,7 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each parameter of the model after a merge with the adapters.
+    """Yield (name, tensor) for each parameter, with the values after the merge with the adapters.
 
     Names and order are as in the model without PEFT. The generator makes one merged tensor at a
     time, to save memory. Raises UserError if an adapter cannot be merged.
@@ -104,7 +104,7 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
-    """Return the base model's parameters by names without PEFT; tied parameters appear once."""
+    """Return {name without PEFT: parameter} for the base model; tied parameters appear once."""
     named = model.get_base_model().named_parameters()
     return {name.replace(".base_layer", ""): p for name, p in named if ".lora_" not in name}
 
@@ -157,10 +157,10 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the configuration and the weights in a folder with adapters.
+    """Return the configuration and the weights of the adapters in a folder.
 
-    Raises UserError unless the adapters are plain LoRA. PEFT itself would load a pickle, and would
-    import modules for other kinds of adapters.
+    Raises UserError unless the adapters are LoRA without `megatron_config`. PEFT itself would load
+    a pickle, and would import a module that a configuration with `megatron_config` names.
     """
     path = Path(folder) / "adapter_model.safetensors"
     config = read_json(Path(folder) / ADAPTER_CONFIG)
@@ -177,7 +177,7 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters without a config.json, which would make transformers expect a model."""
+    """Write the adapters, but no config.json, which would make transformers expect a full model."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
 
@@ -225,7 +225,7 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
 def quiet() -> Iterator[None]:
     """Turn off log lines and progress bars of transformers, and two warnings of PEFT."""
     verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()  # The end of `quiet` does not turn them on again.
+    logging.disable_progress_bar()  # `quiet` never turns the progress bars on again.
     with warnings.catch_warnings():
         # PEFT 0.21 uses a name that is deprecated in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

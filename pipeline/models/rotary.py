@@ -1,9 +1,9 @@
 """Makes the factors of rotary position embeddings independent of the sequence length.
 
-LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling use
-other factors if a sequence is longer than a limit. The library transformers chooses the factors
+LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling change
+the factors if a sequence is longer than a limit. The library transformers chooses the factors
 once for each forward pass, so one long sequence changes the factors of all other sequences in the
-batch. A sequence's log-probabilities would then depend on the other sequences in the batch. Every
+batch. A sequence's log-probabilities would depend on the other sequences in the batch. Every
 forward pass of a run therefore uses the factors for `max_tokens` tokens, as vLLM does for LongRoPE.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from pipeline.errors import UserError
 
-FIXED = "fixed"  # a rope_type for which transformers does not change the factors
+FIXED = "fixed"  # a rope_type for which transformers does not change the rotary factors
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def fix_rotary(model: Any, max_tokens: int) -> str:
 
 
 def _factors(module: Any, layer: str | None, *positions: int) -> torch.Tensor:
-    """Return the factors (cosines and sines, or complex numbers) of the first two positions."""
+    """Return the factors (cosines and sines, or complex numbers) of the first two `positions`."""
     device = next(module.buffers()).device
     options = {} if layer is None else {"layer_type": layer}
     factors = module(torch.zeros(1, device=device), torch.tensor([positions]).to(device), **options)

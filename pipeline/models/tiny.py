@@ -3,7 +3,7 @@
 The tokenizer has one token for each word of the domains (`Domain.words`), and splits all other text
 into bytes (byte-level BPE without merges). The chat template is a short form of Qwen's template,
 and keeps only the first line of a system prompt and the names of the tools. A model of half a
-million parameters cannot read prose; demonstrations and rewards teach the rules.
+million parameters cannot read prose, so demonstrations and rewards must teach the policy's rules.
 """
 
 import re
@@ -61,7 +61,7 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 
 def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with a token per word of `domains` and the default domains."""
+    """Return a tokenizer with a token for each word of `domains` and of the default domains."""
     always = load_domains(DataSettings())
     every = {**always, **{domain.name: domain for domain in domains}}.values()
     texts = {*ROLES, *SYNTAX, *ERRORS, *(word for domain in every for word in domain.words())}

@@ -42,7 +42,7 @@ class SamplingCopy:
         self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the parameters to `dtype`; `load` then converts the loaded weights, too."""
+        """Convert the copy's parameters to `dtype`; `load` then converts new weights to `dtype`."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
 
