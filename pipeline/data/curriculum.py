@@ -96,7 +96,7 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
         given = f"the stages have {total} steps, and max_steps is {max_steps}"
         raise UserError(f"stage_steps: {given}; give max_steps {total}, or change theirs")
     weights, known = list[float](), curriculum.stage_weights
-    for name, own in rest.items():  # A stage without a weight gets the weight of its only domain.
+    for name, own in rest.items():  # A stage with one domain may get the domain's weight.
         weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
     return [steps[name] for name in names]

@@ -39,7 +39,7 @@ class Task:
 
     domain: str
     id: str
-    prompt: tuple[Message, ...]  # from the rules for the assistant to the customer's request
+    prompt: tuple[Message, ...]  # first the rules for the assistant, last the customer's request
     payload: str  # JSON text for the environment
     family: str = ""
     branch: str = ""  # name of the task's correct decision, for reports

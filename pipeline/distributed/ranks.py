@@ -73,13 +73,13 @@ class Ranks:
         self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement` is a key of the store
         self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
         self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
-        self.seconds: dict[str, float] = defaultdict(float)  # seconds by name of a phase, or `wait`
+        self.seconds: dict[str, float] = defaultdict(float)  # phase, or `wait` -> seconds
         self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove process groups' timeouts, because suspended time counts towards a timeout."""
+        """Remove process groups' timeouts, which also count the time of a suspended process."""
         self._timeout = FOREVER
         if self._group is not None:
             for group in (self._group, None):  # None is the default process group

@@ -129,7 +129,7 @@ def _request(
     """Return the text of the customer's request, and the goal for the task's payload.
 
     At difficulty hard, the request names only the customer, so an expert must call a tool to find
-    the record. At the difficulties easy and medium, the request names the record.
+    the record. The request gives the id of the task's record, except at the difficulty hard.
     """
     is_hard = difficulty == "hard"
     name = f"the one of {goal['customer']}" if is_hard else goal["record"]

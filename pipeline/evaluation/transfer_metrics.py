@@ -52,8 +52,8 @@ def pass_hat_k(num_successes: int, num_trials: int, k: int) -> float:
 def estimate(samples: Floats | None) -> Number | None:
     """Return [value, low, high] from samples [B], or None if the first sample is not finite.
 
-    The value is the first sample. The other finite samples give the 95 % interval; the bounds are
-    None if no other sample is finite. The success rate of a tool without calls is NaN.
+    The value is the first sample. The finite later samples give the 95 % interval; the bounds are
+    None if no later sample is finite. The success rate of a tool without calls is NaN.
     """
     if samples is None or not np.isfinite(samples[0]):
         return None

@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
-    """Halve `budget` until `budget` is smaller than the largest micro-batch of several episodes.
+    """Halve `budget` until the largest micro-batch with more than one episode exceeds it.
 
     Micro-batch number `failed` did not fit into memory. Raises RuntimeError if the failed
     micro-batch is a single episode and at least as large as each micro-batch of several episodes.

@@ -30,7 +30,7 @@ from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
 
 MOST_NATS = 5e-4  # largest log-probability change that float32 rounding explains
-MOST_NATS_OF_GENERATE = 0.05  # largest log-probability change if transformers' `generate` samples
+MOST_NATS_OF_GENERATE = 0.05  # the same bound if transformers' `generate` samples
 MOST_PARAMETERS = 300_000_000  # maximum number of parameters of the small model
 TURNS, REPLY, MESSAGE = 3, 5, 6  # turns; tokens of a user's reply; tokens of the model's message
 SMALLER = (  # maximum size for each setting; an attention window is shorter than a conversation

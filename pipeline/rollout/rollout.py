@@ -124,7 +124,7 @@ class Rollout:
             answered, live = self._sample(live, greedy) if live else ([], [])
             ready = [episode for episode in answered if episode.wait is None]
             away += [episode for episode in answered if episode.wait is not None]
-            if len(away) > len(live) + len(ready):  # the next batch would be small, so wait first
+            if len(away) > len(live) + len(ready):  # else the next batch would be small
                 ready, away = [*ready, *away], []
             live += [episode for episode in ready if self._continue(episode)]
 
