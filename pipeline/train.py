@@ -23,7 +23,7 @@ from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
 from pipeline.files.console import may_fail
 from pipeline.models.loading import load_folder, on_gpu, uses_bf16
-from pipeline.report.numbers import final_table
+from pipeline.report.tables import final_table
 from pipeline.report.write import write_report
 from pipeline.sft import warm_start
 from pipeline.tracking.progress import StageProgress

@@ -203,7 +203,7 @@ def test_ranks_talk_in_distributed_alone(path):
 
 
 def test_no_module_is_named_like_one_of_the_standard_library():
-    names = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    names = {path.stem for path in FILES} - {"__init__", "__main__"}
     assert not names & sys.stdlib_module_names
 
 

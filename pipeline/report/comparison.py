@@ -15,7 +15,7 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import SUCCESS, differences, summary
 from pipeline.plots.transfer import Configuration
-from pipeline.report.numbers import METRICS, number_table
+from pipeline.report.tables import METRICS, number_table
 from pipeline.tracking.run_files import RunData, load_run
 
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns

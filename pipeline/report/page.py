@@ -19,8 +19,8 @@ from markupsafe import Markup, escape
 
 from pipeline.files.untrusted import printable
 from pipeline.plots import pictures
-from pipeline.report.numbers import METRICS, duration, metric, share, shown
 from pipeline.report.reader_data import Reader
+from pipeline.report.tables import METRICS, duration, metric, share, shown
 from pipeline.tracking.run_files import after_name, number
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"

@@ -14,9 +14,9 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.plots import pictures
 from pipeline.report import comparison
-from pipeline.report.numbers import data_of
 from pipeline.report.page import write_files
 from pipeline.report.reader_data import read_episodes
+from pipeline.report.tables import data_of
 from pipeline.tracking.run_files import load_run
 
 

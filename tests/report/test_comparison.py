@@ -9,8 +9,8 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.report import comparison
-from pipeline.report.numbers import shown
 from pipeline.report.page import render
+from pipeline.report.tables import shown
 from pipeline.report.write import main
 from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 

@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from pipeline.report.numbers import shown
 from pipeline.report.page import rich, sections_of, table
 from pipeline.report.reader_data import choose, read_episodes, token_texts_of
+from pipeline.report.tables import shown
 from pipeline.report.write import write_report
 from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401

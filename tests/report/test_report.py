@@ -8,8 +8,8 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
 from pipeline.plots.pictures import pictures_of
-from pipeline.report.numbers import data_of, final_table, shown
 from pipeline.report.page import render
+from pipeline.report.tables import data_of, final_table, shown
 from pipeline.report.write import main, write_report
 from pipeline.tracking.run_files import load_run
 from tests.support.messages import says
