@@ -18,6 +18,7 @@ from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_afte
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
@@ -43,7 +44,11 @@ from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.profiling import Meter, machine, profiled
 from pipeline.tracking.progress import say_start
-from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
+from pipeline.tracking.step_metrics import (
+    logged_by_reward_functions,
+    over_iterations,
+    rollout_metrics,
+)
 
 Hook = Callable[["Trainer", str, Sequence[Trajectory]], None]
 
@@ -168,6 +173,8 @@ class Trainer:
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
+        if rollout.rewards is not None:
+            rollout.rewards.trainer_state.global_step = step
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
@@ -207,7 +214,13 @@ class Trainer:
         """Count a finished step, write the step's metrics and timings, and return the metrics."""
         self.state.step, self.state.stage = self.state.step + 1, stage.name
         self.records += [trajectory.record() for trajectory in batch.trajectories]
-        metrics, counts = rollout_metrics(batch, self.ranks, self.config)
+        rewards = self.policy.rollout.rewards
+        names = [] if rewards is None else rewards.names(self.parts.environments.values())
+        metrics, counts = rollout_metrics(batch, self.ranks, self.config, names)
+        if rewards is not None:
+            logged, num_calls = logged_by_reward_functions(rewards, self.ranks)
+            metrics = logged | metrics
+            self.state.num_reward_calls += num_calls
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
@@ -220,8 +233,12 @@ class Trainer:
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
-        if self.checkpointer.is_due:
+        most, called = self.config.data.max_reward_calls, self.state.num_reward_calls
+        if self.checkpointer.is_due or (most is not None and called >= most):
             self.save(f"step-{self.state.step:06d}")
+        if most is not None and called >= most:
+            given = f"{most}, and reward functions were called {called} times"
+            raise UserError(f"max_reward_calls: got {given}; resume with more and --override")
 
     # Methods for evaluations and checkpoints
 
@@ -306,7 +323,12 @@ class Trainer:
 
     @cached_property
     def _baselines(self) -> dict[str, dict[str, float]]:
-        """The results of the baselines, which do not depend on the model."""
+        """The results of the baselines, which do not depend on the model.
+
+        Reward functions score a model's answers, so with reward functions there are no baselines.
+        """
+        if self.config.data.reward_funcs:
+            return {}
         parts, timeout = self.parts, self.config.rollout.call_timeout
         return baselines(parts.domains, parts.held_out, timeout)
 

@@ -17,27 +17,27 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "errors": 50,
     "files": 310,
     "distributed": 880,
-    "config": 770,
-    "data": 700,
-    "environments": 1040,
+    "config": 830,
+    "data": 760,
+    "environments": 1200,
     "embedded": 1090,
     "chat": 660,
     "models": 800,
-    "rollout": 1290,
+    "rollout": 1560,
     "sft": 230,
     "checkpoints": 660,
     "grpo": 1330,
-    "evaluation": 950,
-    "preflight": 620,
+    "evaluation": 955,
+    "preflight": 830,
     "doctor": 290,
-    "tracking": 960,
+    "tracking": 1010,
     "plots": 570,
     "report": 740,
-    "trainer": 340,
+    "trainer": 350,
     "train": 190,
     "run": 170,
 }
-MOST_LINES = {"environments": 2100}  # of rooms that may be larger than others
+MOST_LINES = {"environments": 1200}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40
@@ -48,7 +48,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 4700
+MOST_LINES_OF_THE_CORE = 4900
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

@@ -38,6 +38,8 @@ def save_transcripts(
                 "ids": [ids for ids, _ in turns],
                 "logprobs": [[round(number, 3) for number in numbers] for _, numbers in turns],
             }
+            if trajectory.rewards:
+                line |= {"rewards": trajectory.rewards, "extra": trajectory.extra}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return path
 

@@ -7,39 +7,60 @@ from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.errors import UserError
 
 JOINT_STAGES = ("mixed", "interleaved")
+IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # No domain may have a name that evaluations or metrics use.
 RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "mean")
 
 
+def name_of(import_string: str) -> str:
+    """Return the name of an object that `module:name` imports."""
+    return import_string.rpartition(":")[2]
+
+
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    for rule in (_environments, _names, _curriculum, _loss, _run):
+    for rule in (_environments, _rewards, _names, _curriculum, _loss, _run):
         for mistake in rule(config):
             raise UserError(mistake)
 
 
 def _environments(config: Config) -> Iterator[str]:
     taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # in lower case: some file systems ignore the case
-    for name, target in config.data.environments.items():
+    for name, setting in config.data.own_domains.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
             hint = "use letters, digits, _ and - only, at most 64"
             yield f"environments: got the name {name[:100]!r}; {hint}"
         if name.lower() in taken or name.lower().startswith("evaluation-"):
             yield f"environments: got {name}, which is taken; choose another name"
         taken.add(name.lower())
-        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", target):
+        if not IMPORT_STRING.fullmatch(setting.factory):
             hint = "write module:Class, such as my_pkg.bank:BankEnvironment"
-            yield f"environments: got {name}: {target!r}; {hint}"
+            yield f"environments: got {name}: {setting.factory!r}; {hint}"
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    functions, weights = config.data.reward_funcs, config.data.reward_weights
+    names = list(map(name_of, functions))
+    for target in functions:
+        if not IMPORT_STRING.fullmatch(target):
+            hint = "write module:function, such as my_pkg.rewards:correct"
+            yield f"reward_funcs: got {target!r}; {hint}"
+        if names.count(name_of(target)) > 1:
+            yield f"reward_funcs: got two functions {name_of(target)}; give each its own name"
+    if weights and len(weights) != len(functions):
+        given = f"{len(weights)} weights for {len(functions)} reward_funcs"
+        yield f"reward_weights: got {given}; give one for each"
 
 
 def _names(config: Config) -> Iterator[str]:
     data, curriculum = config.data, config.curriculum
-    known, used = list(data.import_strings), data.domains
+    known, used = list(data.factories), data.domains
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     for setting, given, choices, kind in (
         ("domains", used, known, "known domains, or its class in `environments`"),
         ("tasks", data.tasks, used, "domains of the run"),
+        ("eval_tasks", data.eval_tasks, used, "domains of the run"),
         ("order", curriculum.order, used, "domains of the run"),
         ("domain_weights", curriculum.domain_weights, known, "domains"),
         ("domain_advantage_scale", scales, known, "domains"),

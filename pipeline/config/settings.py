@@ -16,6 +16,7 @@ EMBEDDED_DOMAINS = {  # the environment class of each domain, as `module:Class`
     "retail": "pipeline.embedded.retail:RetailEnvironment",
     "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
 }
+SINGLE_TURN = "pipeline.environments.single_turn:SingleTurnEnvironment"
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -63,23 +64,53 @@ class ModelSettings(Section):
     lora_target_modules: list[str] = field(["all-linear"], "layers that get LoRA", min_length=1)
 
 
+class EnvironmentFactory(Section):
+    """A callable that makes environments, with arguments for each call."""
+
+    factory: Text = Field(description="a class or function, as `module:name`")
+    arguments: dict[str, Any] = {}
+
+
 class DataSettings(Section):
-    """tasks"""
+    """tasks and rewards"""
 
     domains: list[str] = field(DEFAULT_DOMAINS, "domains, in the order of the stages", min_length=1)
-    environments: dict[str, str] = field({}, "domains of your own: {bank: my_pkg.bank:BankEnv}")
+    environments: dict[str, str | EnvironmentFactory] = field(
+        {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
+    )
     tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
     eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
     eval_split: Literal["validation", "test"] = field("test", "split of the held-out tasks")
     difficulty: Difficulty = field("medium", "difficulty of generated tasks")
     task_seed: int = field(0, "seed of the generated tasks")
     tasks: dict[str, Text] = field({}, "files or datasets of training tasks: {bank: SOURCE}")
+    eval_tasks: dict[str, Text] = field({}, "files or datasets of held-out tasks: {bank: SOURCE}")
     dataset_train_split: str = field("train", "split of the datasets in `tasks`")
+    dataset_test_split: str = field("test", "split of held-out tasks of the datasets")
+    reward_funcs: list[Text] = field([], "reward functions, called as TRL does: module:function")
+    reward_weights: list[float] = field([], "weight of each reward function; none: 1")
+    max_reward_calls: PositiveInt | None = field(
+        None, "calls of async reward functions in a run; more end it; null: no limit"
+    )
 
     @property
-    def import_strings(self) -> dict[str, str]:
-        """The environment class of each known domain, as `module:Class`."""
-        return {**EMBEDDED_DOMAINS, **self.environments}
+    def own_domains(self) -> dict[str, EnvironmentFactory]:
+        """The environments of the domains that are not embedded.
+
+        With reward functions, a domain in `tasks` without an environment gets a single-turn one.
+        """
+        names = self.tasks.keys() - EMBEDDED_DOMAINS if self.reward_funcs else ()
+        given = {**dict.fromkeys(sorted(names), SINGLE_TURN), **self.environments}
+        return {
+            name: EnvironmentFactory(factory=value) if isinstance(value, str) else value
+            for name, value in given.items()
+        }
+
+    @property
+    def factories(self) -> dict[str, EnvironmentFactory]:
+        """The environment of each known domain."""
+        embedded = EMBEDDED_DOMAINS.items()
+        return {n: EnvironmentFactory(factory=f) for n, f in embedded} | self.own_domains
 
 
 class WarmStartSettings(Section):

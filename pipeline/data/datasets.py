@@ -17,21 +17,34 @@ KINDS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer t
 MAX_STATE_BYTES = 8 << 20
 
 
-def open_tasks(domain: str, source: str, split: str, visit: Visit) -> Tasks:
+def open_tasks(
+    domain: str, source: str, split: str, visit: Visit = None, has_columns: bool = False
+) -> Tasks:
     """Return the tasks of a domain's file or dataset. Raises UserError for an invalid task."""
     path = Path(source)
     if path.is_file():
-        return load_tasks(path, domain, visit)
+        return load_tasks(path, domain, visit, has_columns)
     where = f"tasks: {domain}: got {shown(source)}, which is no file"
     if not path.is_dir() and (path.suffix in (".json", ".jsonl") or os.path.lexists(source)):
         raise UserError(f"{where}; give an existing file")
     try:
         dataset, name = _dataset(source, split)
     except Exception as error:  # `datasets` raises errors of many types
-        fault = f"can be loaded with dataset_train_split {split} ({reason_of(error)})"
-        remedy = "give a file, a folder or a hub id"
+        fault = f"can be loaded with the split {split} ({reason_of(error)})"
+        remedy = "give a file, a folder or a hub id, or set dataset_train_split"
         raise UserError(f"{where}, nor a dataset that {fault}; {remedy}") from None
-    return tasks_of(DatasetRows(dataset, name), domain, visit)
+    return tasks_of(DatasetRows(dataset, name), domain, visit, has_columns)
+
+
+def has_split(source: str, split: str) -> bool:
+    """Return whether a source is a dataset with the split `split`; a file has no splits."""
+    if Path(source).is_file():
+        return False
+    try:
+        _dataset(source, split)
+    except Exception:  # `datasets` raises errors of many types
+        return False
+    return True
 
 
 def _dataset(source: str, split: str) -> tuple[Any, str]:

@@ -129,8 +129,9 @@ class DatasetRows:
 
 
 def _task_row(row: TaskRow) -> TaskRow:
-    payload = row.pop("payload", None)
-    return {**_without_nulls(row), **({} if payload is None else {"payload": payload})}
+    kept = {"payload": row.pop("payload", None)} if row.get("payload") is not None else {}
+    kept |= {"prompt": None} if row.get("prompt", "") is None else {}  # refused, unlike no prompt
+    return {**_without_nulls(row), **kept}
 
 
 def _without_nulls(value: Any) -> Any:

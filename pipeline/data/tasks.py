@@ -1,9 +1,11 @@
 """Reads and writes files of tasks, and reads files of demonstrations.
 
 A task file holds one object per task, as JSON Lines or as one JSON array:
-`{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`. The keys
-`domain`, `family` and `branch` are optional. The environment's `reset` gets `payload` as JSON text.
-A dataset of tasks has one column for each key.
+`{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`. `prompt`
+may be the text of a request. Without an `id`, the row's number is the id. `family` and `branch`
+group tasks in reports. The environment's `reset` gets `payload` as JSON text, and each other key as
+a keyword argument. Reward functions get a list of values for each key. A dataset has one column for
+each key. If rows have the key `environment`, a domain has only the rows that name the domain.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ DIFFICULTIES = ("easy", "medium", "hard")
 ROLES = ("system", "user", "assistant", "tool")
 MAX_CHARACTERS = 1_000_000  # largest length of a conversation; limits the time of tokenization
 KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
+ROUTE = "environment"  # key whose value names the domain of a row, as in TRL
 Source: TypeAlias = "Sequence[Task]"  # tasks in memory or on disk
 
 
@@ -43,6 +46,8 @@ class Task:
     payload: str  # JSON text for the environment
     family: str = ""
     branch: str = ""  # name of the task's correct decision, for reports
+    columns: str = "{}"  # JSON object of the row's further keys
+    is_text: bool = False  # True if the row's prompt is a text, not a list of messages
 
     @property
     def key(self) -> tuple[str, str]:
@@ -51,7 +56,8 @@ class Task:
     def row(self) -> dict[str, Any]:
         """Return a copy of the task as keyword arguments for `Environment.reset`."""
         prompt = deepcopy(list(self.prompt))
-        return {"domain": self.domain, "id": self.id, "prompt": prompt, "payload": self.payload}
+        row = {"domain": self.domain, "id": self.id, "prompt": prompt, "payload": self.payload}
+        return {**row, **json.loads(self.columns)}
 
 
 class Tasks(Sequence[Task]):
@@ -68,10 +74,10 @@ class Tasks(Sequence[Task]):
         return Tasks(self._make, chosen) if isinstance(index, slice) else self._make(chosen)
 
 
-def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
+def load_tasks(path: Path, domain: str, visit: Visit = None, has_columns: bool = False) -> Tasks:
     """Return the tasks of a domain's JSON or JSONL file. Raises UserError for an invalid task."""
     try:
-        return tasks_of(rows_of_file(path), domain, visit)
+        return tasks_of(rows_of_file(path), domain, visit, has_columns)
     except UserError:
         raise
     except (OSError, ValueError) as error:  # ValueError: the file is not UTF-8, or too large
@@ -79,35 +85,60 @@ def load_tasks(path: Path, domain: str, visit: Visit = None) -> Tasks:
         raise UserError(f"{path}: {why}; check the path") from None
 
 
-def tasks_of(rows: Rows, domain: str, visit: Visit = None) -> Tasks:
-    """Check all rows, call `visit` with each row, return tasks. Raises UserError for a bad row."""
+def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = False) -> Tasks:
+    """Check all rows, call `visit` with each row, return tasks. Raises UserError for a bad row.
+
+    If `has_columns` is False, a key that no task has is an error.
+    """
     seen: dict[str, str] = {}
-    for where, row in rows:
-        if problem := _problem(row, domain):
+    indices = array("Q")  # numbers of this domain's rows
+    for number, (where, row) in enumerate(rows):
+        if isinstance(row, dict) and row.get(ROUTE, domain) != domain:
+            continue
+        full = _with_defaults(row, number) if has_columns else row
+        if problem := _problem(full, domain, has_columns):
             name = row.get("id") if isinstance(row, dict) else None
             task = f" (task {shown(name)})" if name and isinstance(name, str) else ""
             raise UserError(f"{where}{task}: {problem}")
-        if (first := seen.setdefault(row["id"], where)) != where:
-            used = f"task id {shown(row['id'])} was already used at {first}"
+        if (first := seen.setdefault(full["id"], where)) != where:
+            used = f"task id {shown(full['id'])} was already used at {first}"
             raise UserError(f"{where}: {used}; give every task its own id")
+        indices.append(number)
         if visit is not None:
-            visit(row)
+            visit(full)
     if not seen:
         raise UserError(f"{rows.name}: holds no tasks; expected one JSON object per line")
 
     def make(index: int) -> Task:
-        row = {"payload": {}, **rows[index], "domain": domain}
+        row = rows[index]
+        is_text = isinstance(row.get("prompt", ""), str)
+        row = {"payload": {}, **_with_defaults(row, index), "domain": domain}
         if not isinstance(row["payload"], str):
             row["payload"] = json.dumps(row["payload"], ensure_ascii=False, sort_keys=True)
-        return Task(**{**row, "prompt": tuple(row["prompt"])})
+        further = {key: row.pop(key) for key in row.keys() - KEYS}
+        further.pop(ROUTE, None)
+        columns = json.dumps(further, ensure_ascii=False, sort_keys=True, default=str)
+        row["prompt"] = tuple(row["prompt"])
+        return Task(**row, columns=columns, is_text=is_text)
 
-    return Tasks(make, range(len(seen)))
+    return Tasks(make, indices)
 
 
-def _problem(row: Any, domain: str) -> str:
+def _with_defaults(row: Any, number: int) -> Any:
+    """Return a row with a text as its id, and with a list of messages as its prompt."""
+    if not isinstance(row, dict):
+        return row
+    prompt, name = row.get("prompt", ""), row.get("id", number)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return {**row, "id": str(name) if type(name) is int else name, "prompt": prompt}
+
+
+def _problem(row: Any, domain: str, has_columns: bool) -> str:
     if not isinstance(row, dict):
         return f"got {type(row).__name__}; a task is one JSON object"
-    if unknown := sorted(row.keys() - KEYS):
+    unknown = sorted(row.keys() - KEYS - {ROUTE})
+    if unknown and not has_columns:
         return f"unknown key [{shown(unknown[0])}]; a task has {', '.join(sorted(KEYS))}"
     if not isinstance(row.get("id"), str) or not row["id"]:
         return f"id: got {shown(row.get('id'))}; give a non-empty string"
@@ -183,9 +214,13 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, 
 
 def save_tasks(tasks: Iterable[Task], path: Path) -> None:
     """Write tasks to a JSON Lines file that `load_tasks` can read."""
-    rows = ({**vars(task), "payload": json.loads(task.payload)} for task in tasks)
+    keys = ("domain", "id", "family", "branch")
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in rows)
+        for task in tasks:
+            row = {key: getattr(task, key) for key in keys} | json.loads(task.columns)
+            row["prompt"] = task.prompt[0]["content"] if task.is_text else task.prompt
+            row["payload"] = json.loads(task.payload)
+            file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> list[Task]:

@@ -100,8 +100,8 @@ def generate(
             raise ValueError(f"{domain}: no {n} different {split} tasks exist; ask for fewer")
         seen.add(payload)
         name = f"{split}-{difficulty}-{seed}-{len(tasks):05d}"
-        kind = {"family": family.name, "branch": branch}
-        tasks.append(Task(domain=domain, id=name, prompt=prompt, payload=payload, **kind))
+        task = Task(domain=domain, id=name, prompt=prompt, payload=payload)
+        tasks.append(replace(task, family=family.name, branch=branch))
     return tasks
 
 

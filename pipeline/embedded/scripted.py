@@ -130,6 +130,7 @@ class CaseEnvironment:
     no goal, `get_reward` does not check the steps.
     """
 
+    uses_random_state: ClassVar[bool] = False
     database_class: ClassVar[type[Database]]
     _expert: ClassVar[staticmethod[[Agent, Any], str]]
     user: User | None

@@ -18,8 +18,9 @@ from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.experts import Expert, goal_of, run_expert
 from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import describe, guarded, only_faults
-from pipeline.environments.tools import started, tool_schemas
+from pipeline.environments.tools import Started, started, tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 
@@ -31,7 +32,7 @@ class Domain:
     """One domain of a run. A field that the domain's module does not define is None or empty."""
 
     name: str
-    environment: type[Any]
+    environment: type[Any]  # a class whose constructor takes no arguments
     generate_tasks: GenerateTasks | None = None
     expert: Expert | None = None
     words: Callable[[], Iterable[str]] = tuple  # returns tokens for the tiny model's tokenizer
@@ -46,28 +47,36 @@ class Domain:
         """
         assert self.expert is not None, f"{self.name} has no expert"
         arguments = self.expert, task, rule_share, seed
-        found: tuple[list[Message], float] = guarded(
-            "expert", seconds, lambda: run_expert(self.environment(), *arguments)
-        )
+        with RandomState(task):
+            found: tuple[list[Message], float] = guarded(
+                "expert", seconds, lambda: run_expert(self.environment(), *arguments)
+            )
         return found
 
 
 def load_domains(data: DataSettings) -> dict[str, Domain]:
     """Return {name: domain} in the order of `data.domains`; raises UserError if a domain is bad."""
-    return {name: _load(name, data.import_strings[name]) for name in data.domains}
+    return {name: _load(name, data) for name in data.domains}
 
 
-def _load(name: str, target: str) -> Domain:
-    where = f"environments: {name}: got {target!r}"
+def imported(where: str, target: str) -> tuple[Any, Any]:
+    """Import `module:name`, return the module and the object. Raises UserError."""
     module_name, _, attribute = target.partition(":")
     with _refused(f"{where}, which fails on import"):
         try:
             module = import_module(module_name)
-            environment = getattr(module, attribute)
+            return module, getattr(module, attribute)
         except (ImportError, AttributeError) as error:
             why = one_line(str(error))
-            raise UserError(f"{where} ({why}); give an importable module:Class") from None
-    _check_environment(where, environment)
+            raise UserError(f"{where} ({why}); give an importable module:name") from None
+
+
+def _load(name: str, data: DataSettings) -> Domain:
+    setting = data.factories[name]
+    where = f"environments: {name}: got {setting.factory!r}"
+    module, factory = imported(where, setting.factory)
+    environment = _class_of(where, factory, setting.arguments)
+    _check_environment(where, environment, needs_reward=not data.reward_funcs)
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
         raise UserError(f"{where}, whose MAX_TASKS is {shown(max_tasks)}; give a whole number")
@@ -81,12 +90,30 @@ def _load(name: str, target: str) -> Domain:
     )
 
 
-def _check_environment(where: str, environment: Any) -> None:
-    if not isinstance(environment, type):
-        raise UserError(f"{where}, which is {shown(environment)}; name a class")
-    for name in ("reset", "get_reward"):
+def _class_of(where: str, factory: Any, arguments: dict[str, Any]) -> type[Any]:
+    """Return a class whose call without arguments makes an environment as `factory` does.
+
+    A function must return environments of one class, of which `_class_of` makes one.
+    """
+    if isinstance(factory, type):
+        if not arguments:
+            return factory
+        kind: type[Any] = factory
+    elif callable(factory):
+        with _refused(f"{where}, which fails"):
+            kind = type(factory(**arguments))
+    else:
+        raise UserError(f"{where}, which is {shown(factory)}; name a class or a function")
+    bound = staticmethod(lambda _: factory(**arguments))
+    # `__new__` returns an environment of the class `kind`, so Python does not call `__init__`.
+    return type(kind.__name__, (kind,), {"__new__": bound, "__module__": kind.__module__})
+
+
+def _check_environment(where: str, environment: type[Any], needs_reward: bool) -> None:
+    for name in ("reset", "get_reward") if needs_reward else ("reset",):
         if not callable(getattr(environment, name, None)):
-            raise UserError(f"{where}, which has no {name}(); add it")
+            hint = ", or give reward_funcs" if name == "get_reward" else ""
+            raise UserError(f"{where}, which has no {name}(); add it{hint}")
     remedy = "give each public method type hints and a Google docstring, or a name with _"
     with _refused(f"{where}, whose tools cannot be told to a model", remedy):
         tool_schemas(environment)
@@ -113,9 +140,9 @@ def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
 
 def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
     """Return the tasks of `generate_tasks`; raises UserError if the result is no list of tasks."""
-    module = data.import_strings[domain.name].partition(":")[0]
+    module = data.factories[domain.name].factory.partition(":")[0]
     if domain.generate_tasks is None:
-        raise UserError(f"environments: {module} has no generate_tasks(...); add it")
+        return _self_sampled(domain.name, data.task_seed, count, split)
     arguments = (data.task_seed, count, split, data.difficulty)
     where = f"tasks of {domain.name}"
     call = f"{where}: {module}.generate_tasks{arguments}"
@@ -131,20 +158,54 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
     return tasks
 
 
+def _self_sampled(name: str, task_seed: int, count: int, split: str) -> list[Task]:
+    """Return tasks whose requests come from the environment's `reset`."""
+    prompt = ({"role": "user", "content": ""},)
+    ids = (f"{split}-{task_seed}-{index}" for index in range(count))
+    return [Task(domain=name, id=task_id, prompt=prompt, payload="{}") for task_id in ids]
+
+
 def try_task(domain: Domain, task: Task, source: str, seconds: float, success: float) -> None:
     """Raise UserError if `reset` fails on a task, or if the expert does not solve the task."""
-    where = f"{source}: task {shown(task.id)}"
-    try:
-        guarded("reset", seconds, partial(started, domain.environment, task.row()))
-    except EnvironmentFault as fault:
-        why = one_line(str(fault))
-        raise UserError(f"{where}: its payload cannot be used ({why}); mend it") from None
+    try_reset(domain, task, source, seconds)
     is_solvable = domain.expert is not None and goal_of(task) is not None
     if is_solvable and (why := _unsolved(domain, task, seconds, success)):
         raise UserError(
-            f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
-            "mend goal, database or expected"
+            f"{source}: task {shown(task.id)}: the actions that serve its goal do not lead to what "
+            f"it expects ({why}); mend goal, database or expected"
         )
+
+
+def try_reset(
+    domain: Domain, task: Task, source: str, seconds: float, remedy: str = "mend it"
+) -> None:
+    """Raise UserError if `reset` fails, starts different episodes of a task, or has no request."""
+    where, made = f"{source}: task {shown(task.id)}", list[Started]()
+    try:
+        for _ in range(2):
+            with RandomState(task):
+                start = partial(started, domain.environment, task.row())
+                made.append(guarded("reset", seconds, start))
+    except EnvironmentFault as fault:
+        why = one_line(str(fault))
+        raise UserError(f"{where}: its payload cannot be used ({why}); {remedy}") from None
+    if made[0].addition != made[1].addition or _plain(made[0]) != _plain(made[1]):
+        raise UserError(
+            f"{where}: reset starts another episode each time, but the episodes of a group must "
+            "have one task; let reset draw from `random` or `numpy.random`, or from the task"
+        )
+    if not task.prompt[-1]["content"] and not made[0].addition:
+        hint = "or let reset return the request"
+        raise UserError(f"{where}: has no request; {remedy}, {hint}")
+
+
+def _plain(made: Started) -> dict[str, str]:
+    """Return the attributes of an environment that are plain data, as texts."""
+    kinds = (bool, int, float, str, list, tuple, dict, set, type(None))
+    values = vars(made.environment) if hasattr(made.environment, "__dict__") else {}
+    return {
+        k: text for k, v in values.items() if type(v) in kinds and " at 0x" not in (text := repr(v))
+    }
 
 
 def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> None:

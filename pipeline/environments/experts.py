@@ -13,7 +13,14 @@ from typing import Any
 
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.tools import call_tool, reply_of, reward_of, run_steps, settled
+from pipeline.environments.tools import (
+    call_tool,
+    reply_of,
+    reset_arguments,
+    reward_of,
+    run_steps,
+    settled,
+)
 
 
 @dataclass
@@ -82,7 +89,7 @@ def run_expert(
     if goal is None:
         raise ValueError("its payload has no goal")
     prompt = [dict(message) for message in task.prompt]
-    if addition := settled(environment.reset(**task.row())):
+    if addition := settled(environment.reset(**reset_arguments(environment.reset, task.row()))):
         prompt[-1]["content"] += addition
     agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
     final = expert(agent, goal)

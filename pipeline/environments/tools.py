@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -60,7 +60,24 @@ def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
     """Return the JSON schemas of a class's tools, made from type hints and docstrings."""
     from transformers.utils import get_json_schema
 
-    return [get_json_schema(method) for method in tool_methods(environment_class).values()]
+    methods = tool_methods(environment_class).values()
+    return [get_json_schema(m if m.__doc__ else _documented(m)) for m in methods]
+
+
+def undocumented(environment_class: type[Any]) -> list[str]:
+    """Return the names of the tools without a docstring."""
+    return [name for name, tool in tool_methods(environment_class).items() if not tool.__doc__]
+
+
+def _documented(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a method without a docstring; its docstring has the arguments' names."""
+
+    @wraps(method)
+    def copy() -> None: ...
+
+    names = [name for name in inspect.signature(method).parameters if name != "self"]
+    copy.__doc__ = "\n".join([method.__name__, "", "Args:", *(f"    {n}: {n}" for n in names)])
+    return copy
 
 
 @cache
@@ -128,10 +145,21 @@ class Started(NamedTuple):
 
 def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Started]:
     environment = environment_class()
-    addition = yield from awaited(environment.reset(**row))
+    addition = yield from awaited(environment.reset(**reset_arguments(environment.reset, row)))
     if addition is not None and not isinstance(addition, str):
         raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
     return Started(environment, writable(addition or ""), may_wait(environment_class, environment))
+
+
+def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of `row` that `reset` takes: all if `reset` has `**kwargs`."""
+    parameters = inspect.signature(reset).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return row
+    names = [p.name for p in parameters]
+    if missing := [p.name for p in parameters if p.default is p.empty and p.name not in row]:
+        raise TypeError(f"reset needs {missing[0]}, and the task has {', '.join(row)}")
+    return {name: row[name] for name in names if name in row}
 
 
 def method_of(environment: Any, *path: str) -> Any:
@@ -152,7 +180,12 @@ def reply_of(environment: Any, message: str) -> Steps[str | None]:
 
 
 def reward_of(environment: Any) -> Steps[float]:
-    """Return the reward; raises ValueError for NaN and for absolute values above MAX_REWARD."""
+    """Return the reward, or 0 if the environment has no `get_reward`.
+
+    Raises ValueError for NaN and for absolute values above MAX_REWARD.
+    """
+    if not hasattr(environment, "get_reward"):
+        return 0.0
     value = yield from awaited(environment.get_reward())
     if isinstance(value, (str, bytes)):
         raise TypeError(f"get_reward returned {type(value).__name__}, not a number")

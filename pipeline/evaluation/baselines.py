@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice, product
 from statistics import fmean
@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain
+from pipeline.environments.random_state import RandomState, uses_random_state
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
@@ -80,6 +81,7 @@ def _reward(calls: Calls, environment_class: type[Any], schemas: Schemas, task: 
         await guard("final message", partial(setattr, environment, "final_message", "Done."))
         rewards.append(await guard("get_reward", partial(reward_of, environment)))
 
-    with suppress(EnvironmentFault):
+    is_used = uses_random_state(environment_class)
+    with suppress(EnvironmentFault), RandomState(task) if is_used else nullcontext():
         calls.here(task.key, play)
     return rewards[-1]

@@ -18,6 +18,7 @@ from pipeline.models import lora
 from pipeline.models.capabilities import recompute_layers
 from pipeline.models.loading import uses_bf16
 from pipeline.models.rotary import fix_rotary
+from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
 
@@ -44,7 +45,8 @@ class Policy:
         self.model, self._make_sampler = self._placed(model), make_sampler
         sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
         arguments = sampler, chat, environments, config.rollout, deterministic
-        self.rollout = Rollout(*arguments, on_progress=ranks.progress)
+        rewards = load_reward_functions(config, ranks.progress)
+        self.rollout = Rollout(*arguments, rewards=rewards, on_progress=ranks.progress)
 
     def _placed(self, model: Any) -> Any:
         fix_rotary(model, self._config.rollout.max_tokens)

@@ -21,8 +21,9 @@ def validate(config: Config) -> Prepared:
     """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError."""
     parts = prepare(config)
     _, notes = check_model(config, parts)
-    for note in notes if os.environ.get("RANK", "0") == "0" else ():
-        print(f"warning: {note}", flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        lines = [*(f"note: {note}" for note in parts.notes), *(f"warning: {n}" for n in notes)]
+        print("\n".join(lines), end="\n" * bool(lines), flush=True)
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     if (need := sum(memory.values())) > have:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
@@ -90,6 +91,7 @@ def refuse_full_disk(config: Config, size: float) -> None:
 
 
 def _plan(config: Config, parts: Prepared) -> Iterator[str]:
+    yield from (f"note: {note}" for note in parts.notes)
     yield "tasks"
     for domain, tasks in parts.train.items():
         counts = count_by(tasks, "family").items()

@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -14,8 +15,10 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
+from pipeline.environments.random_state import RandomState, uses_random_state
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.models.weights import trained_weights
+from pipeline.rollout.rewards import Completion, RewardFunctions
 from pipeline.rollout.sampler import Handle, Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
@@ -33,13 +36,17 @@ class RolloutRequest:
 
 
 class _Episode:
-    def __init__(self, request: RolloutRequest, in_background: bool) -> None:
+    def __init__(self, request: RolloutRequest, environment_class: type[Any]) -> None:
         self.request, task = request, request.task
-        self.in_background = in_background  # True if the environment works in the background
+        # True if the environment works in the background
+        self.in_background = tools.may_wait(environment_class)
         self.environment: Any = None
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
         self.wait: Callable[[], None] | None = None  # function that waits for the environment
+        # In the background, episodes would change the global state of each other.
+        is_used = uses_random_state(environment_class) and not self.in_background
+        self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
         self.excused = ""  # value of `left_out` if the environment's current call fails
         self.ended = False
         self.trajectory = Trajectory(
@@ -74,10 +81,12 @@ class Rollout:
         limits: RolloutSettings,
         deterministic: bool = False,
         *,
+        rewards: RewardFunctions | None = None,
         on_progress: Callable[[str], None] = lambda key: None,
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
+        self.rewards = rewards
         self.environment_s = 0.0  # total time spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
@@ -99,7 +108,7 @@ class Rollout:
     def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
         """Run and score episodes, at most `max_concurrent_episodes` at the same time."""
         classes = [self.environments[request.task.domain] for request in requests]
-        episodes = list(map(_Episode, requests, map(tools.may_wait, classes)))
+        episodes = list(map(_Episode, requests, classes))
         try:
             self._run(deque(episodes), greedy)
             for episode in episodes:
@@ -107,12 +116,21 @@ class Rollout:
                     self._begin(episode, _score)
             for episode in episodes:
                 self._wait(episode)
+            self._call_reward_functions(episodes)
         except BaseException:
             self._calls.forget()
             for episode in episodes:
                 self._close(episode)
             raise
         return [episode.trajectory for episode in episodes]
+
+    def _call_reward_functions(self, episodes: Sequence[_Episode]) -> None:
+        if self.rewards is not None:
+            begun, failed = time.perf_counter(), StopReason.ENVIRONMENT_ERROR
+            played = [e for e in episodes if e.trajectory.stop_reason is not failed]
+            found = [Completion(e.request.task, e.environment, e.trajectory) for e in played]
+            self.rewards(found)
+            self.environment_s += time.perf_counter() - begun
 
     def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
         """Run all episodes to the end, in an order that does not depend on waiting times."""
@@ -224,7 +242,8 @@ class Rollout:
             episode.wait = self._calls.beside(key, partial(work, episode))
         else:
             episode.wait = partial(self._calls.here, key, partial(work, episode))
-            self._wait(episode)
+            with episode.random:
+                self._wait(episode)
 
     def _wait(self, episode: _Episode) -> None:
         """Wait for the episode's environment; if the environment fails, end only this episode."""

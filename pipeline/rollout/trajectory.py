@@ -24,7 +24,7 @@ class StopReason(StrEnum):
 
 # Environment failures that the policy did not cause; training ignores episodes with these failures.
 # Timeouts of tools and failures of get_reward are not in LEFT_OUT: the policy may cause them.
-LEFT_OUT = ("reset", "reply", "outage")
+LEFT_OUT = ("reset", "reply", "outage", "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,8 @@ class Trajectory(RunRecord):
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
     error: str = ""  # text of the environment's failure, or empty
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
+    rewards: dict[str, float | None] = field(default_factory=dict)  # with reward functions, by name
+    extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column
     difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
 
     def __post_init__(self) -> None:

@@ -1,6 +1,9 @@
 """Metrics of a training step: means over the episodes of all ranks, determined by the seed."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
+from statistics import fmean
 
 import torch
 
@@ -10,6 +13,7 @@ from pipeline.evaluation.transfer_metrics import succeeded
 from pipeline.grpo.algorithm import zero_std_groups
 from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
+from pipeline.rollout.rewards import RewardFunctions
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
 # Metrics of zero-std groups (groups with equal rewards), and the outcomes that a metric counts.
@@ -22,14 +26,16 @@ ZERO_STD = {
 
 
 def rollout_metrics(
-    batch: RolloutBatch, ranks: Ranks, config: Config
+    batch: RolloutBatch, ranks: Ranks, config: Config, reward_names: Sequence[str] = ()
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
     """Return a step's metrics, and each domain's numbers of episodes and of environment errors.
 
     The replacement groups of dynamic sampling count only in tool errors, environment errors and
-    left-out episodes. Mean rewards do not count left-out episodes.
+    left-out episodes. Mean rewards do not count left-out episodes. `reward_names` are the names of
+    the sources of rewards; as in TRL, `rewards/NAME/mean` and `rewards/NAME/std` count the episodes
+    to which the source NAME applies.
     """
-    counts = _counts(batch, config)
+    counts = _counts(batch, config) | _reward_sums(batch, reward_names)
     total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
     size, domains, episodes = config.rollout.num_generations, config.data.domains, total["episodes"]
     groups = {d: count for d in domains if (count := total[f"groups {d}"])}
@@ -39,6 +45,11 @@ def rollout_metrics(
         rewards = {domain: total[f"reward {domain}"] for domain in judged}
         metrics["reward/mean"] = sum(rewards.values()) / sum(judged.values())
         metrics |= {f"reward/{domain}": rewards[domain] / n for domain, n in judged.items()}
+    for name in reward_names:
+        if count := total[f"count {name}"]:
+            mean = total[f"sum {name}"] / count
+            variance = max(0.0, total[f"squares {name}"] - count * mean**2) / max(1, count - 1)
+            metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
     left_out = {f"{kind}/{d}": total[f"{kind} {d}"] for kind in LEFT_OUT for d in domains}
     metrics |= {
         "rollout/episodes": episodes,
@@ -89,6 +100,34 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
             **{f"{kind} {domain}": sum(t.left_out == kind for t in all_of) for kind in LEFT_OUT},
         }
     return counts
+
+
+def _reward_sums(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:
+    sums = dict[str, float]()
+    for name in names:
+        rewards = [r for t in batch.first if (r := t.rewards.get(name)) is not None]
+        squares = sum(reward**2 for reward in rewards)
+        sums |= {f"count {name}": len(rewards), f"sum {name}": sum(rewards)}
+        sums[f"squares {name}"] = squares
+    return sums
+
+
+def logged_by_reward_functions(
+    rewards: RewardFunctions, ranks: Ranks
+) -> tuple[dict[str, float], int]:
+    """Return the mean of each name's `log_metric` values over all ranks, and forget the values.
+
+    The second result is the number of new calls of async functions on all ranks.
+    """
+    mine = {name: list(values) for name, values in rewards.metrics.items()}, rewards.num_calls
+    rewards.metrics.clear()
+    rewards.num_calls = 0
+    gathered = ranks.all_gather_objects(mine, "reward functions")
+    found = defaultdict[str, list[float]](list)
+    for name, values in chain.from_iterable(of.items() for of, _ in gathered):
+        found[name] += values
+    means = {name: fmean(sorted(values)) for name, values in sorted(found.items())}
+    return means, sum(count for _, count in gathered)
 
 
 def _outcome(group: Sequence[Trajectory], threshold: float) -> str:

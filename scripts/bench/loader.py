@@ -103,7 +103,7 @@ def start_up(source: Path, num_tasks: int) -> dict[str, float]:
     import datasets  # noqa: F401  (excludes the import from the measurement)
 
     from pipeline.environments.domains import generated, load_domains
-    from pipeline.preflight.prepare import train_tasks
+    from pipeline.preflight.tasks import train_tasks
 
     data = {
         "domains": ["airline"],

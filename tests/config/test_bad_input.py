@@ -7,7 +7,6 @@ written. Of each line, what it must name and what remedies it is asserted.
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.check import check_model, refuse_full_disk
-from pipeline.preflight.prepare import train_tasks
+from pipeline.preflight.tasks import train_tasks
 from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in every run
 from pipeline.run import main
 from pipeline.sft import check_demonstrations
@@ -828,8 +827,8 @@ def generate_tasks(seed, n, split, difficulty):
     return [Task(domain="bank", id=f"{split}-{i}", prompt=prompt, payload="{}") for i in range(n)]
 '''
 ENVIRONMENTS = [
-    ("no module", None, ("No module named", "module:Class")),
-    ("no class", BANK.replace("class Bank", "class Bunk"), ("no attribute 'Bank'", "module:Class")),
+    ("no module", None, ("No module named", "module:name")),
+    ("no class", BANK.replace("class Bank", "class Bunk"), ("no attribute 'Bank'", "module:name")),
     ("no Python", "class Bank", ("fails on import", "SyntaxError", "mend")),
     (
         "an end of the process",
@@ -845,16 +844,10 @@ ENVIRONMENTS = [
     ("no get_reward", BANK.replace("get_reward", "_reward"), ("no get_reward()", "add it")),
     ("no reset", BANK.replace("reset", "_reset"), ("no reset()", "add it")),
     (
-        "no docstring",
-        re.sub(r'""".*?"""', "", BANK, flags=re.DOTALL),
-        ("balance", "no docstring", "Google docstring"),
-    ),
-    (
         "no type hints",
         BANK.replace("account: str", "account"),
         ("account", "type hint", "Google docstring"),
     ),
-    ("no generator", BANK.replace("generate_tasks", "_tasks"), ("no generate_tasks(", "add it")),
     (
         "a generator that gives nothing",
         BANK.replace("range(n)", "range(0)"),
@@ -1006,7 +999,7 @@ LINES = [
     (
         "an environment",
         ["--domains", "bank", "--environments", "{bank: no_bank:Bank}"],
-        ("environments: bank: got 'no_bank:Bank'", "No module named", "module:Class"),
+        ("environments: bank: got 'no_bank:Bank'", "No module named", "module:name"),
     ),
     (
         "a checkpoint",

@@ -183,7 +183,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
     assert headings == [
         "options:",
         "model:",
-        "tasks:",
+        "tasks and rewards:",
         "warm start (supervised):",
         "curriculum:",
         "rollout:",

@@ -150,7 +150,8 @@ def test_one_place_asks_whether_a_domain_is_embedded():
         (rules, ""),
         (rules, "_environments"),
         *[(settings, "")] * (1 + len(EMBEDDED_DOMAINS)),  # the table itself
-        (settings, "import_strings"),
+        (settings, "own_domains"),
+        (settings, "factories"),
     ]
 
 

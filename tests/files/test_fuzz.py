@@ -28,7 +28,7 @@ from pipeline.embedded.airline import generate_tasks
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_MESSAGE, parse_json
 from pipeline.models.tiny import RESPONSE_TEMPLATE
-from pipeline.preflight.prepare import train_tasks
+from pipeline.preflight.tasks import train_tasks
 from tests.support.helpers import chat, embedded, tokenizer
 
 _home = TemporaryDirectory(prefix="hypothesis-")  # what it writes goes with it

@@ -363,7 +363,7 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatc
 
 def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
     message = refusal(prepare, bank(tmp_path, monkeypatch, "bare_bank", BANK))
-    says(message, "bare_bank", "no generate_tasks(", "add it")
+    says(message, "bank has no generate_tasks(...) or tasks", "add generate_tasks, or give tasks")
 
 
 def test_what_a_generator_refuses_is_told(tmp_path, monkeypatch):

@@ -1,0 +1,47 @@
+"""Random numbers of environments that draw from the global generators of `random` and NumPy."""
+
+import random
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.rng import stream_key
+from pipeline.data.tasks import Task
+
+_numpy: Any = np.random  # mypy does not know the functions for the global bit generator
+
+
+class RandomState:
+    """The state of the global random number generators while one episode's environment runs.
+
+    The task alone decides the initial state, so all episodes of a task draw the same numbers, on
+    any rank and after a resume. Inside the context the global generators have the episode's state;
+    after the context the generators have their earlier state. Only the main thread may enter.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._key = stream_key("environment", *task.key)
+        self._state: Any = None  # state of `random`, or None before the first use
+        self._bits = np.random.MT19937(self._key)
+
+    def __enter__(self) -> None:
+        self._outer = random.getstate(), _numpy.get_bit_generator()
+        if self._state is None:
+            random.seed(self._key)
+        else:
+            random.setstate(self._state)
+        _numpy.set_bit_generator(self._bits)
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._state = random.getstate()
+        random.setstate(self._outer[0])
+        _numpy.set_bit_generator(self._outer[1])
+
+
+def uses_random_state(environment_class: type[Any]) -> bool:
+    """Return whether an environment may draw from the global generators.
+
+    A class with the attribute `uses_random_state = False` saves the time of the change of state.
+    """
+    return bool(getattr(environment_class, "uses_random_state", True))
