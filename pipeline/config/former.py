@@ -54,6 +54,8 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
     data, tracking = tree.get("data"), tree.get("tracking")
     if isinstance(tracking, dict) and "trackio" in (tracking.get("report_to") or ()):
         tracking["report_to"] = [name for name in tracking["report_to"] if name != "trackio"]
+    if isinstance(curriculum := tree.get("curriculum"), dict):
+        curriculum.setdefault("preview", 0.0)  # runs of earlier versions had no preview
     if isinstance(data, dict) and (names := [name for name in TASK_FILES if name in data]):
         sources = {TASK_FILES[name]: data.pop(name) for name in names}
         given = {name: source for name, source in sources.items() if source is not None}

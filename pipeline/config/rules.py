@@ -81,6 +81,9 @@ def _curriculum(config: Config) -> Iterator[str]:
     if curriculum.order and curriculum.curriculum != "sequential":
         given = f"{','.join(curriculum.order)} with curriculum {curriculum.curriculum}"
         yield f"order: got {given}, whose stage holds all domains; take one of the two out"
+    if curriculum.replay + curriculum.preview >= 1:
+        given = f"{curriculum.preview:g}, with replay {curriculum.replay:g}"
+        yield f"preview: got {given}; leave groups to each stage's own domain: a sum below 1"
     if both := curriculum.stage_steps.keys() & curriculum.stage_tasks:
         yield f"stage_tasks: got {min(both)}, as stage_steps has; give one"
     if curriculum.plateau_patience and not config.evaluation.eval_steps:

@@ -137,6 +137,7 @@ class CurriculumSettings(Section):
     plateau_patience: NonNegativeInt = field(0, "validations without gain to end a stage; 0: never")
     plateau_delta: NonNegativeFloat = field(0.01, "least increase of success that is progress")
     replay: ShareBelowOne = field(0.3, "share of a step's groups from earlier domains")
+    preview: ShareBelowOne = field(0.08, "share of a step's groups from later domains")
 
 
 class RolloutSettings(Section):

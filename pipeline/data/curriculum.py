@@ -19,7 +19,7 @@ class Stage:
 
     index: int
     name: str
-    own: tuple[str, ...]  # the stage's own domains; other domains in `groups` are replayed
+    own: tuple[str, ...]  # the stage's own domains; `groups` also has replay and preview
     difficulty: str
     groups: dict[str, int]  # number of groups of each domain in a step, over all ranks
     schedule: tuple[str, ...] = ()  # the domain of each step; empty if steps mix domains
@@ -79,9 +79,11 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
     stages: list[tuple[tuple[str, ...], dict[str, float]]] = []
     for index, domain in enumerate(order):
         earlier = [d for d in dict.fromkeys(order[:index]) if d != domain]
-        replay = curriculum.replay if earlier else 0.0
-        replayed = {d: replay / len(earlier) for d in earlier if replay > 0}
-        stages.append(((domain,), {**replayed, domain: 1 - replay}))
+        later = [d for d in dict.fromkeys(order[index:]) if d not in (domain, *earlier)]
+        shares = dict[str, float]()
+        for others, share in ((earlier, curriculum.replay), (later, curriculum.preview)):
+            shares |= {d: share / len(others) for d in others if share > 0}
+        stages.append(((domain,), {**shares, domain: 1 - sum(shares.values())}))
     return stages
 
 
@@ -168,14 +170,15 @@ def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
 def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
     """Return the content of `curriculum.json`."""
     keys = ("name", "own", "difficulty", "first_step", "num_steps")
-    has_replay = any(stage.groups.keys() - stage.own for stage in stages)
-    described = [
-        {key: getattr(stage, key) for key in keys}
-        | {"domains": stage.groups, "in_turns": bool(stage.schedule)}
-        for stage in stages
-    ]
-    replay = config.curriculum.replay if has_replay else 0.0
-    return {"curriculum": config.curriculum.curriculum, "stages": described, "replay": replay}
+    described, seen, shares = list[dict[str, Any]](), set[str](), {"replay": 0.0, "preview": 0.0}
+    for stage in stages:
+        further = {key: getattr(stage, key) for key in keys}
+        described.append(further | {"domains": stage.groups, "in_turns": bool(stage.schedule)})
+        for domain in stage.groups.keys() - stage.own:
+            name = "replay" if domain in seen else "preview"
+            shares[name] = getattr(config.curriculum, name)
+        seen |= {*stage.own}
+    return {"curriculum": config.curriculum.curriculum, "stages": described, **shares}
 
 
 def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:

@@ -31,6 +31,7 @@ class RunData:
     results: dict[str, Any]
     stages: list[dict[str, Any]]  # the stages of `curriculum.json` that have training steps
     replay: float
+    preview: float
     train: list[dict[str, Any]]  # lines of `metrics.jsonl`, in order of steps
     validation: list[dict[str, Any]]
     timings: list[dict[str, Any]]  # lines of `timings.jsonl` of training steps
@@ -69,7 +70,7 @@ def load_run(folder: Path) -> RunData:
     """Read a run folder. Raises UserError if the folder holds no run."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
-    curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0)
+    curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0, preview=0.0)
     results = _read_json(folder / "results.json", evaluations=[])
     results.setdefault("baselines", results.get("floors", {}))  # the name in old runs is `floors`
     metrics, timings = read_metrics(folder)
@@ -81,6 +82,7 @@ def load_run(folder: Path) -> RunData:
         results=results,
         stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
         replay=curriculum["replay"],
+        preview=curriculum["preview"],
         train=train,
         validation=[line for line in metrics if line["kind"] == "validation"],
         timings=_of_training(timings),

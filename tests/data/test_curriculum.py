@@ -29,7 +29,7 @@ def config(
             "data": {"domains": list(domains)},
             "grpo": {"max_steps": max_steps},
             "rollout": {"tasks_per_step": tasks_per_step},
-            "curriculum": curriculum,
+            "curriculum": {"preview": 0.0, **curriculum},
         }
     )
 
@@ -49,6 +49,20 @@ def test_one_stage_per_domain_with_earlier_ones_replayed():
 def test_without_replay_a_stage_has_its_own_domain_only():
     stages = make_stages(config(replay=0.0), PLENTY)
     assert [stage.groups for stage in stages] == [{"airline": 24}, {"retail": 24}, {"telecom": 24}]
+
+
+def test_a_preview_of_later_domains_takes_groups_from_the_stage():
+    stages = make_stages(config(replay=0.3, preview=0.08), PLENTY)
+    assert [stage.groups for stage in stages] == [
+        {"retail": 1, "telecom": 1, "airline": 22},
+        {"airline": 7, "telecom": 2, "retail": 15},
+        {"airline": 4, "retail": 3, "telecom": 17},
+    ]
+    small = make_stages(config(tasks_per_step=4, preview=0.08, replay=0.0), PLENTY)
+    assert [stage.groups for stage in small] == [{"airline": 4}, {"retail": 4}, {"telecom": 4}]
+    described = describe(stages, config(replay=0.3, preview=0.08))
+    assert (described["replay"], described["preview"]) == (0.3, 0.08)
+    assert describe(small, config(preview=0.08, replay=0.3))["preview"] == 0.0
 
 
 def test_the_order_of_the_domains_is_that_of_the_stages():
@@ -297,6 +311,7 @@ def test_what_curriculum_json_holds():
             },
         ],
         "replay": 0.3,
+        "preview": 0.0,
     }
     mixed = config(curriculum="mixed")
     assert describe(make_stages(mixed, PLENTY), mixed)["replay"] == 0.0

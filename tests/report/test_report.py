@@ -187,7 +187,7 @@ def test_a_run_of_one_stage_has_a_matrix_and_no_transfer(tmp_path, without_pictu
     assert "| after mixed | 0.62 [" in text
     assert "| total gain | +0.25 [" in text
     assert "backward transfer |" not in text.split("## Tools")[0]
-    assert "No replay: a stage draws from its own domains only." in text
+    assert "No replay: a stage draws nothing from the domains of earlier stages." in text
     assert "transfer" not in final_table(json.loads((folder / "results.json").read_text()))
 
 
