@@ -75,6 +75,7 @@ class DataSettings(Section):
     task_seed: int = field(0, "seed of the generated tasks")
     tasks: dict[str, Text] = field({}, "files or datasets of training tasks: {bank: SOURCE}")
     dataset_train_split: str = field("train", "split of the datasets in `tasks`")
+    demonstrations: dict[str, Text] = field({}, "files, instead of experts: {bank: FILE}")
 
     @property
     def import_strings(self) -> dict[str, str]:
@@ -90,7 +91,6 @@ class WarmStartSettings(Section):
     learning_rate: PositiveFloat = field(2e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(30, "steps of linear warm-up")
     rule_share: Share = field(0.3, "share of demonstrations that first state the rule")
-    data: Path | None = field(None, "demonstrations of your own (JSONL: {messages, tools})")
 
 
 class CurriculumSettings(Section):

@@ -4,22 +4,28 @@ import heapq
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from pipeline.chat.template import Chat
+from pipeline.checkpoints.manifest import problem
+from pipeline.checkpoints.run_folder import resumable
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import TaskRow
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.demonstrations import has_demonstrations, words_of_demonstrations
 from pipeline.environments.domains import Domain, generated, load_domains, try_task
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
-from pipeline.sft import check_demonstrations
+from pipeline.preflight.demonstrations import check_demonstrations
+from pipeline.sft import sources_of
 
 NUM_TRIED = 1000  # maximum number of a source's tasks that are tried in the environment
 NUM_LONGEST = 64  # number of a domain's prompts that are tokenized to find the longest prompt
@@ -36,6 +42,7 @@ class Prepared:
     stages: list[Stage]
     tokenizer: Any
     chat: Chat
+    notes: list[str]  # warnings about the demonstrations
 
     @property
     def environments(self) -> dict[str, type[Any]]:
@@ -70,12 +77,15 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + _longest(tasks)
         sizes[name] = min(sizes[name], len(tasks))
-    settings = ModelSettings() if with_tiny_tokenizer else config.model
-    tokenizer = load_tokenizer(settings, domains.values())
+    resumed = resumable(config)
+    if with_tiny_tokenizer:
+        tokenizer = load_tokenizer(ModelSettings(), domains.values())
+    else:
+        tokenizer = _tokenizer(config, domains, resumed)
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
-    check_demonstrations(config, domains, chat)
+    notes = [] if resumed else check_demonstrations(config, domains, chat)
     task_sets, stages = (train, validation, held_out, graded, longest), make_stages(config, sizes)
-    prepared = Prepared(domains, *task_sets, stages, tokenizer, chat)
+    prepared = Prepared(domains, *task_sets, stages, tokenizer, chat, notes)
     for name, tokens in prepared.longest_prompts().items():
         if tokens + limits.max_tokens_per_turn > limits.max_tokens:
             raise UserError(
@@ -83,6 +93,23 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
                 f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
             )
     return prepared
+
+
+def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[Path]) -> Any:
+    """Return the model's tokenizer. The tiny model gets words for domains without `WORDS`.
+
+    The tokenizer of a resumed run comes from a checkpoint if demonstrations gave it words.
+    """
+    settings, has_warm_start = config.model, config.grpo.use_grpo and config.warm_start.steps > 0
+    silent = [d for d in domains.values() if not d.words() and has_demonstrations(config, d)]
+    if settings.model != "tiny" or not has_warm_start or not silent:
+        return load_tokenizer(settings, domains.values())
+    if whole := [path for path in resumed if not problem(path)]:
+        return load_tokenizer(settings.model_copy(update={"model": str(whole[0])}))
+    _, count = sources_of(config, domains)
+    words = {d.name: words_of_demonstrations(config, d, count) for d in silent}
+    found = {d.name: replace(d, words=partial(list, words[d.name])) for d in silent}
+    return load_tokenizer(settings, {**domains, **found}.values())
 
 
 def train_tasks(
