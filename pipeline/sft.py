@@ -5,6 +5,7 @@ demonstrations and rollouts. The expert of a domain follows the domain's rules i
 the demonstrations (`warm_start.rule_share`), so that GRPO can improve the policy.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -12,18 +13,13 @@ from typing import Any
 from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import permutation
-from pipeline.data.tasks import Message, read_demonstrations
+from pipeline.data.tasks import Message
 from pipeline.distributed.gradients import skip_gradient_sync
-from pipeline.environments.domains import Domain, generated, try_expert
-from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.tools import tool_schemas
-from pipeline.errors import UserError
-from pipeline.files.untrusted import one_line, shown
+from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
+from pipeline.environments.domains import Domain
 from pipeline.models.loading import on_gpu, uses_bf16
 
 SFTExample = dict[str, list[int]]  # has the keys `input_ids` and `labels`
-NUM_TRIED = 100  # maximum number of demonstrations that are checked before a run
-NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
 IGNORED = -100  # label of tokens without a loss, as in transformers
 
 
@@ -118,49 +114,11 @@ def share_steps(
     return [e for s in steps for e in (s * num_ranks if deterministic else s + padding)]
 
 
-def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> None:
-    """Raise UserError if the warm start has too few or faulty demonstrations.
-
-    The check encodes up to NUM_TRIED demonstrations of the file `warm_start.data`. Without a file,
-    the expert of each domain must solve up to NUM_TRIED_BY_EXPERT tasks.
-    """
-    settings, path = config.warm_start, config.warm_start.data
-    if not config.grpo.use_grpo or settings.steps == 0:
-        return
-    if path is not None:
-        demonstrations = read_demonstrations(path)
-        for messages, tools in demonstrations[:: -(-len(demonstrations) // NUM_TRIED)]:
-            try:
-                encode(chat, messages, tools)
-            except UserError as error:
-                raise UserError(f"{path}: {error}") from None
-        return
-    experts, count = _experts(config, domains)
-    if not experts:
-        raise UserError(
-            "warm_start.data: missing, and the module of no domain has an expert(agent, goal); "
-            "give demonstrations, add an expert, or set warm_start.steps 0"
-        )
-    timeout, threshold = config.rollout.call_timeout, config.evaluation.success_threshold
-    for domain in experts:
-        limit = domain.max_tasks
-        if limit is not None and count > limit:
-            raise UserError(
-                f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
-                f"but the experts give at most {limit} a domain; give fewer"
-            )
-        # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
-        num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
-        tasks = generated(config.data, domain, num_made, "train")
-        for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
-            try_expert(domain, task, timeout, threshold)
-
-
-def _experts(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
-    """Return the domains with an expert, and how many demonstrations each domain must give."""
-    experts = [domain for domain in domains.values() if domain.expert is not None]
+def sources_of(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
+    """Return the domains with demonstrations, and how many examples each domain must give."""
+    sources = [domain for domain in domains.values() if has_demonstrations(config, domain)]
     count = config.warm_start.steps * config.warm_start.batch_size
-    return experts, -(-count // max(1, len(experts)))
+    return sources, -(-count // max(1, len(sources)))
 
 
 def sft_examples(
@@ -171,40 +129,48 @@ def sft_examples(
 ) -> list[SFTExample]:
     """Return the examples of all steps of the warm start, in the order of the steps.
 
-    Examples repeat if there are too few demonstrations. `alive` is called after each demonstration.
+    Each domain gives the same number of examples. A file with fewer demonstrations is read in
+    passes, each in an order of its own. `alive` is called after each demonstration.
     """
-    path, examples = config.warm_start.data, list[SFTExample]()
-    count = config.warm_start.steps * config.warm_start.batch_size
-    made = _expert_demonstrations(config, domains) if path is None else read_demonstrations(path)
-    for messages, tools in made:
-        examples.append(encode(chat, messages, tools))
-        alive()
-    size, epochs = len(examples), range(count // len(examples) + 1)
-    order = [i for e in epochs for i in permutation(size, config.run.seed, "warm start", e)]
-    return [examples[i] for i in order[:count]]
+    examples, passes = dict[str, list[SFTExample]](), dict[str, Iterator[int]]()
+    positions = list[tuple[str, int]]()
+    count, seed = config.warm_start.steps * config.warm_start.batch_size, config.run.seed
+    sources, per_domain = sources_of(config, domains)
+    for domain in sources:
+        own = examples[domain.name] = []
+        for _, messages, tools in demonstrations_of(config, domain, per_domain):
+            own.append(encode(chat, messages, tools or []))
+            alive()
+        size = len(own)
+        if domain.name in config.data.demonstrations:
+            passes[domain.name], size = _passes(size, seed, domain.name), per_domain
+        positions += [(domain.name, index) for index in range(size)]
+    size, epochs = len(positions), range(count // len(positions) + 1)
+    order = [positions[i] for e in epochs for i in permutation(size, seed, "warm start", e)]
+    return [
+        examples[name][next(passes[name]) if name in passes else index]
+        for name, index in order[:count]
+    ]
 
 
-def _expert_demonstrations(
-    config: Config, domains: Mapping[str, Domain]
-) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
-    """Yield conversations of the experts, each with the tool schemas of its domain."""
-    timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
-    experts, count = _experts(config, domains)
-    for domain in experts:
-        tools = tool_schemas(domain.environment)
-        for task in generated(config.data, domain, count, "train"):
-            try:
-                messages, _ = domain.demonstrate(task, timeout, share, config.run.seed)
-            except EnvironmentFault as fault:
-                raise UserError(
-                    f"tasks of {domain.name}: the expert fails on task {shown(task.id)} "
-                    f"({one_line(str(fault))}); mend the expert or the task"
-                ) from None
-            yield messages, tools
+def _passes(size: int, seed: int, name: str) -> Iterator[int]:
+    for number in itertools.count():
+        yield from permutation(size, seed, "warm start", name, number)
 
 
 def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> SFTExample:
     """Return tokens and labels of a conversation; only tokens of assistant messages have a loss."""
+    parts = parts_of(chat, messages, tools)
+    return {
+        "input_ids": [i for _, ids in parts for i in ids],
+        "labels": [i if is_sampled else IGNORED for is_sampled, ids in parts for i in ids],
+    }
+
+
+def parts_of(
+    chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]
+) -> list[tuple[bool, list[int]]]:
+    """Return (is sampled, token ids) of the prompt, each assistant message and each reply."""
     is_assistant = [message["role"] == "assistant" for message in messages]
     first, end = is_assistant.index(True), len(messages) - is_assistant[::-1].index(True)
     parts = [(False, chat.prompt_ids(messages[:first], tools))]
@@ -212,7 +178,4 @@ def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]])
         run = list(group)
         pieces = map(chat.message_ids, run) if is_sampled else [chat.reply_ids(run)]
         parts += [(is_sampled, ids) for ids in pieces]
-    return {
-        "input_ids": [i for _, ids in parts for i in ids],
-        "labels": [i if is_sampled else IGNORED for is_sampled, ids in parts for i in ids],
-    }
+    return parts

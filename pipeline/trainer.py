@@ -73,7 +73,8 @@ class Trainer:
     ) -> None:
         self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
         self.parts = validate(config)
-        opened, self.folder, resumed = open_together(config, ranks)
+        tokens = self.parts.tokenizer.get_vocab()
+        opened, self.folder, resumed = open_together(config, ranks, tokens)
         watchdog.can_resume = resumed is not None
         now = {"output_dir": self.folder}
         self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})

@@ -17,18 +17,18 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "errors": 50,
     "files": 310,
     "distributed": 880,
-    "config": 830,
-    "data": 760,
-    "environments": 1200,
+    "config": 845,
+    "data": 780,
+    "environments": 1330,
     "embedded": 1090,
     "chat": 660,
     "models": 800,
     "rollout": 1560,
-    "sft": 230,
-    "checkpoints": 660,
+    "sft": 190,
+    "checkpoints": 690,
     "grpo": 1330,
     "evaluation": 955,
-    "preflight": 830,
+    "preflight": 990,
     "doctor": 290,
     "tracking": 1010,
     "plots": 570,
@@ -37,7 +37,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "train": 190,
     "run": 170,
 }
-MOST_LINES = {"environments": 1200}  # of rooms that may be larger than others
+MOST_LINES = {"environments": 1330}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40

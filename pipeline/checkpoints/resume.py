@@ -1,6 +1,7 @@
 """Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,18 @@ from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
 
 
-def open_together(config: Config, ranks: Ranks) -> tuple[Opened | None, Path, Path | None]:
+def open_together(
+    config: Config, ranks: Ranks, tokens: Mapping[str, int]
+) -> tuple[Opened | None, Path, Path | None]:
     """Open the run folder on rank 0, and tell all ranks the folder and the checkpoint to resume.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
+    Raises UserError if the ranks have different `tokens`, which are {token: id}.
     """
+    digest = sha256(str(sorted(tokens.items())).encode()).digest()
+    if len({*ranks.all_gather_objects(digest, "tokens")}) > 1:
+        why = "the expert of a domain without WORDS gave the ranks different conversations"
+        raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
     opened: Opened | None = None
     result: Any = None
     try:

@@ -74,6 +74,12 @@ def check_folder(config: Config) -> None:
         raise UserError(f"output_dir: {folder} holds a run; {remedy}")
 
 
+def resumable(config: Config) -> list[Path]:
+    """Return the checkpoints that the run may continue from, or [] for a new run."""
+    name = config.run.resume_from_checkpoint
+    return [] if name is None else _candidates(folder_of(config), name)
+
+
 def _candidates(folder: Path, name: str) -> list[Path]:
     checkpoints = newest_first(folder / "checkpoints")
     if name == "auto" or (name == "latest" and checkpoints):

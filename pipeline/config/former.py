@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.files import layout
 from pipeline.files.durable import read_records
 
@@ -36,6 +37,10 @@ def instead(name: str) -> str:
         return f"{name}: a step is {now}, in passes of max_tokens_per_microbatch; set these"
     if new := SETTINGS.get(plain.removeprefix("no_")):
         return f"{name} has another name; see {'--' + new.replace('_', '-') if is_flag else new}"
+    if plain in ("warm_start_data", "data"):
+        entry = "demonstrations: {DOMAIN: FILE} in section data"
+        now = "--demonstrations '{DOMAIN: FILE}'" if is_flag else entry
+        return f"{name} is an entry of demonstrations now; write {now}"
     if plain not in TASK_FILES:
         return ""
     entry = f"{{{TASK_FILES[plain]}: SOURCE}}"
@@ -60,6 +65,10 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
         sources = {TASK_FILES[name]: data.pop(name) for name in names}
         given = {name: source for name, source in sources.items() if source is not None}
         data["tasks"] = {**given, **(data.get("tasks") or {})}
+    warm_start = tree.get("warm_start")
+    if isinstance(warm_start, dict) and (path := warm_start.pop("data", None)) is not None:
+        data = tree["data"] = dict(data or {})
+        data["demonstrations"] = dict.fromkeys(data.get("domains", DEFAULT_DOMAINS), path)
     return tree
 
 

@@ -61,6 +61,7 @@ def _names(config: Config) -> Iterator[str]:
         ("domains", used, known, "known domains, or its class in `environments`"),
         ("tasks", data.tasks, used, "domains of the run"),
         ("eval_tasks", data.eval_tasks, used, "domains of the run"),
+        ("demonstrations", data.demonstrations, used, "domains of the run"),
         ("order", curriculum.order, used, "domains of the run"),
         ("domain_weights", curriculum.domain_weights, known, "domains"),
         ("domain_advantage_scale", scales, known, "domains"),

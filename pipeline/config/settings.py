@@ -92,6 +92,7 @@ class DataSettings(Section):
     max_reward_calls: PositiveInt | None = field(
         None, "calls of async reward functions in a run; more end it; null: no limit"
     )
+    demonstrations: dict[str, Text] = field({}, "files, instead of experts: {bank: FILE}")
 
     @property
     def own_domains(self) -> dict[str, EnvironmentFactory]:
@@ -121,7 +122,6 @@ class WarmStartSettings(Section):
     learning_rate: PositiveFloat = field(2e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(30, "steps of linear warm-up")
     rule_share: Share = field(0.3, "share of demonstrations that first state the rule")
-    data: Path | None = field(None, "demonstrations of your own (JSONL: {messages, tools})")
 
 
 class CurriculumSettings(Section):

@@ -18,7 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pipeline.data.rng import permutation
 from pipeline.data.rows import Rows, TaskRow, json_lines, rows_of_file
@@ -188,25 +188,34 @@ def _is_call(call: Any) -> bool:
     return is_named and isinstance(function.get("arguments", {}), dict)
 
 
-def read_demonstrations(path: Path) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-    """Return messages and tools of each demonstration. Raises UserError for an invalid line."""
-    demonstrations: list[tuple[Any, Any]] = []
+class Demonstration(NamedTuple):
+    """A conversation for the warm start; `where` names its line or its task in messages."""
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None  # JSON schemas; None: those of the domain's environment
+
+
+def read_demonstrations(path: Path) -> list[Demonstration]:
+    """Return the demonstrations of a JSON Lines file. Raises UserError for an invalid line."""
+    demonstrations: list[Demonstration] = []
     try:
         for where, _, _, row in json_lines(path):
             fields: Any = row if isinstance(row, dict) else {}
-            messages, tools = fields.get("messages"), fields.get("tools") or []
+            messages, tools = fields.get("messages"), fields.get("tools")
             if problem := messages_problem(messages):
                 raise UserError(f"{where}: messages: {problem}")
             roles = [message["role"] for message in messages]
             if "assistant" not in roles or roles[0] == "assistant":
                 needed = "starts with a request and holds an assistant message"
                 raise UserError(f"{where}: a demonstration {needed}")
-            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+            if tools is not None and not is_list:
                 raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
-            demonstrations.append((messages, tools))
+            demonstrations.append(Demonstration(where, messages, tools))
     except (OSError, UnicodeDecodeError) as error:
         why = f"{path} cannot be read ({one_line(str(error))})"
-        raise UserError(f"warm_start.data: {why}; check the path") from None
+        raise UserError(f"demonstrations: {why}; check the path") from None
     if not demonstrations:
         raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
     return demonstrations

@@ -5,6 +5,7 @@ The setting `environments` names the class by an import string, such as
 and may have `MAX_TASKS`, the largest `n` that `generate_tasks` accepts. The module may have a
 function `expert`, which solves tasks (see `experts.py`). The module may have `WORDS`, a list of
 texts or a function that returns a list; each text becomes a token of the tiny model's tokenizer.
+Without `WORDS`, the words come from the domain's demonstrations (see `demonstrations.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -169,7 +170,7 @@ def try_task(domain: Domain, task: Task, source: str, seconds: float, success: f
     """Raise UserError if `reset` fails on a task, or if the expert does not solve the task."""
     try_reset(domain, task, source, seconds)
     is_solvable = domain.expert is not None and goal_of(task) is not None
-    if is_solvable and (why := _unsolved(domain, task, seconds, success)):
+    if is_solvable and (why := _solved(domain, task, seconds, success)[1]):
         raise UserError(
             f"{source}: task {shown(task.id)}: the actions that serve its goal do not lead to what "
             f"it expects ({why}); mend goal, database or expected"
@@ -208,21 +209,26 @@ def _plain(made: Started) -> dict[str, str]:
     }
 
 
-def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> None:
-    """Raise UserError if the domain's expert does not solve a task from `generate_tasks`."""
-    if why := _unsolved(domain, task, seconds, success):
+def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> list[Message]:
+    """Return the conversation of an expert that solves a task; raises UserError otherwise."""
+    messages, why = _solved(domain, task, seconds, success)
+    if why:
         raise UserError(
             f"tasks of {domain.name}: the expert does not solve task {shown(task.id)} ({why}); "
             "mend the expert or the task"
         )
+    return messages
 
 
-def _unsolved(domain: Domain, task: Task, seconds: float, success: float) -> str:
+def _solved(
+    domain: Domain, task: Task, seconds: float, success: float
+) -> tuple[list[Message], str]:
+    """Return the expert's conversation, and why the expert does not solve the task, or ""."""
     try:
-        _, reward = domain.demonstrate(task, seconds)
+        messages, reward = domain.demonstrate(task, seconds)
     except EnvironmentFault as fault:
-        return one_line(str(fault))
-    return "" if reward >= success else f"reward {reward:g}"
+        return [], one_line(str(fault))
+    return messages, "" if reward >= success else f"reward {reward:g}"
 
 
 def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:

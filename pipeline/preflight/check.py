@@ -22,7 +22,8 @@ def validate(config: Config) -> Prepared:
     parts = prepare(config)
     _, notes = check_model(config, parts)
     if os.environ.get("RANK", "0") == "0":
-        lines = [*(f"note: {note}" for note in parts.notes), *(f"warning: {n}" for n in notes)]
+        lines = [f"note: {note}" for note in parts.notes]
+        lines += [f"warning: {warning}" for warning in (*parts.warnings, *notes)]
         print("\n".join(lines), end="\n" * bool(lines), flush=True)
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     if (need := sum(memory.values())) > have:
@@ -51,6 +52,7 @@ def main(config: Config) -> int:
     slow = f"through generate, every message from the start again (slower): {why}"
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
     lines += [f"model: {note}" for note in notes]
+    lines += [f"warning: {warning}" for warning in parts.warnings]
     print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]))
     return 0
 

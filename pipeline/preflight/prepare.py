@@ -1,22 +1,28 @@
 """Preparation of a run without its model: tasks, environments, tokenizer, chat format, stages."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from pipeline.chat.template import Chat
+from pipeline.checkpoints.manifest import problem
+from pipeline.checkpoints.run_folder import resumable
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.tasks import Task
+from pipeline.environments.demonstrations import has_demonstrations, words_of_demonstrations
 from pipeline.environments.domains import Domain, generated, load_domains
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
+from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import longest_of, task_sets
-from pipeline.sft import check_demonstrations
+from pipeline.sft import sources_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Prepared:
     tokenizer: Any
     chat: Chat
     notes: list[str]  # facts about the tasks and rewards that a user should know
+    warnings: list[str]  # warnings about the demonstrations
 
     @property
     def environments(self) -> dict[str, type[Any]]:
@@ -61,10 +68,12 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + longest_of(tasks)
         sizes[name] = min(sizes[name], len(tasks))
-    settings = ModelSettings() if with_tiny_tokenizer else config.model
-    tokenizer = load_tokenizer(settings, domains.values())
+    resumed = resumable(config)
+    if with_tiny_tokenizer:
+        tokenizer = load_tokenizer(ModelSettings(), domains.values())
+    else:
+        tokenizer = _tokenizer(config, domains, resumed)
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
-    check_demonstrations(config, domains, chat)
     prepared = Prepared(
         domains=domains,
         train=train,
@@ -76,6 +85,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         tokenizer=tokenizer,
         chat=chat,
         notes=notes,
+        warnings=[] if resumed else check_demonstrations(config, domains, chat),
     )
     for name, tokens in prepared.longest_prompts().items():
         if tokens + limits.max_tokens_per_turn > limits.max_tokens:
@@ -84,6 +94,23 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
                 f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
             )
     return prepared
+
+
+def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[Path]) -> Any:
+    """Return the model's tokenizer. The tiny model gets words for domains without `WORDS`.
+
+    The tokenizer of a resumed run comes from a checkpoint if demonstrations gave it words.
+    """
+    settings, has_warm_start = config.model, config.grpo.use_grpo and config.warm_start.steps > 0
+    silent = [d for d in domains.values() if not d.words() and has_demonstrations(config, d)]
+    if settings.model != "tiny" or not has_warm_start or not silent:
+        return load_tokenizer(settings, domains.values())
+    if whole := [path for path in resumed if not problem(path)]:
+        return load_tokenizer(settings.model_copy(update={"model": str(whole[0])}))
+    _, count = sources_of(config, domains)
+    words = {d.name: words_of_demonstrations(config, d, count) for d in silent}
+    found = {d.name: replace(d, words=partial(list, words[d.name])) for d in silent}
+    return load_tokenizer(settings, {**domains, **found}.values())
 
 
 def _graded(config: Config, domains: Mapping[str, Domain]) -> dict[tuple[str, str], list[Task]]:

@@ -36,10 +36,10 @@ from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.check import check_model, refuse_full_disk
+from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.tasks import train_tasks
 from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in every run
 from pipeline.run import main
-from pipeline.sft import check_demonstrations
 from tests.support import ROOT
 from tests.support.helpers import chat, embedded, tokenizer
 from tests.support.messages import refusal, says
@@ -500,14 +500,15 @@ def test_bad_demonstrations(case, at):
     content, words = case
     path = at / "own.jsonl"
     path.write_text(content)
-    config = Config.model_validate({"warm_start": {"data": str(path)}})
-    says(refusal(check_demonstrations, config, {}, chat()), "own.jsonl", *words)
+    config = Config.model_validate({"data": {"demonstrations": {"airline": str(path)}}})
+    line = refusal(check_demonstrations, config, embedded("airline"), chat())
+    says(line, "own.jsonl", *words)
 
 
 def test_missing_demonstrations(at):
-    config = parse(["--warm-start-data", "none.jsonl"])
-    line = refusal(check_demonstrations, config, {}, chat())
-    says(line, "warm_start.data: none.jsonl", "No such file", "check the path")
+    config = parse(["--demonstrations", "{airline: none.jsonl}"])
+    line = refusal(check_demonstrations, config, embedded("airline"), chat())
+    says(line, "demonstrations: none.jsonl", "No such file", "check the path")
 
 
 # Models
@@ -978,7 +979,7 @@ LINES = [
     ),
     (
         "demonstrations",
-        ["--warm-start-data", "{at}/talk.jsonl"],
+        ["--demonstrations", "{airline: '{at}/talk.jsonl'}"],
         ("{at}/talk.jsonl, line 1: messages: give", "role and content"),
     ),
     (

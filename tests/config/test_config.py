@@ -423,12 +423,24 @@ def test_the_former_settings_of_task_files_are_refused_with_the_form_of_today(do
     says(line, f"own.yaml: {name}", f"write tasks: {now} in section data")
 
 
+def test_the_former_setting_of_demonstrations_is_refused_with_the_form_of_today(recipe):
+    line = refusal(parse, ["--warm-start-data", "x.jsonl"])
+    says(line, "--warm-start-data", "write --demonstrations '{DOMAIN: FILE}'")
+    line = refusal(load_recipe, recipe("warm_start: {data: null}"))
+    says(line, "own.yaml: data", "write demonstrations: {DOMAIN: FILE} in section data")
+
+
 def test_what_an_earlier_version_has_saved_is_translated(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text("data: {airline_tasks: a.jsonl, retail_tasks: null, dataset_train_split: dev}")
     data = load_recipe(saved).data
     assert (data.tasks, data.dataset_train_split) == ({"airline": "a.jsonl"}, "dev")
     saved.write_text("data: {airline_tasks: null, retail_tasks: null}")
+    assert load_recipe(saved).data == DataSettings()
+    saved.write_text("warm_start: {data: own.jsonl}\ndata: {domains: [airline, retail]}")
+    data = load_recipe(saved).data
+    assert data.demonstrations == {"airline": "own.jsonl", "retail": "own.jsonl"}
+    saved.write_text("warm_start: {data: null}")
     assert load_recipe(saved).data == DataSettings()
     saved.write_text("data: {bank_tasks: null}")
     assert "unknown setting data.bank_tasks" in refusal(load_recipe, saved)

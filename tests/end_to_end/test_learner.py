@@ -136,7 +136,7 @@ def test_the_logged_divergence_is_that_from_a_frozen_copy(use_peft, gradient_che
 
 SMALL = [
     *("--tasks-per-step", "2", "--num-generations", "3", "--tasks-per-domain", "12"),
-    *("--max-turns", "2", "--max-tokens-per-turn", "12"),
+    *("--max-turns", "5", "--max-tokens-per-turn", "12"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
     *("--domains", "airline,retail", "--max-steps", "4", "--save-steps", "1"),
     *("--save-total-limit", "9", "--report-to", "none", "--no-drop-zero-std-groups"),

@@ -84,9 +84,9 @@ def play(folder: Path, *flags: str, kind: type[train.Training] = Unreported) -> 
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("lamp")
     prompt = make_task(request="which colour").prompt
-    lines = [{"messages": [*prompt, say(word)], "tools": []} for word in REWARDS]
+    lines = [{"messages": [*prompt, say(word)]} for word in REWARDS]
     (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--warm-start-data", str(folder / "said.jsonl"), "--warm-start-steps", "20"]
+    flags = ["--demonstrations", f"{{lamp: {folder / 'said.jsonl'}}}", "--warm-start-steps", "20"]
     flags += ["--warm-start-batch-size", "4"]
     said = play(folder / "run", *flags, kind=train.Training)
     return folder / "run", said

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes
 CONFIGS = ROOT / "accelerate_configs"
 FLAGS = [
     *("--domains", "airline,retail", "--tasks-per-step", "4", "--num-generations", "4"),
-    *("--max-turns", "2", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "1"),
+    *("--max-turns", "5", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "1"),
     *("--eval-trials", "1", "--eval-steps", "2", "--eval-steps-tasks", "2", "--report-to", "none"),
     *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--max-steps", "4"),
     *("--save-steps", "1", "--num-gpus", "2"),

@@ -42,7 +42,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 SMALL = [
     *("--tasks-per-step", "4", "--num-generations", "4", "--max-tokens-per-turn", "24"),
-    *("--max-turns", "3"),
+    *("--max-turns", "5"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
     *("--report-to", "none"),
 ]

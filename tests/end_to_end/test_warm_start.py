@@ -15,10 +15,10 @@ from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model
+from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.sft import (
     IGNORED,
-    check_demonstrations,
     encode,
     sft_examples,
     share_steps,
@@ -32,10 +32,12 @@ DOMAINS = embedded()
 ENVIRONMENTS = environments_of(DOMAINS)
 
 
-def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, **warm):
+def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, files=None, model="tiny", **warm):
+    own = {"environments": environments or {}, "demonstrations": files or {}}
     return Config.model_validate(
         {
-            "data": {"domains": list(domains), "environments": environments or {}},
+            "model": {"model": model},
+            "data": {"domains": list(domains), **own},
             "run": {"seed": seed, "output_dir": "unused"},
             "warm_start": {"steps": 4, "batch_size": 6, "warmup_steps": 1, **warm},
         }
@@ -147,13 +149,24 @@ def test_a_domain_without_an_expert_needs_demonstrations_or_no_warm_start():
     bank = {"bank": Domain(name="bank", environment=Desk)}
     with pytest.raises(UserError) as refused:
         check_demonstrations(config(), bank, chat())
-    says(str(refused.value), "warm_start.data", "expert(agent, goal)", "set warm_start.steps 0")
-    check_demonstrations(config(steps=0), bank, chat())
-    check_demonstrations(config(), embedded("airline") | bank, chat())
+    says(str(refused.value), "demonstrations: none of bank", "expert(agent, goal)")
+    says(str(refused.value), "--demonstrations '{bank: FILE}'", "set --warm-start-steps 0")
+    assert check_demonstrations(config(steps=0), bank, chat()) == []
+    with pytest.raises(UserError, match="none of bank, "):
+        check_demonstrations(config(), embedded("airline") | bank, chat())
+
+
+def test_a_pretrained_model_is_warned_of_a_domain_without_demonstrations():
+    bank = {"bank": Domain(name="bank", environment=Desk)}
+    (note,) = check_demonstrations(config(model="some/model"), embedded("airline") | bank, chat())
+    says(note, "demonstrations: none of bank", "--demonstrations '{bank: FILE}'")
+    with pytest.raises(UserError, match="none of bank, "):
+        check_demonstrations(config(model="some/model"), bank, chat())
 
 
 # Demonstrations of one's own
 
+LOOK = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 
@@ -165,16 +178,83 @@ def write(path, *lines):
 
 
 def test_a_file_of_demonstrations_is_read(tmp_path):
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    path = write(tmp_path / "own.jsonl", GOOD, "", {**GOOD, "tools": tools})
-    assert read_demonstrations(path) == [(GOOD["messages"], []), (GOOD["messages"], tools)]
+    path = write(tmp_path / "own.jsonl", GOOD, "", {**GOOD, "tools": LOOK})
+    assert read_demonstrations(path) == [
+        (f"{path}, line 1", GOOD["messages"], None),
+        (f"{path}, line 3", GOOD["messages"], LOOK),
+    ]
+
+
+def test_a_line_without_tools_has_those_of_the_environment(tmp_path):
+    path = write(tmp_path / "own.jsonl", GOOD, {**GOOD, "tools": LOOK})
+    settings = config(domains=["airline"], files={"airline": str(path)}, steps=1, batch_size=2)
+    texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(settings)]
+    said = {text.partition("<|im_end|>")[0] for text in texts}
+    names = " ".join(s["function"]["name"] for s in tool_schemas(ENVIRONMENTS["airline"]))
+    assert said == {f"<|im_start|>system\ntools: {names}", "<|im_start|>system\ntools: look"}
+    (note,) = check_demonstrations(settings, embedded("airline"), chat())
+    says(
+        note,
+        "demonstrations of airline",
+        "tools of 1 of 2 tried",
+        f"{path}, line 2",
+        "leave `tools`",
+    )
+
+
+def test_a_file_joins_the_experts_of_the_other_domains(tmp_path):
+    """With as many examples as they, whose order does not change."""
+    path = write(tmp_path / "own.jsonl", GOOD, {"messages": [GOOD["messages"][0], say("yes")]})
+    rows = rows_of(config(files={"retail": str(path)}))
+    texts = [tokenizer().decode(row["input_ids"]) for row in rows]
+    own = [text.rpartition("assistant\n")[2] for text in texts if "user\nhi<" in text]
+    assert sorted(own) == ["hello<|im_end|>"] * 4 + ["yes<|im_end|>"] * 4
+    pairs = list(zip(rows, rows_of(config()), strict=True))
+    assert sum(row == other for row, other in pairs) == 16
+
+
+LONG = {"messages": [GOOD["messages"][0], say("x" * 50)]}
+MANY = {"messages": [GOOD["messages"][0], *[call("look", item="lamp")] * 9, say("x")]}
+RESULT = {"role": "tool", "name": "look", "content": "y" * 65}
+FULL = {"messages": [GOOD["messages"][0], call("look", item="lamp"), RESULT, say("x")]}
+
+
+@pytest.mark.parametrize(
+    ("line", "needed"),
+    [
+        (LONG, "max_tokens_per_turn 51"),
+        (MANY, "max_turns 10"),
+        (FULL, "max_tool_result_tokens 65"),
+        ({"messages": [{"role": "user", "content": "z" * 300}, say("x")]}, "max_tokens 3"),
+    ],
+)
+def test_demonstrations_that_do_not_fit_into_a_rollout_are_refused_or_told(tmp_path, line, needed):
+    """With their line and the setting to raise: refused if they are more than a tenth."""
+    path = write(tmp_path / "own.jsonl", *[GOOD] * 8, line)
+    settings = config(domains=["airline"], files={"airline": str(path)})
+    message = refusal(check_demonstrations, settings, embedded("airline"), chat())
+    name, _, number = needed.partition(" ")
+    says(message, "demonstrations of airline: 1 of 9 tried", f"({path}, line 9 needs {needed}")
+    says(message, f"raise {name} to {number}")
+    write(path, *[GOOD] * 9, line)
+    (note,) = check_demonstrations(settings, embedded("airline"), chat())
+    says(note, "1 of 10 tried", f"line 10 needs {needed}")
+
+
+def test_the_demonstrations_of_an_expert_must_fit_as_well():
+    settings = config(domains=["airline"])
+    limits = settings.rollout.model_copy(update={"max_turns": 1})
+    settings = settings.model_copy(update={"rollout": limits})
+    message = refusal(check_demonstrations, settings, embedded("airline"), chat())
+    says(message, "demonstrations of airline: 8 of 8", "the expert's task '", "raise max_turns to ")
 
 
 def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp_path):
     names = [chr(ord("a") + n) for n in range(5)]
     said = [{"messages": [GOOD["messages"][0], say(name)]} for name in names]
     path = write(tmp_path / "own.jsonl", *said)
-    rows = rows_of(config(data=path, steps=3, batch_size=4))
+    settings = config(domains=["airline"], files={"airline": str(path)}, steps=3, batch_size=4)
+    rows = rows_of(settings)
     assert len(rows) == 12
     passes = [rows[0:5], rows[5:10]]
     assert [len({tuple(row["input_ids"]) for row in one}) for one in passes] == [5, 5]
@@ -211,8 +291,9 @@ def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, words):
 def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no demonstrations"):
         read_demonstrations(write(tmp_path / "empty.jsonl", "", ""))
+    nowhere = config(files={"airline": str(tmp_path / "nowhere.jsonl")})
     with pytest.raises(UserError, match="cannot be read"):
-        check_demonstrations(config(data=tmp_path / "nowhere.jsonl"), DOMAINS, chat())
+        check_demonstrations(nowhere, embedded("airline"), chat())
 
 
 # Training

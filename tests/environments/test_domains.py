@@ -11,15 +11,17 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
+from pipeline.checkpoints.manifest import write_manifest
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
 from pipeline.data.tasks import save_tasks
 from pipeline.environments import Domain, load_domains
+from pipeline.environments.demonstrations import demonstrations_of
 from pipeline.environments.domains import generated
 from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
-from pipeline.sft import IGNORED, sft_examples, warm_start
+from pipeline.sft import IGNORED, encode, sft_examples, warm_start
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
 from tests.support.helpers import embedded, tokenizer
@@ -311,8 +313,45 @@ def test_own_words_are_tokens_of_the_tiny_model(own):
     assert len(parts.tokenizer) == len(tokenizer()) + 3  # "bank" and "frozen" are words of others
 
 
+def test_words_come_from_the_demonstrations_of_a_module_without_words(own, tmp_path):
+    """A call's syntax, an id and a sentence are one token each, in requests and in calls alike."""
+    parts = prepare(own(BANK.replace("WORDS =", "_words ="), "wordless_bank", warm_start=LONGER))
+    (bank,) = parts.domains.values()
+    (made, *_) = demonstrations_of(own(name="wordless_bank"), bank, 1)
+    ids = encode(parts.chat, made.messages, made.tools)["input_ids"]
+    pieces = [parts.tokenizer.decode([token]) for token in ids]
+    assert pieces[:6] == ["<|im_start|>", "system\n", "bank", "\ntools:", " freeze", " show"]
+    call = ["<tool_call>", '\n{"name": "', "freeze", '", "arguments": {"account": "', "K00"]
+    assert "|".join([*call, '"}}\n']) in "|".join(pieces)
+    assert {"freeze", " it now", "Which account?", "Done."} <= {*pieces}
+    file = tmp_path / "bank.jsonl"
+    talk = {"messages": made.messages}
+    file.write_text((json.dumps(talk) + "\n") * 3)
+    from_file = own(BANK.replace("WORDS =", "_words ="), "filed_bank", warm_start=LONGER)
+    data = from_file.data.model_copy(update={"demonstrations": {"bank": str(file)}})
+    read = prepare(from_file.model_copy(update={"data": data})).tokenizer
+    assert len(read.encode("Which account?", add_special_tokens=False)) == 1
+    assert len(read) < len(parts.tokenizer)
+
+
+def test_a_resumed_run_keeps_the_words_of_its_checkpoint(own, tmp_path):
+    """Also if the demonstrations are gone."""
+    code = BANK.replace("WORDS =", "_words =")
+    config = own(code, "kept_bank", warm_start=LONGER, run={"output_dir": str(tmp_path / "out")})
+    made = prepare(config).tokenizer
+    folder = tmp_path / "out" / "checkpoints" / "warm-start"
+    made.save_pretrained(folder)
+    tiny_model(made, 0).config.save_pretrained(folder)
+    write_manifest(folder, 1)
+    now = {"resume_from_checkpoint": "latest", "output_dir": tmp_path / "out"}
+    changed = code.replace("Which account?", "Whose account?").replace('"Done."', '"Bye."')
+    resumed = own(changed, "changed_bank", warm_start=LONGER, run=now)
+    assert prepare(resumed).tokenizer.get_vocab() == made.get_vocab()
+
+
 # What is refused
 
+LONGER = {"steps": 40}  # enough demonstrations that an id comes twice
 NO_EXPERT = BANK[: BANK.index("def expert")] + BANK[BANK.index("def generate_tasks") :]
 MODULES = [
     ("fails on import", "1 / 0" + BANK, "which fails on import (ZeroDivisionError: division"),
@@ -379,7 +418,7 @@ GENERATORS = [
         BANK + "\nexpert = 'me'",
         "the expert does not solve task 'train-0' (TypeError: 'str' object is not callable); mend",
     ),
-    ("has no expert", NO_EXPERT, "warm_start.data: missing, and the module of no domain has an "),
+    ("has no expert", NO_EXPERT, "demonstrations: none of bank, which has no file and no expert: "),
     (
         "makes too few tasks",
         BANK + "\nMAX_TASKS = 11",

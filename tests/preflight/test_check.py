@@ -283,8 +283,10 @@ def test_the_longest_prompts_are_those_of_all_tasks():
 def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():
     longest = prepare(config()).longest_prompts()["airline"]
     fits = {"max_tokens": longest + 40, "max_tokens_per_turn": 40}
-    prepare(config(rollout=fits, data={"domains": ["airline"]}))
-    message = refusal(prepare, config(rollout={**fits, "max_tokens": longest + 39}))
+    none = {"steps": 0}  # whose demonstrations would have to fit as well
+    prepare(config(rollout=fits, data={"domains": ["airline"]}, warm_start=none))
+    shorter = config(rollout={**fits, "max_tokens": longest + 39}, warm_start=none)
+    message = refusal(prepare, shorter)
     says(message, f"max_tokens: got {longest + 39}", f"{longest} tokens", "raise max_tokens")
 
 
@@ -299,9 +301,10 @@ def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
 def test_demonstrations_are_read_before_anything_runs(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"messages": []')
-    message = refusal(prepare, config(warm_start={"data": str(path)}))
+    data = {"demonstrations": {"airline": str(path)}}
+    message = refusal(prepare, config(data=data))
     assert message.startswith(f"{path}, line 1: not JSON")
-    prepare(config(warm_start={"data": str(path)}, grpo={"use_grpo": False}))
+    prepare(config(data=data, grpo={"use_grpo": False}))
 
 
 BANK = '''

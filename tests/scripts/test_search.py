@@ -20,7 +20,7 @@ TINY = [
     *("--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
     *("--eval-trials", "1", "--eval-steps", "1", "--eval-steps-tasks", "2", "--max-steps", "2"),
     *("--warm-start-steps", "1", "--warm-start-batch-size", "2", "--tasks-per-step", "2"),
-    *("--num-generations", "2", "--max-turns", "2", "--max-tokens-per-turn", "8"),
+    *("--num-generations", "2", "--max-turns", "5", "--max-tokens-per-turn", "12"),
 ]
 BETA = ["--search", "beta=0..1", "--"]
 # A run that writes a validation a step, whose success is its learning rate, until it is told to

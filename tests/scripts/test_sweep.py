@@ -14,7 +14,7 @@ pytestmark = pytest.mark.whole_run
 TINY = [
     *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--tasks-per-step", "3"),
     *("--num-generations", "2", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
-    *("--eval-trials", "1", "--eval-steps", "0", "--max-turns", "2", "--max-tokens-per-turn", "8"),
+    *("--eval-trials", "1", "--eval-steps", "0", "--max-turns", "5", "--max-tokens-per-turn", "12"),
     *("--report-to", "none"),
 ]
 

@@ -58,7 +58,7 @@ def warm_started(folder: Path) -> list[str]:
     prompt = list(make_task(request="heads or tails").prompt)
     lines = [{"messages": [*prompt, say(word)], "tools": []} for word in ("heads", "tails")]
     (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = [*COIN, "--warm-start-data", str(folder / "said.jsonl"), "--deterministic"]
+    flags = [*COIN, "--demonstrations", f"{{coin: {folder / 'said.jsonl'}}}", "--deterministic"]
     flags += ["--warm-start-steps", "30", "--warm-start-batch-size", "4"]
     play_run(1, [*flags, "--max-steps", "0"], folder / "out")
     model = str(folder / "out" / "checkpoints" / "warm-start")

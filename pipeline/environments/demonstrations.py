@@ -1,0 +1,116 @@
+"""Demonstrations of a domain, from a file or from the domain's expert, and their words.
+
+The setting `demonstrations` names a domain's file. A domain without a file has the conversations of
+its expert. The words of demonstrations become tokens of the tiny model if the domain's module has
+no `WORDS`.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.settings import Config
+from pipeline.data.tasks import Demonstration, read_demonstrations
+from pipeline.environments.domains import Domain, generated
+from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.tools import tool_schemas
+from pipeline.errors import UserError
+from pipeline.files.untrusted import one_line, shown
+
+MAX_READ = 400  # maximum number of a domain's demonstrations whose words are counted
+MAX_WORDS = 400  # maximum number of words that a domain gets
+MAX_VALUE = 32  # maximum number of characters of a value, such as an id
+MAX_CHARACTERS = 100  # maximum number of characters of a word
+
+
+def has_demonstrations(config: Config, domain: Domain) -> bool:
+    return domain.name in config.data.demonstrations or domain.expert is not None
+
+
+def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[Demonstration]:
+    """Yield all demonstrations of the domain's file, or `count` conversations of its expert.
+
+    Raises UserError for an invalid line of the file, or if the expert fails on a task.
+    """
+    tools = tool_schemas(domain.environment)
+    if (path := config.data.demonstrations.get(domain.name)) is not None:
+        for found in read_demonstrations(Path(path)):
+            yield found if found.tools is not None else found._replace(tools=tools)
+        return
+    timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
+    for task in generated(config.data, domain, count, "train"):
+        try:
+            messages, _ = domain.demonstrate(task, timeout, share, config.run.seed)
+        except EnvironmentFault as fault:
+            raise UserError(
+                f"tasks of {domain.name}: the expert fails on task {shown(task.id)} "
+                f"({one_line(str(fault))}); mend the expert or the task"
+            ) from None
+        yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
+
+
+def words_of_demonstrations(config: Config, domain: Domain, count: int) -> list[str]:
+    """Return up to MAX_WORDS frequent texts of a domain's demonstrations, the most frequent first.
+
+    Each conversation is split at its values, which are arguments of calls and values of tools'
+    JSON results. A value or a text between two values is a word if enough conversations hold it.
+    Other texts are split at spaces and punctuation. So an id is the same token in a request and in
+    a call, and the syntax between two values of a call is one token.
+    """
+    made = list(demonstrations_of(config, domain, min(MAX_READ, count, domain.max_tasks or count)))
+    made = made[:: -(-len(made) // MAX_READ)]
+    values, texts = Counter[str](), Counter[str]()
+    conversations = [_split(demonstration) for demonstration in made]
+    for own_values, own_texts in conversations:
+        values.update(own_values)
+        texts.update(own_texts)
+    least = max(2, len(made) // 100)
+    rare = {text for text, number in texts.items() if number < least or len(text) > MAX_CHARACTERS}
+    pieces = Counter[str]()
+    for _, own_texts in conversations:
+        parts = (re.findall(r" ?\w+|[^\w\s]+ ?", text) for text in own_texts & rare)
+        pieces.update({piece for found in parts for piece in found})
+    words = Counter({value: number for value, number in values.items() if number >= 2})
+    for text, number in (*texts.items(), *pieces.items()):
+        if number >= least and len(text) <= MAX_CHARACTERS:
+            words[text] += number
+    names = [schema["function"]["name"] for schema in tool_schemas(domain.environment)]
+    fixed = dict.fromkeys([domain.name, *names, *(f" {name}" for name in names)])
+    frequent = sorted(words, key=lambda word: (-words[word], word))
+    return [*fixed, *(word for word in frequent if len(word) > 1 and word not in fixed)][:MAX_WORDS]
+
+
+def _split(demonstration: Demonstration) -> tuple[set[str], set[str]]:
+    """Return the values of a conversation, and the texts between values, each without repeats."""
+    texts, values = list[str](), set[str]()
+    for message in demonstration.messages:
+        content = message["content"]
+        texts.append(content.partition("\n")[0] if message["role"] == "system" else content)
+        if message["role"] == "tool":
+            try:
+                values.update(_leaves(json.loads(content)))
+            except ValueError:
+                continue
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+            values.update((name, *_leaves(arguments)))
+            rest = json.dumps(arguments, ensure_ascii=False)
+            texts.append(f'\n{{"name": "{name}", "arguments": {rest}}}\n')
+    longest_first = sorted(values, key=lambda value: (-len(value), value))
+    at_values = "|".join(map(re.escape, longest_first)) or r"(?!)"
+    splits = (re.split(rf"(?<!\w)(?:{at_values})(?!\w)", text) for text in texts)
+    return values, {text for split in splits for text in split if text}
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the values in a JSON value that are short enough to be words."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+        return
+    text = value if isinstance(value, str) else json.dumps(value)
+    if text.strip() and len(text) <= MAX_VALUE:
+        yield text

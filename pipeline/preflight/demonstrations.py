@@ -1,0 +1,125 @@
+"""Checks of the warm start's demonstrations before a run."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipeline.chat.template import Chat
+from pipeline.config.settings import Config, RolloutSettings
+from pipeline.data.tasks import Demonstration
+from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
+from pipeline.environments.domains import Domain, generated, try_expert
+from pipeline.environments.tools import tool_schemas
+from pipeline.errors import UserError
+from pipeline.files.untrusted import shown
+from pipeline.sft import parts_of, sources_of
+
+NUM_TRIED = 100  # maximum number of a file's demonstrations that are checked before a run
+NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
+
+
+def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> list[str]:
+    """Return warnings about the demonstrations of a warm start.
+
+    Up to NUM_TRIED demonstrations of a domain's file are encoded. The expert of a domain without a
+    file must solve up to NUM_TRIED_BY_EXPERT tasks. Raises UserError if a demonstration is faulty,
+    if a tenth of a domain's demonstrations exceed the limits of a rollout, or if a domain of the
+    tiny model has no demonstrations.
+    """
+    if not config.grpo.use_grpo or config.warm_start.steps == 0:
+        return []
+    sources, count = sources_of(config, domains)
+    notes = _without_demonstrations(config, domains)
+    for domain in sources:
+        tried = list(_tried(config, domain, count))
+        notes += _other_tools(domain, tried)
+        notes += _beyond_limits(config.rollout, domain, chat, tried)
+    return notes
+
+
+def _without_demonstrations(config: Config, domains: Mapping[str, Domain]) -> list[str]:
+    names = [name for name, d in domains.items() if not has_demonstrations(config, d)]
+    if not names:
+        return []
+    files = ", ".join(f"{name}: FILE" for name in names)
+    remedy = f"give --demonstrations '{{{files}}}', or add an expert(agent, goal) to the module"
+    lacking = f"demonstrations: none of {', '.join(names)}, which has no file and no expert"
+    if config.model.model == "tiny" or len(names) == len(domains):
+        why = "the warm start cannot teach its tools"
+        raise UserError(f"{lacking}: {why}; {remedy}, or set --warm-start-steps 0")
+    return [f"{lacking}: only what the model can do already counts there; {remedy}"]
+
+
+def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration]:
+    """Yield some of a domain's demonstrations; raises UserError if the expert fails on a task."""
+    if domain.name in config.data.demonstrations:
+        made = list(demonstrations_of(config, domain, count))
+        yield from made[:: -(-len(made) // NUM_TRIED)]
+        return
+    timeout, threshold = config.rollout.call_timeout, config.evaluation.success_threshold
+    settings, limit = config.warm_start, domain.max_tasks
+    if limit is not None and count > limit:
+        raise UserError(
+            f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
+            f"but the experts give at most {limit} a domain; give fewer"
+        )
+    # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
+    num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
+    tasks, tools = (
+        generated(config.data, domain, num_made, "train"),
+        tool_schemas(domain.environment),
+    )
+    for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
+        messages = try_expert(domain, task, timeout, threshold)
+        yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
+
+
+def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> list[str]:
+    schemas = tool_schemas(domain.environment)
+    others = [one.where for one in tried if one.tools != schemas]
+    if not others:
+        return []
+    given = f"the tools of {len(others)} of {len(tried)} tried are not those of the environment"
+    return [
+        f"demonstrations of {domain.name}: {given}, which the model gets in a rollout; leave "
+        f"`tools` out ({others[0]})"
+    ]
+
+
+def _beyond_limits(
+    limits: RolloutSettings, domain: Domain, chat: Chat, tried: Sequence[Demonstration]
+) -> list[str]:
+    """Return a warning if a rollout is too short for a demonstration; raises UserError if many."""
+    needs, firsts, count = dict[str, int](), list[str](), 0
+    for one in tried:
+        over = {
+            name: number
+            for name, number in _sizes(chat, one).items()
+            if number > getattr(limits, name)
+        }
+        needs = {name: max(over.get(name, 0), needs.get(name, 0)) for name in {**needs, **over}}
+        firsts += [f"{one.where} needs {name} {number}" for name, number in over.items()]
+        count += bool(over)
+    if not count:
+        return []
+    raised = " and ".join(f"{name} to {needs[name]} or more" for name in sorted(needs))
+    fault = f"{count} of {len(tried)} tried do not fit into a rollout ({firsts[0]})"
+    message = f"demonstrations of {domain.name}: {fault}; raise {raised}"
+    if 10 * count > len(tried):
+        raise UserError(message)
+    return [message]
+
+
+def _sizes(chat: Chat, demonstration: Demonstration) -> dict[str, int]:
+    """Return the least value of each limit of a rollout that holds a demonstration."""
+    where, messages, tools = demonstration
+    try:
+        parts = parts_of(chat, messages, tools or [])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    turns = [len(ids) for is_sampled, ids in parts if is_sampled]
+    results = [m["content"] for m in messages if m["role"] == "tool"]
+    return {
+        "max_tokens": sum(len(ids) for _, ids in parts),
+        "max_tokens_per_turn": max(turns),
+        "max_turns": len(turns),
+        "max_tool_result_tokens": max(map(chat.num_content_tokens, results), default=0),
+    }
