@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
-    "errors": 50,
+    "errors": 60,
     "files": 310,
     "distributed": 880,
-    "config": 770,
+    "config": 920,
     "data": 700,
     "environments": 1040,
     "embedded": 1090,

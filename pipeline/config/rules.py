@@ -62,8 +62,8 @@ def _curriculum(config: Config) -> Iterator[str]:
         yield f"order: got {given}, whose stage holds all domains; take one of the two out"
     if both := curriculum.stage_steps.keys() & curriculum.stage_tasks:
         yield f"stage_tasks: got {min(both)}, as stage_steps has; give one"
-    if curriculum.plateau_patience and not config.evaluation.eval_steps:
-        yield "plateau_patience: give eval_steps more than 0, or take it out"
+    if curriculum.plateau_patience and not config.evaluation.validation_steps:
+        yield "plateau_patience: give validation_steps more than 0, or take it out"
     if doubles := [name for name in stages if stages.count(name) > 1]:
         yield f"order: two stages are called {doubles[0]}; rename that domain"
 

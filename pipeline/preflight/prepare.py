@@ -61,7 +61,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     def held_back(count: int, split: str) -> dict[str, list[Task]]:
         return {name: generated(data, domain, count, split) for name, domain in domains.items()}
 
-    validation = held_back(max(config.evaluation.eval_steps_tasks, 1), "validation")
+    validation = held_back(max(config.evaluation.validation_tasks, 1), "validation")
     held_out = held_back(data.eval_tasks_per_domain, data.eval_split)
     train, longest = dict[str, Sequence[Task]](), dict[str, list[Task]]()
     for name, domain in domains.items():

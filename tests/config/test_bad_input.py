@@ -48,7 +48,7 @@ from tests.support.warm_process import WarmRun
 
 Usage = namedtuple("Usage", "total used free")
 SMALL = ["--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "2"]
-SMALL += ["--eval-steps-tasks", "2"]
+SMALL += ["--validation-tasks", "2"]
 CHECK = ["--check", *SMALL]
 
 

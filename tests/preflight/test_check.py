@@ -261,7 +261,7 @@ def test_ranks_share_the_machines_memory(monkeypatch):
 
 
 def test_preparation_holds_the_tasks_of_every_split_and_the_stages():
-    parts = prepare(config(evaluation={"eval_steps_tasks": 4}))
+    parts = prepare(config(evaluation={"validation_tasks": 4}))
     for domain in ("airline", "retail", "telecom"):
         splits = (parts.train, parts.validation, parts.held_out)
         assert [len(split[domain]) for split in splits] == [30, 4, 6]
