@@ -15,8 +15,8 @@ from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.files.untrusted import one_line, shown
 
 DEFAULT_RECIPE = "three_domain_tiny"
-MOST_USED = ("model", "domains", "num_gpus", "max_steps", "num_generations", "learning_rate")
-MOST_USED += ("output_dir", "resume_from_checkpoint", "check")
+MOST_USED = ["model", "domains", "num_gpus", "max_steps", "num_generations", "learning_rate"]
+MOST_USED += ["output_dir", "resume_from_checkpoint", "check"]
 ABOUT = """\
 Train a tool-using model in several domains: a warm start on demonstrations, then GRPO, with
 evaluations on held-out tasks. A recipe gives every setting, and flags override the recipe. The

@@ -13,9 +13,23 @@ RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "mean")
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    for rule in (_environments, _names, _curriculum, _loss, _run):
+    for rule in (_model, _environments, _names, _curriculum, _loss, _run):
         for mistake in rule(config):
             raise UserError(mistake)
+
+
+def left_out(config: Config) -> Iterator[str]:
+    """Yield a line for each environment of a domain that the run does not serve."""
+    domains = config.data.domains
+    for name in config.data.environments:
+        if name not in domains:
+            yield f"environments: {name} is not used; add {name} to domains {','.join(domains)}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    attention = config.model.attn_implementation
+    if config.model.model == "tiny" and attention not in ("sdpa", "eager"):
+        yield f"attn_implementation: got {attention!r}; give sdpa or eager to the tiny model"
 
 
 def _environments(config: Config) -> Iterator[str]:

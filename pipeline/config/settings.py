@@ -52,7 +52,7 @@ class Section(BaseModel):
 class ModelSettings(Section):
     """model"""
 
-    model: str = field("tiny", "`tiny` (made by the pipeline), a folder, or a hub id")
+    model: str = field("tiny", "`tiny` (made by the pipeline), a folder, a run, or a hub id")
     trust_remote_code: bool = field(False, "run code that comes with the model")
     attn_implementation: str = field("sdpa", "attention implementation of transformers")
     chat_template_kwargs: dict[str, Any] = field({}, "for the template: {enable_thinking: false}")

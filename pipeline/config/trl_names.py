@@ -22,7 +22,7 @@ CALLED = {  # names of settings that have another name here
     "wandb_run_name": "run_name",
 }
 _PASSES = "in passes of `max_tokens_per_microbatch`; set these"
-_SAMPLER = "the pipeline's own sampler is used instead; set `max_concurrent_episodes`"
+_SAMPLER = "the pipeline has its own sampler; `max_concurrent_episodes` sets how much at once"
 INSTEAD = {  # what to set instead of names that have no equal here
     "bf16 bf16_full_eval": "write `mixed_precision` bf16",
     "fp16 fp16_full_eval tf32": "not supported; set `mixed_precision` to bf16, or to no for fp32",
@@ -32,7 +32,9 @@ INSTEAD = {  # what to set instead of names that have no equal here
     "auto_find_batch_size gradient_accumulation_steps steps_per_generation": (
         f"a step is `tasks_per_step` groups of `num_generations` over all ranks, {_PASSES}"
     ),
-    "epochs num_epochs num_train_epochs": "runs are counted in steps; set `max_steps`",
+    "epochs num_epochs num_train_epochs": (
+        "runs are counted in steps of `tasks_per_step` tasks; set `max_steps`"
+    ),
     "steps": "write `max_steps` for GRPO, or `warm_start_steps` for the warm start",
     "max_completion_length max_new_tokens max_prompt_length max_length max_seq_length": (
         "set `max_tokens` of an episode with its prompt, and `max_tokens_per_turn`"

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
+from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.data.tasks import count_by
 from pipeline.errors import UserError
@@ -21,7 +22,7 @@ def validate(config: Config) -> Prepared:
     """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError."""
     parts = prepare(config)
     _, notes = check_model(config, parts)
-    for note in notes if os.environ.get("RANK", "0") == "0" else ():
+    for note in (*left_out(config), *notes) if os.environ.get("RANK", "0") == "0" else ():
         print(f"warning: {note}", flush=True)
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     if (need := sum(memory.values())) > have:
@@ -49,7 +50,7 @@ def main(config: Config) -> int:
     why, notes = check_model(config, parts)
     slow = f"through generate, every message from the start again (slower): {why}"
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
-    lines += [f"model: {note}" for note in notes]
+    lines += [f"model: {note}" for note in notes] + [*left_out(config)]
     print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]))
     return 0
 

@@ -13,9 +13,11 @@ import pytest
 
 from pipeline.config.cli import flag, parse
 from pipeline.config.former import SETTINGS as SETTINGS_BEFORE
+from pipeline.config.former import instead
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config, DataSettings
 from pipeline.config.trl_names import CALLED, INSTEAD
+from pipeline.errors import nearest
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 
@@ -347,6 +349,10 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ["--difficulties", "easy", "--stage-steps", "{airline: 7}"],
             ("stage_steps: got 'airline'", "name stages", "airline-easy"),
         ),
+        (
+            ["--attn-implementation", "foo"],
+            ("attn_implementation: got 'foo'", "give sdpa or eager to the tiny model"),
+        ),
         (["--difficulties", "easy,easy"], ("difficulties: got easy,easy", "each once")),
         (
             ["--domain-advantage-scale", "{bank: 2}"],
@@ -444,9 +450,9 @@ ANSWERS = [  # a flag of TRL or of an earlier version, and what its error names
     ("--epsilon-low", "is called --epsilon here"),
     ("--bf16", "--bf16: write --mixed-precision bf16"),
     ("--fp16", "set --mixed-precision to bf16"),
-    ("--use-vllm", "--use-vllm: the pipeline's own sampler"),
-    ("--use_vllm", "--use_vllm: the pipeline's own sampler"),
-    ("--vllm-mode", "the pipeline's own sampler"),
+    ("--use-vllm", "--use-vllm: the pipeline has its own sampler"),
+    ("--use_vllm", "--use_vllm: the pipeline has its own sampler"),
+    ("--vllm-mode", "the pipeline has its own sampler"),
     ("--dataset-name", "write --tasks '{DOMAIN: SOURCE}'"),
     ("--num-train-epochs", "set --max-steps"),
     ("--epochs", "set --max-steps"),
@@ -509,21 +515,21 @@ def fields_of_trl() -> set[str]:
 
 
 def test_no_setting_of_trl_is_taken_for_a_misspelling():
-    flags = {f"--{name}".replace("_", "-") for name in fields_of_trl()}
-    assert {"--num-train-epochs", "--vllm-mode", "--dataset-name", "--lora-dropout"} <= flags
-    own = {f"--{n}".replace("_", "-") for section, n in SETTINGS if section != "warm_start"}
-    lines = [refusal(parse, [flag, "1"]) for flag in sorted(flags - own)]
-    assert len(lines) > 150
-    assert [line for line in lines if "did you mean" in line] == []
+    own = {flag(*key)[2:] for key in SETTINGS}
+    others = {name.replace("_", "-") for name in fields_of_trl()} - own
+    assert {"num-train-epochs", "vllm-mode", "dataset-name", "lora-dropout"} <= others
+    assert len(others) > 150
+    assert {name: nearest(name, own) for name in others if nearest(name, own)} == {}
+    long = {name for name in own if len(name) > 5 and not name.startswith("adam-beta")}
+    assert {name: nearest(name[:-2] + name[-1], own) for name in long} == {n: n for n in long}
 
 
 def test_each_answer_names_present_settings():
     former = [old for names in SETTINGS_BEFORE.values() for old in names]
-    names = [name for keys in (*CALLED, *INSTEAD, *former) for name in keys.split()]
     known = {flag(*key) for key in SETTINGS}
-    for name in names:
-        line = refusal(parse, [f"--{name.replace('*', 'x')}"])
-        flags = re.findall(r"--[a-z][a-z0-9-]*", line.partition("--")[2].partition(" ")[2])
+    for name in " ".join((*CALLED, *INSTEAD, *former)).split():
+        line = instead(f"--{name.replace('*', 'x')}")
+        flags = re.findall(r"--[a-z][a-z0-9-]*", line.partition(" ")[2])
         assert flags or "ACCELERATE_USE_CPU" in line, line
         assert {*flags} <= known, line
 
