@@ -86,15 +86,17 @@ def _keyboard() -> Iterator[None]:
 
 def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     # Torch is imported only after the settings have been checked.
-    from pipeline.checkpoints.run_folder import check_folder, restarted
+    from pipeline.checkpoints.run_folder import check_folder, restarted, take_model_of_run
     from pipeline.config import variables
     from pipeline.config.cli import parse
     from pipeline.distributed import launch
     from pipeline.models.files import check_name
 
-    config = restarted(parse(argv))
+    config, notes = take_model_of_run(restarted(parse(argv)))
     variables.refuse()
     is_first_rank = os.environ.get("RANK", "0") == "0"
+    for note in notes if is_first_rank else ():
+        print(note, flush=True)
     if config.run.check:  # one process does the check for all ranks
         if not is_first_rank:
             return 0
@@ -108,7 +110,8 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     with importing():
         world = launch.resolve(config.run.num_gpus)
     if world.num_launched < world.num_ranks:
-        return launch.start_ranks(world, argv, entry)
+        taken = ["--model", config.model.model] if notes else []  # the same on every rank
+        return launch.start_ranks(world, [*argv, *taken], entry)
     launch.use_device(world)
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})

@@ -135,7 +135,7 @@ class Trainer:
         assert self.policy.updater is not None
         reference = self.policy.updater.reference
         if reference is not None:
-            if self.config.grpo.sync_ref_model and not is_inside:
+            if self.config.grpo.reference_per_stage and not is_inside:
                 reference.refresh()
             when = f"of the reference policy in stage {stage.name}"
             self.ranks.check_same_parameters(reference.parameters.items(), when)
@@ -269,8 +269,8 @@ class Trainer:
             self._write_results(is_final=False)
 
     def validate_when_due(self, stage: Stage) -> None:
-        """Validate the policy if `eval_steps` divides the step, but only once per step."""
-        every, step = self.config.evaluation.eval_steps, self.state.step
+        """Validate the policy if `validation_steps` divides the step, but only once per step."""
+        every, step = self.config.evaluation.validation_steps, self.state.step
         if not every or step % every or self.state.validated(step):
             return
         begun, seed = time.perf_counter(), self.config.run.seed

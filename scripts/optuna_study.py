@@ -30,11 +30,11 @@ from statistics import fmean
 from typing import Any, NoReturn
 
 import psutil
-from sweep import flags_of, name_of, split_values
+from sweep import flags_of, meant, name_of, split_values
 
 from pipeline.config.cli import parse
 from pipeline.config.recipe import SETTINGS
-from pipeline.errors import INTERRUPTED, UserError, nearest
+from pipeline.errors import INTERRUPTED, UserError
 
 RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "run.py"))
 NUMBER = r"[+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?"
@@ -80,9 +80,7 @@ def parse_search(words: Sequence[str]) -> list[Search]:
     for word in words:
         name, _, values = word.partition("=")
         if name not in known:
-            near = nearest(name, known)
-            advice = f"did you mean {near}?" if near else "name settings of the recipe"
-            raise UserError(f"--search: got {name!r}; {advice}")
+            raise UserError(f"--search: got {name!r}; {meant(name, known)}")
         ends = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})(:log)?", values)
         if ends is None:
             if not values or ".." in values:
@@ -227,11 +225,11 @@ def _check(searches: Sequence[Search], flags: Sequence[str]) -> None:
         for value in search.ends():
             parse([*flags, *flags_of({search.name: value})])
     config = parse(list(flags))
-    every = config.evaluation.eval_steps
+    every = config.evaluation.validation_steps
     if not 0 < every <= config.grpo.max_steps:
         raise UserError(
-            f"eval_steps: got {every} of {config.grpo.max_steps} steps, but trials are judged by "
-            "validations; give 1 to max_steps"
+            f"validation_steps: got {every} of {config.grpo.max_steps} steps, but trials are "
+            "judged by validations; give 1 to max_steps"
         )
 
 

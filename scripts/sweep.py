@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.cli import flag, parse
+from pipeline.config.former import instead
 from pipeline.config.recipe import SETTINGS
 from pipeline.errors import UserError, nearest
 
@@ -44,7 +45,7 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True}
 WORDS |= {"false": False, "no": False, "off": False, "0": False}
 # A warm start needs no stages.
 NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --stage-tasks {} "
-NO_STAGES += "--eval-steps 0 --plateau-patience 0 --domain-weights {}"
+NO_STAGES += "--validation-steps 0 --plateau-patience 0 --domain-weights {}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +105,7 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
     for word in words:
         name, _, values = word.partition("=")
         if name not in known:
-            near = nearest(name, known)
-            meant = f"; did you mean {near}?" if near else "; name settings of the recipe"
-            raise UserError(f"--grid: got {name!r}{meant}")
+            raise UserError(f"--grid: got {name!r}; {meant(name, known)}")
         if not values:
             raise UserError(f"--grid: got {word!r}; write {name}=A,B")
         if name in grid:
@@ -115,6 +114,13 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
             raise UserError(f"--grid: got {name!r}, which the sweep sets; see its own flags")
         grid[name] = split_values(values)
     return grid
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What an unknown setting is called, or the setting that it misspells, as advice."""
+    near = nearest(name, known)
+    advice = f"did you mean {near}?" if near else "name settings of the recipe"
+    return instead(f"--{name}") or advice
 
 
 def split_values(text: str) -> list[str]:

@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
-    "errors": 50,
+    "errors": 60,
     "files": 310,
-    "distributed": 880,
-    "config": 845,
+    "distributed": 900,
+    "config": 990,
     "data": 780,
     "environments": 1330,
     "embedded": 1090,
@@ -25,7 +25,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "models": 800,
     "rollout": 1560,
     "sft": 190,
-    "checkpoints": 690,
+    "checkpoints": 710,
     "grpo": 1330,
     "evaluation": 955,
     "preflight": 990,

@@ -77,11 +77,11 @@ def base_of_adapters(
 
 
 def folder_of_reference(
-    folder: Path, state: TrainState, stages: Sequence[Stage], sync_ref_model: bool
+    folder: Path, state: TrainState, stages: Sequence[Stage], reference_per_stage: bool
 ) -> Path | None:
     """Return the checkpoint of the reference model; None if the original model is the reference."""
     finished = [stage for stage in stages if state.evaluated(stage.name)]
-    if sync_ref_model and finished:
+    if reference_per_stage and finished:
         return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
     return _whole(folder / "warm-start") if (folder / "warm-start").is_dir() else None
 

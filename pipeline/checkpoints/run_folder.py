@@ -15,6 +15,7 @@ from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.durable import write_text
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
+from pipeline.models.files import problem_of_name
 
 # Settings that a resumed run may change, because no result depends on them.
 HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"}
@@ -58,6 +59,26 @@ def restarted(config: Config) -> Config:
         return config
     run = config.run.model_copy(update={"resume_from_checkpoint": "auto"})
     return config.model_copy(update={"run": run})
+
+
+def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
+    """Replace a run folder as `model` by the run's newest undamaged checkpoint.
+
+    Returns the settings, and lines to print for the user. Raises UserError for a run folder without
+    an undamaged checkpoint.
+    """
+    name, folder = config.model.model, Path(config.model.model)
+    is_run = os.path.isfile(folder / RUN_SETTINGS) or os.path.isdir(folder / "checkpoints")
+    if name == "tiny" or not (is_run and problem_of_name(name)):
+        return config, []
+    path, notes = find_checkpoint(folder, "auto")
+    if path is None:
+        why = notes[0].removeprefix("warning: ") if notes else "it holds none"
+        remedy = "resume the run up to its first checkpoint, or give another model"
+        raise UserError(f"model: got {name!r}, a run without a whole checkpoint ({why}); {remedy}")
+    notes.append(f"model: {path}, the latest checkpoint of its run")
+    model = config.model.model_copy(update={"model": str(path)})
+    return config.model_copy(update={"model": model}), notes
 
 
 def check_folder(config: Config) -> None:

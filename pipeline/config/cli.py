@@ -15,6 +15,18 @@ from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.files.untrusted import one_line, shown
 
 DEFAULT_RECIPE = "three_domain_tiny"
+MOST_USED = ["model", "domains", "num_gpus", "max_steps", "num_generations", "learning_rate"]
+MOST_USED += ["output_dir", "resume_from_checkpoint", "check"]
+ABOUT = """\
+Train a tool-using model in several domains: a warm start on demonstrations, then GRPO, with
+evaluations on held-out tasks. A recipe gives every setting, and flags override the recipe. The
+values in brackets are the recipe's. Flags without a value are switches; --no-FLAG turns a switch
+off. Flags may be written with underscores: --learning_rate is --learning-rate.
+
+examples:
+  python pipeline/run.py --num-gpus 2                  train the tiny model on two ranks
+  python pipeline/run.py --model FOLDER --check        what a run of your model would do and need
+  python pipeline/run.py --no-grpo --model runs/NAME   evaluate the latest checkpoint of a run"""
 
 
 def parse(argv: list[str]) -> Config:
@@ -24,7 +36,7 @@ def parse(argv: list[str]) -> Config:
     mistake, and SystemExit(0) after printing the help.
     """
     parser = build_parser(Config())
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args([_with_hyphens(word, parser) for word in argv])
     given = vars(namespace)
     source, wants_help = given.pop("config"), given.pop("help")
     if wants_help:
@@ -56,18 +68,20 @@ def flag(section: str, name: str) -> str:
 def build_parser(shown: Config) -> argparse.ArgumentParser:
     """Return the parser of all flags. The help shows the settings in `shown` as defaults."""
     parser = _Parser(
-        usage="pipeline/run.py [--config RECIPE] [--FLAG VALUE ...]",
-        description="Warm start, GRPO and evaluation of a tool-using model in several domains. "
-        "A recipe gives every setting, flags override it; values in brackets are the recipe's.",
+        usage="python pipeline/run.py [--config RECIPE] [--FLAG VALUE ...]",
+        description=ABOUT,
         add_help=False,
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
+        formatter_class=lambda prog: _Help(prog, max_help_position=34, width=100),
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this list and exit")
+    most_used = parser.add_argument_group("most used")
+    most_used.add_argument("-h", "--help", action="store_true", help="show this list and exit")
     about = f"a recipe file, or the name of a shipped recipe [{shown.recipe}]"
-    parser.add_argument("--config", metavar="RECIPE", help=about)
+    most_used.add_argument("--config", metavar="RECIPE", help=about)
     groups = {s: parser.add_argument_group(getattr(shown, s).__doc__) for s in SECTIONS}
-    for (section, name), setting in SETTINGS.items():
+    first = [(s, n) for n in MOST_USED for s, name in SETTINGS if n == name and s != "warm_start"]
+    for section, name in dict.fromkeys((*first, *SETTINGS)):
+        setting = SETTINGS[section, name]
         value, names = getattr(getattr(shown, section), name), [flag(section, name)]
         kind: dict[str, Any] = {"metavar": _metavar(setting.annotation)}
         if setting.annotation is bool:
@@ -76,9 +90,8 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
         if name == "num_generations":
             names.append("--group-size")
         kind["help"] = f"{setting.description}{_shown(value)}".replace("%", "%%")
-        groups[section].add_argument(
-            *names, dest=f"{section}.{name}", default=argparse.SUPPRESS, **kind
-        )
+        group = most_used if (section, name) in first else groups[section]
+        group.add_argument(*names, dest=f"{section}.{name}", default=argparse.SUPPRESS, **kind)
     return parser
 
 
@@ -86,6 +99,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         raise UserError(one_line(f"{message}; --help shows what each flag takes"))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        is_switch = isinstance(action, _Switch)
+        return action.option_strings[0] if is_switch else super()._format_action_invocation(action)
 
 
 class _Switch(argparse.Action):
@@ -129,6 +148,13 @@ def _without_null(annotation: Any) -> Any:
     arguments = get_args(annotation)
     is_optional = type(None) in arguments
     return getattr(arguments[0], "__origin__", arguments[0]) if is_optional else annotation
+
+
+def _with_hyphens(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return `word` with hyphens for underscores in the flag, if this makes a known flag."""
+    name, equals, value = word.partition("=")
+    flag = name.replace("_", "-")
+    return f"{flag}{equals}{value}" if flag in parser._option_string_actions else word
 
 
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:

@@ -1,26 +1,39 @@
-"""Former names of settings and metrics, from TRL or earlier versions, with their present names.
+"""Names of settings and metrics from earlier versions or from TRL, with their present names.
 
-A former name in a recipe or flag is an error. In the files of a run, former names are translated.
+Such a name in a recipe or flag is an error. In the files of a run, former names are translated.
 """
 
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.settings import DEFAULT_DOMAINS
+from pipeline.config.settings import DEFAULT_DOMAINS, Config, Section
+from pipeline.config.trl_names import CALLED, INSTEAD
 from pipeline.files import layout
 from pipeline.files.durable import read_records
 
 # Former settings, which are now entries of `data.tasks`.
 TASK_FILES = {f"{name}_tasks": name for name in ("airline", "retail", "telecom", "telecom_chat")}
-PER_DEVICE = ("gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 SETTINGS = {
-    "anchor_tasks": "kl_probe_tasks",
-    "drop_dead_groups": "drop_zero_std_groups",
-    "logprob_gap_limit": "max_sampling_logp_difference",
-    "lr_end_share": "min_lr_rate",
-    "max_error_share": "max_error_rate",
-    "max_live_episodes": "max_concurrent_episodes",
+    "evaluation": {
+        "anchor_tasks": "kl_probe_tasks",
+        "eval_steps": "validation_steps",
+        "eval_steps_tasks": "validation_tasks",
+    },
+    "grpo": {
+        "drop_dead_groups": "drop_zero_std_groups",
+        "logprob_gap_limit": "max_sampling_logp_difference",
+        "lr_end_share": "min_lr_rate",
+        "lr_scheduler_type": "stage_lr_decay",
+        "sync_ref_model": "reference_per_stage",
+        "warmup_steps": "stage_warmup_steps",
+    },
+    "rollout": {
+        "max_error_share": "max_error_rate",
+        "max_live_episodes": "max_concurrent_episodes",
+    },
 }
 METRICS = {  # A metric's name may end with a domain, as in `rollout/dead_groups/airline`.
     "rollout/dead_groups": "rollout/frac_reward_zero_std",
@@ -30,13 +43,21 @@ METRICS = {  # A metric's name may end with a domain, as in `rollout/dead_groups
 
 
 def instead(name: str) -> str:
-    """Return the error message for a former setting or flag, or "" for other names."""
-    plain, is_flag = name.lstrip("-").replace("-", "_"), name.startswith("-")
-    if plain.startswith("per_device_") or plain in PER_DEVICE:
-        now = "tasks_per_step groups of num_generations over all ranks"
-        return f"{name}: a step is {now}, in passes of max_tokens_per_microbatch; set these"
-    if new := SETTINGS.get(plain.removeprefix("no_")):
-        return f"{name} has another name; see {'--' + new.replace('_', '-') if is_flag else new}"
+    """Return the error message for a setting or flag of TRL or of earlier versions, or ""."""
+    plain, is_flag = name.lstrip("-").replace("-", "_").removeprefix("no_"), name.startswith("-")
+
+    def written(setting: str) -> str:
+        if is_flag:
+            return f"--{setting.replace('_', '-')}"
+        key = setting.removeprefix("warm_start_")
+        *_, owner = (s for s, part in Config() if isinstance(part, Section) and hasattr(part, key))
+        return f"{owner}.{key}"
+
+    if text := _entry(INSTEAD, plain):
+        return f"{name}: " + re.sub("`(.*?)`", lambda match: written(match[1]), text)
+    former = {old: new for names in SETTINGS.values() for old, new in names.items()}
+    if new := _entry(CALLED | former, plain):
+        return f"{name} is called {written(new)} here"
     if plain in ("warm_start_data", "data"):
         entry = "demonstrations: {DOMAIN: FILE} in section data"
         now = "--demonstrations '{DOMAIN: FILE}'" if is_flag else entry
@@ -48,13 +69,18 @@ def instead(name: str) -> str:
     return f"{name} is an entry of tasks now; write {now}"
 
 
+def _entry(table: Mapping[str, str], name: str) -> str:
+    fitting = (v for keys, v in table.items() if any(fnmatchcase(name, k) for k in keys.split()))
+    return next(fitting, "")
+
+
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved settings of a run with the present names of settings."""
     tree = {
-        section: {SETTINGS.get(name, name): value for name, value in values.items()}
-        if isinstance(values, dict)
-        else values
-        for section, values in tree.items()
+        section: {SETTINGS.get(section, {}).get(name, name): value for name, value in part.items()}
+        if isinstance(part, dict)
+        else part
+        for section, part in tree.items()
     }
     data, tracking = tree.get("data"), tree.get("tracking")
     if isinstance(tracking, dict) and "trackio" in (tracking.get("report_to") or ()):

@@ -113,6 +113,7 @@ def _unknown(name: str, section: str = "") -> str:
     if reason := former.instead(name):
         return reason
     plain = name.replace("-", "_").replace("group_size", "num_generations")
+    plain = plain if plain in SECTIONS else plain.removeprefix("warm_start_")
     here = [setting for owner, setting in SETTINGS if owner == section] or list(SECTIONS)
     settings = [setting for _, setting in SETTINGS]
     near = plain if plain in settings else nearest(plain, here) or nearest(plain, settings)

@@ -19,9 +19,23 @@ def name_of(import_string: str) -> str:
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    for rule in (_environments, _rewards, _names, _curriculum, _loss, _run):
+    for rule in (_model, _environments, _rewards, _names, _curriculum, _loss, _run):
         for mistake in rule(config):
             raise UserError(mistake)
+
+
+def left_out(config: Config) -> Iterator[str]:
+    """Yield a line for each environment of a domain that the run does not serve."""
+    domains = config.data.domains
+    for name in config.data.environments:
+        if name not in domains:
+            yield f"environments: {name} is not used; add {name} to domains {','.join(domains)}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    attention = config.model.attn_implementation
+    if config.model.model == "tiny" and attention not in ("sdpa", "eager"):
+        yield f"attn_implementation: got {attention!r}; give sdpa or eager to the tiny model"
 
 
 def _environments(config: Config) -> Iterator[str]:
@@ -87,8 +101,8 @@ def _curriculum(config: Config) -> Iterator[str]:
         yield f"preview: got {given}; leave groups to each stage's own domain: a sum below 1"
     if both := curriculum.stage_steps.keys() & curriculum.stage_tasks:
         yield f"stage_tasks: got {min(both)}, as stage_steps has; give one"
-    if curriculum.plateau_patience and not config.evaluation.eval_steps:
-        yield "plateau_patience: give eval_steps more than 0, or take it out"
+    if curriculum.plateau_patience and not config.evaluation.validation_steps:
+        yield "plateau_patience: give validation_steps more than 0, or take it out"
     if doubles := [name for name in stages if stages.count(name) > 1]:
         yield f"order: two stages are called {doubles[0]}; rename that domain"
 

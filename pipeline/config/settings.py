@@ -1,6 +1,7 @@
 """All settings of a run with types and defaults. A recipe (YAML) and flags set the values.
 
-A setting that TRL also has keeps TRL's name. `rules.py` finds contradictions between settings.
+A name that TRL also has means here what it means in TRL. `rules.py` finds contradictions between
+settings.
 """
 
 from pathlib import Path
@@ -52,7 +53,7 @@ class Section(BaseModel):
 class ModelSettings(Section):
     """model"""
 
-    model: str = field("tiny", "`tiny` (made by the pipeline), a folder, or a hub id")
+    model: str = field("tiny", "`tiny` (made by the pipeline), a folder, a run, or a hub id")
     trust_remote_code: bool = field(False, "run code that comes with the model")
     attn_implementation: str = field("sdpa", "attention implementation of transformers")
     chat_template_kwargs: dict[str, Any] = field({}, "for the template: {enable_thinking: false}")
@@ -164,19 +165,19 @@ class GRPOSettings(Section):
     use_grpo: bool = field(True, "train with GRPO; --no-grpo: evaluate only")
     max_steps: NonNegativeInt = field(120, "steps of all stages together")
     learning_rate: PositiveFloat = field(3e-4, "peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field("linear", "decay per stage")
+    stage_lr_decay: Literal["linear", "cosine", "constant"] = field("linear", "after warm-up")
     min_lr_rate: Share = field(0.1, "share of the peak rate at a stage's end")
-    warmup_steps: NonNegativeInt = field(5, "steps of linear warm-up of each stage")
+    stage_warmup_steps: NonNegativeInt = field(5, "steps of linear warm-up of each stage")
     scale_lr: Literal["none", "linear", "sqrt"] = field("none", "scale the rate to tasks_per_step")
     reference_tasks_per_step: PositiveInt | None = field(None, "tasks_per_step before scale_lr")
     adam_beta1: ShareBelowOne = field(0.9, "AdamW's decay of the first moment")
     adam_beta2: ShareBelowOne = field(0.98, "AdamW's decay of the second moment")
-    weight_decay: NonNegativeFloat = field(0.0, "AdamW's weight decay")
+    weight_decay: NonNegativeFloat = field(0.0, "AdamW's weight decay, also of norms and biases")
     max_grad_norm: PositiveFloat = field(1.0, "largest norm of the gradient (clipping)")
     max_skipped_steps: NonNegativeInt = field(3, "non-finite steps to skip in a row")
     beta: NonNegativeFloat = field(0.0, "weight of the KL divergence (k3) to the reference")
     use_bias_correction_kl: bool = field(False, "multiply the KL term by the ratio (DeepSeek-V3.2)")
-    sync_ref_model: bool = field(False, "each stage's initial policy is its reference")
+    reference_per_stage: bool = field(False, "each stage's initial policy is its reference")
     epsilon: PositiveFloat = field(0.2, "lower clip of the ratio")
     epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the limit")
     delta: PositiveFloat | None = field(None, "bound of the ratio for negative advantages")
@@ -211,9 +212,9 @@ class EvaluationSettings(Section):
 
     eval_trials: PositiveInt = field(2, "sampled trials per held-out task")
     success_threshold: float = field(1.0, "least reward of a success")
-    eval_steps: NonNegativeInt = field(25, "steps between validations; 0: never")
+    validation_steps: NonNegativeInt = field(25, "steps between validations; 0: never")
     kl_probe_tasks: NonNegativeInt = field(16, "tasks per learned domain for the KL probe; 0: none")
-    eval_steps_tasks: PositiveInt = field(20, "tasks per domain in a validation")
+    validation_tasks: PositiveInt = field(20, "tasks per domain in a validation")
 
 
 class RunSettings(Section):

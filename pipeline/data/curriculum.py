@@ -183,12 +183,12 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
 
 def learning_rate_at(done: int, num_steps: int, peak: float, settings: GRPOSettings) -> float:
     """Return the learning rate after `done` steps of a stage: linear warm-up, then decay."""
-    warmup = settings.warmup_steps
+    warmup = settings.stage_warmup_steps
     if done < warmup:
         return peak * (done + 1) / warmup
-    if settings.lr_scheduler_type == "constant":
+    if settings.stage_lr_decay == "constant":
         return peak
     share = min(1.0, (done - warmup) / max(1, num_steps - warmup))
-    if settings.lr_scheduler_type == "cosine":
+    if settings.stage_lr_decay == "cosine":
         share = (1 - math.cos(math.pi * share)) / 2
     return peak * (1 - (1 - settings.min_lr_rate) * share)

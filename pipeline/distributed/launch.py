@@ -7,8 +7,10 @@ ACCELERATE_USE_CPU=true, the ranks run on CPU.
 
 import logging
 import os
+import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -51,6 +53,7 @@ def resolve(num_gpus: int | None) -> World:
         )
     if num_launched == 1:
         _refuse_lost_processes(num_gpus)
+        _refuse_other_number(num_gpus)
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     num_visible = 0 if on_cpu else visible_gpus()
     num_here = num_ranks if num_launched == 1 else _integer("LOCAL_WORLD_SIZE", 1)
@@ -144,6 +147,27 @@ def _refuse_lost_processes(num_gpus: int | None) -> None:
             "accelerate launch was asked for several processes and started one, unconnected to "
             f"{address} (it does so with --cpu and with MULTI_CPU); add --num-gpus N on one "
             "machine, or launch on every one with: --config_file accelerate_configs/multi_node.yaml"
+        )
+
+
+def _refuse_other_number(num_gpus: int | None) -> None:
+    """Raise UserError if `accelerate launch` started one process and was asked for another number.
+
+    Accelerate does not pass on the number of processes, so it is read from Accelerate's command.
+    """
+    if num_gpus is None or "ACCELERATE_DYNAMO_BACKEND" not in os.environ:
+        return
+    with importing():
+        import psutil
+
+    command: list[str] = []
+    with suppress(psutil.Error):  # without the command, any number of ranks is started
+        command = psutil.Process(os.getppid()).cmdline()
+    asked = re.search(r"--num[_-]processes[ =](\d+)", " ".join(command))
+    if asked and int(asked[1]) not in (1, num_gpus):
+        raise UserError(
+            f"--num-gpus: got {num_gpus}, but accelerate launch was asked for {asked[1]} "
+            f"processes; give --num-gpus {asked[1]}, or start the ranks with: {COMMAND} {num_gpus}"
         )
 
 

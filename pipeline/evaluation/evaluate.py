@@ -1,4 +1,4 @@
-"""Evaluation on held-out tasks, and validation every `eval_steps` steps of a stage."""
+"""Evaluation on held-out tasks, and validation every `validation_steps` steps of a stage."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain

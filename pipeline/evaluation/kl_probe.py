@@ -34,7 +34,7 @@ class KLProbe:
         self._folder, self._config, self._ranks = folder / "kl_probe", config, ranks
         self.episodes: dict[str, list[Trajectory]] = {}  # by domain
         settings = config.evaluation
-        self.is_wanted = settings.kl_probe_tasks > 0 and settings.eval_steps > 0
+        self.is_wanted = settings.kl_probe_tasks > 0 and settings.validation_steps > 0
 
     def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
         """Run one episode of each task at the stage's end; every rank keeps all episodes."""

@@ -88,7 +88,7 @@ class Policy:
         reference = None
         if config.grpo.beta > 0:
             if resumed is not None:
-                sync = config.grpo.sync_ref_model
+                sync = config.grpo.reference_per_stage
                 load(folder_of_reference(checkpointer.folder, state, stages, sync))
             reference = Reference(module)
         if resumed is not None and (reference or config.model.use_peft):

@@ -43,7 +43,7 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
 def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
     """Return a causal language model with fp32 parameters; raises UserError for unusable files."""
     if settings.model == "tiny":
-        return tiny_model(tokenizer, seed)
+        return tiny_model(tokenizer, seed, settings.attn_implementation)
     return load_folder(settings.model, settings)
 
 
@@ -92,7 +92,7 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
     settings, name = config.model, config.model.model
     if name == "tiny":
         with torch.device("meta"):
-            return tiny_model(tokenizer or tiny_tokenizer(), 0)
+            return tiny_model(tokenizer or tiny_tokenizer(), 0, settings.attn_implementation)
     base = lora.base_of(name) if lora.is_adapter(name) else name
     try:
         shape = _from_files(AutoConfig.from_pretrained, base, "configuration", settings)

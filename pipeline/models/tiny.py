@@ -89,7 +89,7 @@ def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
+def tiny_model(tokenizer: Any, seed: int, attention: str = "sdpa") -> Qwen3ForCausalLM:
     """Return a Qwen3 of 0.55 M parameters, whose random initial weights depend only on `seed`."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -107,6 +107,7 @@ def tiny_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

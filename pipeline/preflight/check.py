@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
+from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.data.tasks import count_by
 from pipeline.errors import UserError
@@ -23,7 +24,7 @@ def validate(config: Config) -> Prepared:
     _, notes = check_model(config, parts)
     if os.environ.get("RANK", "0") == "0":
         lines = [f"note: {note}" for note in parts.notes]
-        lines += [f"warning: {warning}" for warning in (*parts.warnings, *notes)]
+        lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
         print("\n".join(lines), end="\n" * bool(lines), flush=True)
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     if (need := sum(memory.values())) > have:
@@ -52,7 +53,7 @@ def main(config: Config) -> int:
     slow = f"through generate, every message from the start again (slower): {why}"
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
     lines += [f"model: {note}" for note in notes]
-    lines += [f"warning: {warning}" for warning in parts.warnings]
+    lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
     print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]))
     return 0
 

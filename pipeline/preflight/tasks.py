@@ -41,7 +41,7 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     """
     data, name = config.data, domain.name
     source, eval_source = data.tasks.get(name), data.eval_tasks.get(name)
-    num_held_out, num_validation = data.eval_tasks_per_domain, config.evaluation.eval_steps_tasks
+    num_held_out, num_validation = data.eval_tasks_per_domain, config.evaluation.validation_tasks
     held_out: Sequence[Task] | None = None
     validation: list[Task] | None = None
     if source is None or domain.generate_tasks is not None:
@@ -81,7 +81,7 @@ def _last_rows_held_back(
         end -= min(config.data.eval_tasks_per_domain, most)
         held_out = rows[max(end, 0) :]
         notes.append(f"{name}: the last {len(held_out)} of {total} tasks are held out")
-    count = end - min(config.evaluation.eval_steps_tasks, most)
+    count = end - min(config.evaluation.validation_tasks, most)
     if count < 1:
         raise UserError(f"{source}: holds {total} tasks; give 3 or more, or give eval_tasks")
     validation = [*rows[count:end]]

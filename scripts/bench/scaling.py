@@ -155,8 +155,9 @@ class Bench:
         }
         flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
         flags += ["--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0"]
-        flags += ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--save-steps", "0"]
-        flags += ["--no-dynamic-sampling", "--eval-steps", "0", "--eval-tasks-per-domain", "8"]
+        flags += ["--stage-lr-decay", "constant", "--stage-warmup-steps", "0", "--save-steps", "0"]
+        flags += ["--no-dynamic-sampling", "--validation-steps", "0", "--eval-tasks-per-domain"]
+        flags += ["8"]
         flags += ["--no-drop-zero-std-groups"] * (
             options.shape != "tiny"
         )  # Random weights get no reward.

@@ -31,7 +31,7 @@ FLAGS = [
     *("--model", "tiny", "--domains", "airline", "--tasks-per-domain", "40"),
     *("--warm-start-steps", str(WARM_START), "--warm-start-batch-size", "8"),
     *("--max-steps", "3", "--save-steps", "0"),
-    *("--tasks-per-step", "2", "--num-generations", "4", "--eval-steps", "0"),
+    *("--tasks-per-step", "2", "--num-generations", "4", "--validation-steps", "0"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--report-to", "none"),
     *("--num-gpus", str(NUM_RANKS), "--output-dir", "out"),
 ]

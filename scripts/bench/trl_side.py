@@ -32,7 +32,7 @@ from pipeline.models.loading import load_model
 from pipeline.preflight.prepare import Prepared, prepare
 
 SAME = {  # settings with equal names in TRL and here
-    *("temperature", "num_generations", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("temperature", "num_generations", "learning_rate"),
     *("adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm", "beta", "epsilon"),
     *("epsilon_high", "delta", "loss_type", "importance_sampling_level", "scale_rewards"),
     *("num_iterations", "entropy_coef", "gradient_checkpointing"),
@@ -175,6 +175,8 @@ def settings_of(config: Config, work: Work, longest_prompt: int) -> dict[str, An
         **ours,
         "output_dir": str(config.run.output_dir),
         "seed": config.run.seed,
+        "lr_scheduler_type": config.grpo.stage_lr_decay,
+        "warmup_steps": config.grpo.stage_warmup_steps,
         "max_steps": work.num_units,
         "per_device_train_batch_size": work.batch,
         "gradient_accumulation_steps": episodes // work.batch,

@@ -142,8 +142,9 @@ class Bench:
         }
         flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
         flags += ["--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0"]
-        flags += ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--entropy-coef", "0"]
-        flags += ["--no-drop-zero-std-groups", "--eval-steps", "0", "--save-steps", "0"]
+        flags += ["--stage-lr-decay", "constant", "--stage-warmup-steps", "0"]
+        flags += ["--entropy-coef", "0"]
+        flags += ["--no-drop-zero-std-groups", "--validation-steps", "0", "--save-steps", "0"]
         flags += ["--eval-tasks-per-domain", "8", "--report-to", "none"]
         flags += ["--gradient-checkpointing"] * options.gradient_checkpointing
         domains = ["airline", "retail", "telecom"][: int(values["tasks-per-step"])]

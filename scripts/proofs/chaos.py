@@ -45,7 +45,7 @@ Moment = Callable[[], bool]  # returns whether the time for a kill has come
 RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
 LIMIT_S = 60.0  # seconds in which all processes must end after a kill
 SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
-SHORT += "--eval-steps 2 --eval-steps-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
+SHORT += "--validation-steps 2 --validation-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
 SHORT += "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6"
 
 

@@ -35,7 +35,7 @@ from scripts.proofs.grid import LEVELS, LOSS_TYPES, Cell, difference, play_updat
 from scripts.proofs.runs import play_run
 
 COUNTS = (1, 2, 4, 8)
-RUN = ["--eval-tasks-per-domain", "8", "--eval-trials", "1", "--eval-steps", "0"]
+RUN = ["--eval-tasks-per-domain", "8", "--eval-trials", "1", "--validation-steps", "0"]
 RUN += ["--save-steps", "0"]
 
 

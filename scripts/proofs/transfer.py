@@ -34,7 +34,7 @@ ROWS: dict[str, dict[str, str]] = {
     "telecom, retail, airline": {"order": "telecom,retail,airline"},
     f"{PLAIN}; replay 0.1": {"replay": "0.1"},
     f"{PLAIN}; replay 0.3": {"replay": "0.3"},
-    f"{PLAIN}; KL anchor, beta 0.05": {"beta": "0.05", "sync_ref_model": "true"},
+    f"{PLAIN}; KL anchor, beta 0.05": {"beta": "0.05", "reference_per_stage": "true"},
     f"{PLAIN}; replay 0.1, advantages x 4 / 2 / 1": {
         "replay": "0.1",
         "domain_advantage_scale": "{airline: 4, retail: 2}",
@@ -43,8 +43,9 @@ ROWS: dict[str, dict[str, str]] = {
     MIXED: sweep.MIXED,
 }
 QUICK = (
-    "--max-steps 9 --tasks-per-step 4 --num-generations 2 --warm-start-steps 3 --eval-steps 3 "
-    "--eval-tasks-per-domain 6 --eval-steps-tasks 4 --eval-trials 2 --kl-probe-tasks 2"
+    "--max-steps 9 --tasks-per-step 4 --num-generations 2 --warm-start-steps 3 "
+    "--validation-steps 3 --eval-tasks-per-domain 6 --validation-tasks 4 --eval-trials 2 "
+    "--kl-probe-tasks 2"
 )
 COLUMNS = {
     "average_accuracy": "success at the end",

@@ -22,7 +22,7 @@ from datasets import Dataset, Features, Image, List, Value
 from safetensors.torch import load_file, save_file
 
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.run_folder import check_folder, open_folder
+from pipeline.checkpoints.run_folder import check_folder, open_folder, take_model_of_run
 from pipeline.config.cli import parse
 from pipeline.config.recipe import load_recipe, read_recipe
 from pipeline.config.settings import Config, DataSettings, ModelSettings
@@ -47,7 +47,7 @@ from tests.support.warm_process import WarmRun
 
 Usage = namedtuple("Usage", "total used free")
 SMALL = ["--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "2"]
-SMALL += ["--eval-steps-tasks", "2"]
+SMALL += ["--validation-tasks", "2"]
 CHECK = ["--check", *SMALL]
 
 
@@ -722,6 +722,15 @@ def test_a_bad_name_of_a_model(case, at):
     (at / "file").write_text("")
     [name] = filled([name], at)
     says(refusal(load, name), f"model: got '{name}'", reason, "save_pretrained")
+
+
+def test_a_run_without_a_whole_checkpoint_is_no_model(at):
+    (at / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (at / "new").mkdir()
+    (at / "new" / "config.yaml").write_text("run: {}")
+    for name, why in (("run", "step-000001 is passed over: it has no manifest"), ("new", "none")):
+        line = refusal(take_model_of_run, parse(["--model", str(at / name)]))
+        says(line, f"model: got '{at}/{name}', a run without", why, "or give another model")
 
 
 def test_an_attention_that_there_is_not_is_refused(whole):

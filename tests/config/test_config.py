@@ -1,21 +1,28 @@
 """Settings: recipes and flags fill one tree, and every mistake is refused in one line."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from pipeline.config.cli import parse
+from pipeline.config.cli import flag, parse
+from pipeline.config.former import SETTINGS as SETTINGS_BEFORE
+from pipeline.config.former import instead
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config, DataSettings
+from pipeline.config.trl_names import CALLED, INSTEAD
+from pipeline.errors import nearest
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-PER_DEVICE = ("max_tokens_per_microbatch", "set these")
+PER_DEVICE = ("rollout.tasks_per_step", "grpo.max_tokens_per_microbatch", "set these")
 
 
 @pytest.fixture
@@ -68,6 +75,11 @@ def test_every_setting_has_one_flag(key, capsys):
     [
         (["--group-size", "4"], "rollout", "num_generations", 4),
         (["--num-generations=4"], "rollout", "num_generations", 4),
+        (["--num_generations=4"], "rollout", "num_generations", 4),
+        (["--group_size", "4"], "rollout", "num_generations", 4),
+        (["--no_grpo"], "grpo", "use_grpo", False),
+        (["--warm_start_learning_rate", "1e-3"], "warm_start", "learning_rate", 0.001),
+        (["--run_name=a_b"], "tracking", "run_name", "a_b"),
         (["--num-gpus", "8"], "run", "num_gpus", 8),
         (["--use-grpo"], "grpo", "use_grpo", True),
         (["--no-grpo"], "grpo", "use_grpo", False),
@@ -181,7 +193,8 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
     assert exited.value.code == 0
     headings = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
     assert headings == [
-        "options:",
+        "examples:",
+        "most used:",
         "model:",
         "tasks and rewards:",
         "warm start (supervised):",
@@ -193,7 +206,15 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         "tracking:",
     ]
     assert "--num-generations N, --group-size N" in text
-    assert "--use-grpo, --no-grpo " in text
+    assert (
+        "--use-grpo                      train with GRPO; --no-grpo: evaluate only [true]" in text
+    )
+    most_used = text.partition("most used:")[2].partition("model:")[0]
+    assert re.findall(r"^  (?:-h, )?--([a-z-]+)", most_used, re.MULTILINE) == [
+        *("help", "config", "model", "domains", "num-gpus", "max-steps", "num-generations"),
+        *("learning-rate", "output-dir", "resume-from-checkpoint", "check"),
+    ]
+    assert max(map(len, text.splitlines())) <= 100
     assert "--learning-rate X               peak learning rate [1e-05]" in text
     assert "--domains A,B                   domains, in the order of the stages [airline," in text
 
@@ -205,10 +226,13 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
     ("argv", "words"),
     [
         (["--learning-rte", "1"], ("unknown flag --learning-rte", "did you mean --learning-rate?")),
-        (
-            ["--learning_rate", "1"],
-            ("unknown flag --learning_rate", "did you mean --learning-rate?"),
-        ),
+        (["--lerning_rate", "1"], ("unknown flag --lerning_rate", "mean --learning-rate?")),
+        (["--max-step=3"], ("unknown flag --max-step;", "did you mean --max-steps?")),
+        (["--sede", "3"], ("unknown flag --sede;", "did you mean --seed?")),
+        (["--topk", "3"], ("unknown flag --topk;", "did you mean --top-k?")),
+        (["--domain", "retail"], ("unknown flag --domain;", "did you mean --domains?")),
+        (["--output", "x"], ("unknown flag --output;", "did you mean --output-dir?")),
+        (["--resume", "latest"], ("unknown flag --resume;", "mean --resume-from-checkpoint?")),
         (["--learning", "1"], ("unknown flag --learning;", "did you mean --learning-rate?")),
         (["--no-use-grpo"], ("unknown flag --no-use-grpo", "did you mean --no-grpo?")),
         (["--recipe", "mixed"], ("unknown flag --recipe", "did you mean --config?")),
@@ -318,12 +342,16 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ("stage_tasks: got airline", "stage_steps", "give one"),
         ),
         (
-            ["--plateau-patience", "2", "--eval-steps", "0"],
-            ("plateau_patience", "eval_steps", "take it out"),
+            ["--plateau-patience", "2", "--validation-steps", "0"],
+            ("plateau_patience", "validation_steps", "take it out"),
         ),
         (
             ["--difficulties", "easy", "--stage-steps", "{airline: 7}"],
             ("stage_steps: got 'airline'", "name stages", "airline-easy"),
+        ),
+        (
+            ["--attn-implementation", "foo"],
+            ("attn_implementation: got 'foo'", "give sdpa or eager to the tiny model"),
         ),
         (["--difficulties", "easy,easy"], ("difficulties: got easy,easy", "each once")),
         (
@@ -353,7 +381,7 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
         ("zzz: {}", ("section zzz;", "--help")),
         ("beta: 0", ("section beta;", "in section grpo")),
         ("learning_rate: 1e-6", ("section learning_rate;", "in section warm_start or grpo")),
-        ("warm_start_steps: 0", ("section warm_start_steps;", "did you mean warm_start?")),
+        ("warm_start_steps: 0", ("section warm_start_steps;", "steps in section warm_start?")),
         ("grpo: {lerning_rate: 1}", ("setting grpo.lerning_rate;", "did you mean learning_rate?")),
         ("model: {max_step: 1}", ("setting model.max_step;", "max_steps in section grpo")),
         ("model: {seed: 1}", ("setting model.seed;", "in section run")),
@@ -405,10 +433,105 @@ def test_a_file_that_is_no_text_is_refused(recipe):
 )
 def test_batch_sizes_per_device_are_refused_with_the_reason(name, recipe):
     flag = f"--{name.replace('_', '-')}"
-    says(refusal(parse, [flag, "4"]), flag, *PER_DEVICE)
-    says(refusal(parse, [f"--{name}=4"]), f"--{name}", *PER_DEVICE)
+    now = ("--tasks-per-step", "--max-tokens-per-microbatch", "set these")
+    says(refusal(parse, [flag, "4"]), flag, *now)
+    says(refusal(parse, [f"--{name}=4"]), f"--{name}", *now)
     for text in (f"grpo: {{{name}: 4}}", f"{name}: 4"):
         says(refusal(load_recipe, recipe(text)), f"own.yaml: {name}", *PER_DEVICE)
+
+
+ANSWERS = [  # a flag of TRL or of an earlier version, and what its error names
+    ("--lr=1e-5", "--lr is called --learning-rate here"),
+    ("--model-name-or-path", "is called --model here"),
+    ("--use_lora", "--use_lora is called --use-peft here"),
+    ("--lora-rank", "is called --lora-r here"),
+    ("--gpus", "is called --num-gpus here"),
+    ("--wandb-project", "is called --project here"),
+    ("--epsilon-low", "is called --epsilon here"),
+    ("--bf16", "--bf16: write --mixed-precision bf16"),
+    ("--fp16", "set --mixed-precision to bf16"),
+    ("--use-vllm", "--use-vllm: the pipeline has its own sampler"),
+    ("--use_vllm", "--use_vllm: the pipeline has its own sampler"),
+    ("--vllm-mode", "the pipeline has its own sampler"),
+    ("--dataset-name", "write --tasks '{DOMAIN: SOURCE}'"),
+    ("--num-train-epochs", "set --max-steps"),
+    ("--epochs", "set --max-steps"),
+    ("--steps", "write --max-steps for GRPO, or --warm-start-steps"),
+    ("--per-device-train-batch-size", "--tasks-per-step groups of --num-generations"),
+    ("--batch-size", "--tasks-per-step groups of --num-generations"),
+    ("--max-completion-length", "--max-tokens-per-turn"),
+    ("--max-prompt-length", "set --max-tokens of an episode with its prompt"),
+    ("--logging-steps", "see --report-to"),
+    ("--eval-strategy", "set --validation-steps"),
+    ("--eval-steps", "set --validation-steps"),
+    ("--eval-steps-tasks", "is called --validation-tasks here"),
+    ("--save-strategy", "set --save-steps"),
+    ("--lora-dropout", "without dropout"),
+    ("--deepspeed", "--shard-optimizer is ZeRO stage 1"),
+    ("--optim", "the optimizer is AdamW"),
+    ("--ref-model-sync-steps", "--reference-per-stage sets one per stage"),
+    ("--no-sync-ref-model", "--reference-per-stage sets one per stage"),
+    ("--warmup-steps", "set --stage-warmup-steps"),
+    ("--lr-scheduler-type", "set --stage-lr-decay"),
+    ("--lr-end-share", "is called --min-lr-rate here"),
+]
+
+
+@pytest.mark.parametrize(("flag", "words"), ANSWERS)
+def test_a_flag_of_trl_is_answered_with_what_is_here(flag, words):
+    line = refusal(parse, [flag])
+    says(line, flag.partition("=")[0], words)
+    assert "did you mean" not in line
+
+
+def test_a_setting_of_trl_or_of_an_earlier_version_is_answered_in_a_recipe(recipe):
+    for text, words in (
+        ("grpo: {lr: 1e-5}", "own.yaml: lr is called grpo.learning_rate here"),
+        ("grpo: {steps: 9}", "write grpo.max_steps for GRPO, or warm_start.steps for"),
+        ("evaluation: {eval_steps: 5}", "set evaluation.validation_steps for those in between"),
+        ("evaluation: {eval_steps_tasks: 5}", "is called evaluation.validation_tasks here"),
+        ("grpo: {sync_ref_model: true}", "grpo.reference_per_stage sets one per stage"),
+        ("grpo: {warmup_steps: 5}", "set grpo.stage_warmup_steps"),
+        ("grpo: {lr_scheduler_type: linear}", "set grpo.stage_lr_decay"),
+    ):
+        says(refusal(load_recipe, recipe(text)), words)
+    assert load_recipe(recipe("warm_start: {warmup_steps: 5}")).warm_start.warmup_steps == 5
+
+
+def fields_of_trl() -> set[str]:
+    """Names of the settings of TRL's GRPO script, read from the files of TRL and transformers."""
+    files = {"trl": ["trainer/base_config.py", "trainer/grpo_config.py", "trainer/model_config.py"]}
+    files["trl"] += ["scripts/utils.py"]
+    files["transformers"] = ["training_args.py"]
+    names = set()
+    for package, paths in files.items():
+        (folder,) = find_spec(package).submodule_search_locations
+        for path in paths:
+            nodes = ast.walk(ast.parse(Path(folder, path).read_text("utf-8")))
+            classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+            fields = [node for each in classes for node in each.body]
+            names |= {f.target.id for f in fields if isinstance(f, ast.AnnAssign)}
+    return names
+
+
+def test_no_setting_of_trl_is_taken_for_a_misspelling():
+    own = {flag(*key)[2:] for key in SETTINGS}
+    others = {name.replace("_", "-") for name in fields_of_trl()} - own
+    assert {"num-train-epochs", "vllm-mode", "dataset-name", "lora-dropout"} <= others
+    assert len(others) > 150
+    assert {name: nearest(name, own) for name in others if nearest(name, own)} == {}
+    long = {name for name in own if len(name) > 5 and not name.startswith("adam-beta")}
+    assert {name: nearest(name[:-2] + name[-1], own) for name in long} == {n: n for n in long}
+
+
+def test_each_answer_names_present_settings():
+    former = [old for names in SETTINGS_BEFORE.values() for old in names]
+    known = {flag(*key) for key in SETTINGS}
+    for name in " ".join((*CALLED, *INSTEAD, *former)).split():
+        line = instead(f"--{name.replace('*', 'x')}")
+        flags = re.findall(r"--[a-z][a-z0-9-]*", line.partition(" ")[2])
+        assert flags or "ACCELERATE_USE_CPU" in line, line
+        assert {*flags} <= known, line
 
 
 @pytest.mark.parametrize("domain", ["airline", "retail", "telecom", "telecom_chat"])
@@ -442,6 +565,17 @@ def test_what_an_earlier_version_has_saved_is_translated(tmp_path):
     assert data.demonstrations == {"airline": "own.jsonl", "retail": "own.jsonl"}
     saved.write_text("warm_start: {data: null}")
     assert load_recipe(saved).data == DataSettings()
+    saved.write_text(
+        "warm_start: {warmup_steps: 7}\n"
+        "grpo: {warmup_steps: 3, lr_scheduler_type: cosine, sync_ref_model: true}\n"
+        "evaluation: {eval_steps: 4, eval_steps_tasks: 6}"
+    )
+    config = load_recipe(saved)
+    assert config.warm_start.warmup_steps == 7
+    assert (config.grpo.stage_warmup_steps, config.grpo.stage_lr_decay) == (3, "cosine")
+    assert config.grpo.reference_per_stage
+    assert config.evaluation.validation_steps == 4
+    assert config.evaluation.validation_tasks == 6
     saved.write_text("data: {bank_tasks: null}")
     assert "unknown setting data.bank_tasks" in refusal(load_recipe, saved)
 

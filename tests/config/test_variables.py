@@ -17,7 +17,16 @@ from tests.support.helpers import start_unwatched
 FLAGS = [
     *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2", "--report-to"),
     *("none", "--max-turns", "5", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "2"),
-    *("--eval-trials", "1", "--eval-steps", "0", "--warm-start-steps", "1", "--max-steps", "1"),
+    *(
+        "--eval-trials",
+        "1",
+        "--validation-steps",
+        "0",
+        "--warm-start-steps",
+        "1",
+        "--max-steps",
+        "1",
+    ),
     *("--no-drop-zero-std-groups", "--entropy-coef", "0.05", "--tasks-per-domain", "8"),
     *("--warm-start-batch-size", "2"),
 ]

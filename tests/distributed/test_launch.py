@@ -263,6 +263,19 @@ def test_lone_processes_on_several_machines_are_refused(gpus, environment):
         resolve(2)
 
 
+@pytest.mark.parametrize("number", ["--num_processes 2", "--num-processes=2"])
+def test_a_lone_process_of_another_number_is_refused(gpus, environment, number):
+    """A real parent has Accelerate's words in its command, and starts what Accelerate starts."""
+    gpus(0, **told_by_accelerate("--cpu"))
+    parent = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[-3:]]))"
+    words = ["launch", *number.split(), RUN, "--num-gpus", "3"]
+    done = start(sys.executable, "-c", parent, *words)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    asked = "error: --num-gpus: got 3, but accelerate launch was asked for 2 processes; give"
+    assert done.stderr.startswith(asked)
+
+
 # The command line in this process
 
 
@@ -447,10 +460,18 @@ def test_accelerate_without_a_configuration_starts_a_run_that_starts_its_ranks(
 
 
 @pytest.mark.proof
-def test_another_number_of_ranks_is_refused_once(environment):
-    done = start(*TORCHRUN, "--nproc_per_node=2", RUN, "--num-gpus", "3")
+@pytest.mark.parametrize(
+    ("launcher", "got"),
+    [
+        ([*TORCHRUN, "--nproc_per_node=2"], "3, but 2 ranks were launched;"),
+        ([*ACCELERATE, *LONE["--cpu"]], "3, but accelerate launch was asked for 2 processes;"),
+    ],
+    ids=["torchrun", "--cpu"],
+)
+def test_another_number_of_ranks_is_refused_once(environment, launcher, got):
+    done = start(*launcher, RUN, "--num-gpus", "3")
     assert done.returncode != 0
-    assert len(lines(done.stderr, "error: --num-gpus: got 3, but 2 ranks were launched;")) == 1
+    assert len(lines(done.stderr, f"error: --num-gpus: got {got}")) == 1
 
 
 @pytest.mark.parametrize(

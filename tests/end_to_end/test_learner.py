@@ -137,7 +137,7 @@ def test_the_logged_divergence_is_that_from_a_frozen_copy(use_peft, gradient_che
 SMALL = [
     *("--tasks-per-step", "2", "--num-generations", "3", "--tasks-per-domain", "12"),
     *("--max-turns", "5", "--max-tokens-per-turn", "12"),
-    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
     *("--domains", "airline,retail", "--max-steps", "4", "--save-steps", "1"),
     *("--save-total-limit", "9", "--report-to", "none", "--no-drop-zero-std-groups"),
     *("--beta", "0.1", "--entropy-coef", "0.05", "--learning-rate", "3e-3", "--lora-r", "4"),
@@ -187,9 +187,9 @@ def copied(folder, name, *checkpoints):
 
 
 def begin(where):
-    """Undisturbed runs with `sync_ref_model`: of adapters, and from there of the whole model."""
+    """Undisturbed runs with `reference_per_stage`: of adapters, and then of the whole model."""
     torch.manual_seed(Accelerator().process_index)  # adapters must not come from a rank's own
-    flags = ["--use-peft", "--sync-ref-model", "--warm-start-steps", "2"]
+    flags = ["--use-peft", "--reference-per-stage", "--warm-start-steps", "2"]
     found = {"adapters": play_run(where / "adapters", *SMALL, *flags)}
     whole = copied(where / "adapters", "whole", "warm-start")
     found["whole"] = play_run(
@@ -236,7 +236,7 @@ def disagree(folder):
 
 
 def one_rank(where, adapters):
-    """Without `sync_ref_model` and warm start: a fresh model, and one made of adapters."""
+    """Without `reference_per_stage` and warm start: a fresh model, and one made of adapters."""
     flags = [*SMALL, "--warm-start-steps", "0", "--max-steps", "2"]
     found = {"fresh": play_run(where / "fresh", *flags)}
     there = copied(where / "fresh", "fresh-resumed", "stage-1-airline")
@@ -297,7 +297,7 @@ def assert_same_run(folder: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "whole"])
-def test_with_sync_ref_model_each_stage_starts_from_its_own_reference(two, name):
+def test_with_reference_per_stage_each_stage_starts_from_its_own_reference(two, name):
     divergences = [record["train/kl"] for record in records(two[0] / name)]
     assert [kl > 0 for kl in divergences] == [False, True, False, True]
     assert not same(weights(two[0] / name, "stage-1-airline"), weights(two[0] / name))
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_adapters_speaks_as_the_run_did_also_from_a_moved_folder
     assert lora.base_of(checkpoints / "stage-2-retail") == str(checkpoints / "warm-start")
 
 
-def test_without_sync_ref_model_the_reference_stays_the_model_as_it_came(one):
+def test_without_reference_per_stage_the_reference_stays_the_model_as_it_came(one):
     where, found, _ = one
     for name in ("fresh", "on"):
         assert [record["train/kl"] > 0 for record in records(where / name)] == [False, True]
@@ -352,7 +352,7 @@ def fresh_model():
     return TokenLogprobs(tiny_model(tokenizer(), 1), 1.0)
 
 
-def test_without_sync_ref_model_a_resumed_run_ends_as_the_undisturbed(one):
+def test_without_reference_per_stage_a_resumed_run_ends_as_the_undisturbed(one):
     where, found, _ = one
     assert_same_run(where / "fresh-resumed", where / "fresh")
     assert_same_run(where / "on-stage-1-airline", where / "on")

@@ -31,7 +31,7 @@ def test_grpo_raises_success_on_held_out_tasks_of_one_decision(tmp_path: Path) -
 @pytest.mark.proof
 def test_grpo_raises_held_out_success_beyond_its_interval(tmp_path: Path) -> None:
     small = ["--domains", "retail", "--warm-start-steps", "180", "--max-steps", "20"]
-    quick = ["--eval-steps", "0", "--eval-tasks-per-domain", "60", "--report-to", "none"]
+    quick = ["--validation-steps", "0", "--eval-tasks-per-domain", "60", "--report-to", "none"]
     script = str(ROOT / "scripts" / "proofs" / "learning.py")
     own = ["--seeds", "1", "--recipes", "mixed", "--split", "validation"]
     places = ["--output-dir", str(tmp_path), "--json", str(tmp_path / "figures.json")]

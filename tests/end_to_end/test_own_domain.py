@@ -26,7 +26,7 @@ SHORT = [
     *("--warm-start-steps", "50", "--warm-start-batch-size", "8", "--warm-start-warmup-steps"),
     *("5", "--max-steps", "2", "--tasks-per-step", "3", "--num-generations", "3"),
     *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "3", "--eval-trials", "1"),
-    *("--eval-steps", "0", "--report-to", "none", "--num-gpus", "2", "--output-dir", "out"),
+    *("--validation-steps", "0", "--report-to", "none", "--num-gpus", "2", "--output-dir", "out"),
 ]
 
 

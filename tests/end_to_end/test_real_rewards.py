@@ -59,8 +59,8 @@ FLAGS = [
     "--num-gpus",
     "1",
 ]
-FLAGS += ["--eval-tasks-per-domain", "4", "--eval-trials", "2", "--eval-steps", "1"]
-FLAGS += ["--eval-steps-tasks", "3", "--tasks-per-domain", "8", "--max-tokens-per-turn", "8"]
+FLAGS += ["--eval-tasks-per-domain", "4", "--eval-trials", "2", "--validation-steps", "1"]
+FLAGS += ["--validation-tasks", "3", "--tasks-per-domain", "8", "--max-tokens-per-turn", "8"]
 FLAGS += ["--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "1"]
 FLAGS += ["--report-to", "none", "--max-steps", "2"]
 

@@ -23,7 +23,8 @@ from tests.support.messages import says
 FLAGS = [
     *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2", "--report-to"),
     *("none", "--max-turns", "2", "--max-tokens-per-turn", "8", "--eval-tasks-per-domain", "2"),
-    *("--eval-trials", "1", "--eval-steps", "0", "--warm-start-steps", "0", "--max-steps", "2"),
+    *("--eval-trials", "1", "--validation-steps", "0", "--warm-start-steps", "0"),
+    *("--max-steps", "2"),
     *("--no-drop-zero-std-groups", "--entropy-coef", "0.05", "--save-steps", "1"),
     *("--tasks-per-domain", "8"),
 ]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.whole_run
 
 SHORT = [
     *("--warm-start-steps", "6", "--tasks-per-step", "4", "--num-generations", "4"),
-    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--validation-steps", "0"),
     *("--report-to", "none"),
 ]
 
@@ -43,7 +43,7 @@ def results(folder: Path) -> dict[str, Any]:
 SMALL = [
     *("--tasks-per-step", "4", "--num-generations", "4", "--max-tokens-per-turn", "24"),
     *("--max-turns", "5"),
-    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
     *("--report-to", "none"),
 ]
 
@@ -199,8 +199,10 @@ def test_a_checkpoint_loads_with_from_pretrained_and_is_a_model_to_start_from(
         v.numel() for v in load_file(checkpoint / "model.safetensors").values()
     )
     assert AutoTokenizer.from_pretrained(checkpoint).chat_template
-    own = ["--no-grpo", "--model", str(checkpoint), "--output-dir", "again"]
-    play(*TRAIN, *own, cwd=tmp_path)
+    own = ["--no-grpo", "--model", str(two_ranks[0]), "--output-dir", "again"]
+    done = play(*TRAIN, *own, cwd=tmp_path)
+    assert done.stdout.count(f"model: {checkpoint}, the latest checkpoint of its run\n") == 1
+    assert f"\n  model: {checkpoint}\n" in (tmp_path / "again" / "config.yaml").read_text()
     (evaluation,) = results(tmp_path / "again")["evaluations"]
     last = results(two_ranks[0])["evaluations"][-1]
     assert evaluation["success"] == last["success"]

@@ -27,7 +27,7 @@ PROBED = [
     *("--tasks-per-step", "4", "--num-generations", "4", "--max-turns", "2"),
     *("--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "1", "--eval-trials", "1"),
     *("--entropy-coef", "0.05", "--report-to", "none"),  # untrained, it earns nothing
-    *("--eval-steps", "1", "--eval-steps-tasks", "2", "--kl-probe-tasks", "2"),
+    *("--validation-steps", "1", "--validation-tasks", "2", "--kl-probe-tasks", "2"),
     *("--plateau-patience", "1", "--plateau-delta", "1", "--no-drop-zero-std-groups"),
 ]
 

@@ -225,7 +225,7 @@ def test_a_run_takes_the_domain_by_its_class_with_its_words_and_its_task_file(tm
     words = ["--domains", "airline,telecom_chat", "--tasks-per-domain", "6"]
     words += ["--environments", "{telecom_chat: examples.telecom_chat:TelecomChatEnvironment}"]
     words += ["--tasks", f"{{telecom_chat: {tmp_path / 'tasks.jsonl'}}}"]
-    parts = prepare(parse([*words, "--eval-tasks-per-domain", "3", "--eval-steps-tasks", "3"]))
+    parts = prepare(parse([*words, "--eval-tasks-per-domain", "3", "--validation-tasks", "3"]))
     assert list(parts.environments) == ["airline", "telecom_chat"]
     assert parts.environments["telecom_chat"] is TelecomChatEnvironment
     assert list(parts.train["telecom_chat"]) == tasks(6)

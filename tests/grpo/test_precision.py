@@ -187,7 +187,7 @@ def test_log_probabilities_are_computed_in_fp32_from_bf16_logits():
 
 SMALL = [
     *("--tasks-per-step", "2", "--num-generations", "3", "--tasks-per-domain", "12"),
-    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
     *("--max-turns", "2", "--max-tokens-per-turn", "12", "--warm-start-steps", "0"),
     *(
         "--domains",

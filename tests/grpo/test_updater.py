@@ -215,13 +215,13 @@ def test_a_resumed_update_adds_the_terms_of_three_ranks_up_in_the_same_order():
     ],
 )
 def test_the_learning_rate_of_a_stage_warms_up_and_falls_to_its_end_share(kind, expected):
-    settings = GRPOSettings(warmup_steps=5, lr_scheduler_type=kind, min_lr_rate=0.1)
+    settings = GRPOSettings(stage_warmup_steps=5, stage_lr_decay=kind, min_lr_rate=0.1)
     found = {done: learning_rate_at(done, 105, 1.0, settings) for done in expected}
     assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_without_warm_up_the_first_step_has_the_peak():
-    assert learning_rate_at(0, 10, 2.0, GRPOSettings(warmup_steps=0)) == 2.0
+    assert learning_rate_at(0, 10, 2.0, GRPOSettings(stage_warmup_steps=0)) == 2.0
 
 
 @pytest.mark.parametrize(

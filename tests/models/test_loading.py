@@ -373,6 +373,12 @@ def test_a_folder_can_be_the_model_of_a_recipe(tmp_path):
     assert 1 <= len(sampler.sample([episode], [5])[0].ids) <= 5
 
 
+def test_the_tiny_model_has_the_attention_that_is_set():
+    settings = ModelSettings(attn_implementation="eager")
+    assert load_model(settings, tokenizer(), 0).config._attn_implementation == "eager"
+    assert load_model(ModelSettings(), tokenizer(), 0).config._attn_implementation == "sdpa"
+
+
 def test_the_tiny_model_depends_on_its_seed_alone():
     torch.manual_seed(1)
     first = load_model(ModelSettings(), tokenizer(), seed=1)

@@ -84,6 +84,14 @@ def test_every_other_shipped_recipe_passes_the_check(path, capsys):
     assert "that a rank has here" in capsys.readouterr().out
 
 
+def test_an_environment_that_the_run_does_not_serve_is_told(capsys):
+    data = {"environments": {"bank": "my_pkg.bank:Bank"}, "domains": ["airline", "retail"]}
+    validate(config(data=data))
+    assert capsys.readouterr().out == (
+        "warning: environments: bank is not used; add bank to domains airline,retail\n"
+    )
+
+
 def test_an_evaluation_has_no_stages(capsys):
     assert check.main(load_recipe("evaluate_only")) == 0
     said = capsys.readouterr().out
@@ -261,7 +269,7 @@ def test_ranks_share_the_machines_memory(monkeypatch):
 
 
 def test_preparation_holds_the_tasks_of_every_split_and_the_stages():
-    parts = prepare(config(evaluation={"eval_steps_tasks": 4}))
+    parts = prepare(config(evaluation={"validation_tasks": 4}))
     for domain in ("airline", "retail", "telecom"):
         splits = (parts.train, parts.validation, parts.held_out)
         assert [len(split[domain]) for split in splits] == [30, 4, 6]

@@ -400,7 +400,7 @@ def test_a_whole_run_of_a_model_with_sliding_windows(tmp_path):
         *("--model", saved(tmp_path / "model", "Mistral"), "--domains", "airline"),
         *("--warm-start-steps", "0", "--max-steps", "1", "--tasks-per-step", "2"),
         *("--num-generations", "4", "--eval-tasks-per-domain", "2", "--eval-trials", "1"),
-        *("--eval-steps", "0", "--report-to", "none", "--output-dir", str(tmp_path / "out")),
+        *("--validation-steps", "0", "--report-to", "none", "--output-dir", str(tmp_path / "out")),
         *("--num-gpus", "2", "--temperature", "0.5", "--no-drop-zero-std-groups"),
     ]
     printed = play_ranks(run_on_this_rank, 2, flags, timeout_s=300)

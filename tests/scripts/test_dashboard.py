@@ -21,7 +21,7 @@ from tests.support.warm_process import WarmRun
 
 RUN = [
     *("--num-gpus", "1", "--domains", "airline,retail", "--tasks-per-domain", "8"),
-    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--eval-steps", "1"),
+    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--validation-steps", "1"),
     *("--warm-start-steps", "1", "--warm-start-batch-size", "2", "--no-drop-zero-std-groups"),
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"),
     *("--report-to", "tensorboard"),

@@ -18,7 +18,8 @@ from tests.support.warm_process import warm_subprocess
 SWEEP = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text(encoding="utf-8"))
 TINY = [
     *("--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
-    *("--eval-trials", "1", "--eval-steps", "1", "--eval-steps-tasks", "2", "--max-steps", "2"),
+    *("--eval-trials", "1", "--validation-steps", "1", "--validation-tasks", "2"),
+    *("--max-steps", "2"),
     *("--warm-start-steps", "1", "--warm-start-batch-size", "2", "--tasks-per-step", "2"),
     *("--num-generations", "2", "--max-turns", "5", "--max-tokens-per-turn", "12"),
 ]
@@ -122,8 +123,14 @@ def test_what_is_no_setting_or_no_range_is_refused(
     ("words", "refusal"),
     [
         (["--search", "replay=0..1.5"], "error: --replay: got 1.5; it should be less than 1"),
-        ([*BETA, "--max-steps", "9", "--eval-steps", "0"], "error: eval_steps: got 0 of 9 steps"),
-        ([*BETA, "--max-steps", "9", "--eval-steps", "10"], "error: eval_steps: got 10 of 9"),
+        (
+            [*BETA, "--max-steps", "9", "--validation-steps", "0"],
+            "error: validation_steps: got 0 of 9 steps",
+        ),
+        (
+            [*BETA, "--max-steps", "9", "--validation-steps", "10"],
+            "error: validation_steps: got 10 of 9",
+        ),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_any(

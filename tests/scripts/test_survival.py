@@ -12,7 +12,7 @@ from tests.support.warm_process import warm_subprocess
 SMALL = [  # groups live whatever the untrained model says, and what it says is short
     *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2"),
     *("--warm-start-steps", "0", "--no-dynamic-sampling", "--no-drop-zero-std-groups"),
-    *("--entropy-coef", "0.05", "--eval-steps", "0", "--eval-tasks-per-domain", "1"),
+    *("--entropy-coef", "0.05", "--validation-steps", "0", "--eval-tasks-per-domain", "1"),
     *("--tasks-per-domain", "8", "--max-turns", "2", "--max-tokens-per-turn", "8"),
 ]
 pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]

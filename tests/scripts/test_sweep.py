@@ -14,7 +14,16 @@ pytestmark = pytest.mark.whole_run
 TINY = [
     *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--tasks-per-step", "3"),
     *("--num-generations", "2", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
-    *("--eval-trials", "1", "--eval-steps", "0", "--max-turns", "5", "--max-tokens-per-turn", "12"),
+    *(
+        "--eval-trials",
+        "1",
+        "--validation-steps",
+        "0",
+        "--max-turns",
+        "5",
+        "--max-tokens-per-turn",
+        "12",
+    ),
     *("--report-to", "none"),
 ]
 
@@ -44,8 +53,8 @@ def test_flags_are_those_of_the_command_line():
     assert sweep.flags_of({"learning_rate": "1e-4", "warm_start_steps": "3"}) == [
         *("--learning-rate", "1e-4", "--warm-start-steps", "3"),
     ]
-    assert sweep.flags_of({"sync_ref_model": "true", "use_peft": "false"}) == [
-        *("--sync-ref-model", "--no-peft"),
+    assert sweep.flags_of({"reference_per_stage": "true", "use_peft": "false"}) == [
+        *("--reference-per-stage", "--no-peft"),
     ]
     assert sweep.label({"replay": "0.1", "order": "retail,airline"}) == (
         "replay=0.1-order=retail_airline"
@@ -71,7 +80,10 @@ def test_what_is_no_setting_is_refused_by_name(word, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--grid", "sync_ref_model=ture"], "sync_ref_model: got 'ture'; give true or false"),
+        (
+            ["--grid", "reference_per_stage=ture"],
+            "reference_per_stage: got 'ture'; give true or false",
+        ),
         (["--grid", "replay=0,0"], "--grid: got replay=0 twice; name each configuration and seed"),
         (["--seeds", "1", "1"], "--seeds: got 1 twice; name each configuration and seed once"),
         (["--grid", "beta=0", "beta=1"], "--grid: got beta twice; give all its values at once"),
@@ -135,10 +147,10 @@ def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path, run
 
 def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path, run_sweep):
     # so many tasks are not generated, which a run finds out when it makes them
-    words = ["--grid", "eval_steps_tasks=2,100001", "--output-dir", "sweep", "--", *TINY]
+    words = ["--grid", "validation_tasks=2,100001", "--output-dir", "sweep", "--", *TINY]
     done = run_sweep(*words, "--warm-start-steps", "0", "--max-steps", "2", code=1)
-    assert "eval_steps_tasks=100001-seed-1: failed with exit code 2, see " in done.out
-    assert "eval_steps_tasks=2-seed-1: done" in done.out
+    assert "validation_tasks=100001-seed-1: failed with exit code 2, see " in done.out
+    assert "validation_tasks=2-seed-1: done" in done.out
 
 
 def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):

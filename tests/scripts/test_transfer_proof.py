@@ -11,7 +11,7 @@ from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
 
-TINY = "--max-steps 3 --eval-tasks-per-domain 2 --tasks-per-step 3 --eval-steps 0 "
+TINY = "--max-steps 3 --eval-tasks-per-domain 2 --tasks-per-step 3 --validation-steps 0 "
 TINY += "--warm-start-steps 2 --warm-start-batch-size 2 --max-turns 5 --max-tokens-per-turn 12"
 
 

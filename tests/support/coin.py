@@ -48,7 +48,7 @@ def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]
 
 COIN = [
     *("--domains", "coin", "--environments", f"{{coin: {__name__}:CoinEnvironment}}"),
-    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--eval-steps", "0"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
     *("--num-generations", "3", "--tasks-per-step", "4", "--tasks-per-domain", "40"),
 ]
 
