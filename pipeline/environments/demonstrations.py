@@ -57,34 +57,33 @@ def words_of_demonstrations(config: Config, domain: Domain, count: int) -> list[
 
     Each conversation is split at its values, which are arguments of calls and values of tools'
     JSON results. A value or a text between two values is a word if enough conversations hold it.
-    Other texts are split at spaces and punctuation. So an id is the same token in a request and in
-    a call, and the syntax between two values of a call is one token.
+    Other texts are split at spaces, digits and punctuation. So a value is the same token in a
+    request and in a call, and the syntax between two values of a call is one token. A word has no
+    digits: a token of each number or id would be too rare to be learned, and digits can be copied.
     """
     made = list(demonstrations_of(config, domain, min(MAX_READ, count, domain.max_tasks or count)))
     made = made[:: -(-len(made) // MAX_READ)]
-    values, texts = Counter[str](), Counter[str]()
-    conversations = [_split(demonstration) for demonstration in made]
-    for own_values, own_texts in conversations:
-        values.update(own_values)
-        texts.update(own_texts)
+    conversations = list(map(_split, made))
     least = max(2, len(made) // 100)
-    rare = {text for text, number in texts.items() if number < least or len(text) > MAX_CHARACTERS}
+    texts = Counter(text for found in conversations for text in found)
+    words = Counter({t: number for t, number in texts.items() if number >= least and _is_word(t)})
     pieces = Counter[str]()
-    for _, own_texts in conversations:
-        parts = (re.findall(r" ?\w+|[^\w\s]+ ?", text) for text in own_texts & rare)
+    for found in conversations:
+        parts = (re.findall(r" ?[^\W\d]+|[^\w\s]+ ?", text) for text in found - words.keys())
         pieces.update({piece for found in parts for piece in found})
-    words = Counter({value: number for value, number in values.items() if number >= 2})
-    for text, number in (*texts.items(), *pieces.items()):
-        if number >= least and len(text) <= MAX_CHARACTERS:
-            words[text] += number
+    words.update({piece: number for piece, number in pieces.items() if number >= least})
     names = [schema["function"]["name"] for schema in tool_schemas(domain.environment)]
     fixed = dict.fromkeys([domain.name, *names, *(f" {name}" for name in names)])
     frequent = sorted(words, key=lambda word: (-words[word], word))
     return [*fixed, *(word for word in frequent if len(word) > 1 and word not in fixed)][:MAX_WORDS]
 
 
-def _split(demonstration: Demonstration) -> tuple[set[str], set[str]]:
-    """Return the values of a conversation, and the texts between values, each without repeats."""
+def _is_word(text: str) -> bool:
+    return len(text) <= MAX_CHARACTERS and not any(map(str.isdigit, text))
+
+
+def _split(demonstration: Demonstration) -> set[str]:
+    """Return the values of a conversation, and the texts between values."""
     texts, values = list[str](), set[str]()
     for message in demonstration.messages:
         content = message["content"]
@@ -102,7 +101,7 @@ def _split(demonstration: Demonstration) -> tuple[set[str], set[str]]:
     longest_first = sorted(values, key=lambda value: (-len(value), value))
     at_values = "|".join(map(re.escape, longest_first)) or r"(?!)"
     splits = (re.split(rf"(?<!\w)(?:{at_values})(?!\w)", text) for text in texts)
-    return values, {text for split in splits for text in split if text}
+    return values.union(text for split in splits for text in split if text)
 
 
 def _leaves(value: Any) -> Iterator[str]:
