@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.experts import Expert, goal_of, run_expert
-from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.timeouts import describe, guarded, only_faults
-from pipeline.environments.tools import started, tool_schemas
+from pipeline.environments.faults import EnvironmentFault, describe, only_faults
+from pipeline.environments.timeouts import guarded
+from pipeline.environments.tools import reward_of, started, tool_schemas
 from pipeline.errors import UserError
+from pipeline.files.imports import user_module
 from pipeline.files.untrusted import one_line, shown
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
@@ -62,11 +62,14 @@ def _load(name: str, target: str) -> Domain:
     module_name, _, attribute = target.partition(":")
     with _refused(f"{where}, which fails on import"):
         try:
-            module = import_module(module_name)
-            environment = getattr(module, attribute)
-        except (ImportError, AttributeError) as error:
-            why = one_line(str(error))
+            module = user_module(module_name)
+        except ImportError as error:
+            why = describe(error).partition(": ")[2]
             raise UserError(f"{where} ({why}); give an importable module:Class") from None
+        if not hasattr(module, attribute):
+            why = f"{module.__file__} has no attribute {attribute!r}"
+            raise UserError(f"{where} ({why}); give an importable module:Class")
+        environment = getattr(module, attribute)
     _check_environment(where, environment)
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
@@ -131,20 +134,26 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
     return tasks
 
 
-def try_task(domain: Domain, task: Task, source: str, seconds: float, success: float) -> None:
-    """Raise UserError if `reset` fails on a task, or if the expert does not solve the task."""
-    where = f"{source}: task {shown(task.id)}"
+def try_task(
+    domain: Domain, task: Task, source: str, seconds: float, success: float | None = None
+) -> None:
+    """Raise UserError if `reset` fails on a task, or if `get_reward` fails right after `reset`.
+
+    With a `success`, the domain's expert must also reach this reward if the task has a goal.
+    """
+    is_tried = success is not None and domain.expert is not None and goal_of(task) is not None
     try:
-        guarded("reset", seconds, partial(started, domain.environment, task.row()))
+        start = partial(started, domain.environment, task.row())
+        environment = guarded("reset", seconds, start).environment
+        if why := _unsolved(domain, task, seconds, success or 0.0) if is_tried else "":
+            raise UserError(
+                f"{source}: task {shown(task.id)}: the actions that serve its goal do not lead to "
+                f"what it expects ({why}); mend goal, database or expected"
+            )
+        guarded("get_reward", seconds, partial(reward_of, environment))
     except EnvironmentFault as fault:
-        why = one_line(str(fault))
-        raise UserError(f"{where}: its payload cannot be used ({why}); mend it") from None
-    is_solvable = domain.expert is not None and goal_of(task) is not None
-    if is_solvable and (why := _unsolved(domain, task, seconds, success)):
-        raise UserError(
-            f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
-            "mend goal, database or expected"
-        )
+        failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
+        raise UserError(f"{source}: {failed}; mend the environment or the task") from None
 
 
 def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> None:

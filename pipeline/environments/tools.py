@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
 from pipeline.environments.faults import Outage as Outage
-from pipeline.environments.timeouts import awaited, is_outage, only_faults, text_of, writable
+from pipeline.environments.faults import describe, is_outage, only_faults, text_of, writable
+from pipeline.environments.timeouts import awaited
 from pipeline.environments.timeouts import run_steps as run_steps
 from pipeline.environments.timeouts import settled as settled
 
@@ -72,7 +73,7 @@ def _validators(tool: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, 
 class ToolAnswer(NamedTuple):
     content: str  # the tool's result as the model sees it, JSON or text
     is_error: bool
-    raised: bool  # True if the tool raised an exception other than ToolError
+    raised: str  # the exception of the tool in one line, or empty; a ToolError does not count
     is_last: bool  # True if the tool ended the episode
 
 
@@ -87,13 +88,13 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
     """Return Steps that call a tool as `call_tool` does; the Steps' result is a ToolAnswer."""
-    is_error = raised = False
+    is_error, raised = False, ""
     try:
         content = yield from _call(environment, name, arguments)
     except BaseException as error:
         if is_outage(only_faults(error)):
             raise
-        is_error, raised = True, not isinstance(error, ToolError)
+        is_error, raised = True, "" if isinstance(error, ToolError) else describe(error)
         content = error_result(text_of(error) or type(error).__name__)
     return ToolAnswer(content, is_error, raised, bool(getattr(environment, "done", False)))
 

@@ -12,6 +12,7 @@ from pipeline.checkpoints.resume import base_of_adapters, folder_of_reference, s
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
+from pipeline.environments.faults import FaultLog
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
@@ -44,7 +45,8 @@ class Policy:
         self.model, self._make_sampler = self._placed(model), make_sampler
         sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
         arguments = sampler, chat, environments, config.rollout, deterministic
-        self.rollout = Rollout(*arguments, on_progress=ranks.progress)
+        faults = FaultLog(lambda: str(ranks.current), ranks.is_first)
+        self.rollout = Rollout(*arguments, on_progress=ranks.progress, faults=faults)
 
     def _placed(self, model: Any) -> Any:
         fix_rotary(model, self._config.rollout.max_tokens)

@@ -22,6 +22,7 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.sft import check_demonstrations
 
 NUM_TRIED = 1000  # maximum number of a source's tasks that are tried in the environment
+NUM_TRIED_GENERATED = 8  # maximum number of generated tasks of a domain and split that are tried
 NUM_LONGEST = 64  # number of a domain's prompts that are tokenized to find the longest prompt
 
 
@@ -66,6 +67,9 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     train, longest = dict[str, Sequence[Task]](), dict[str, list[Task]]()
     for name, domain in domains.items():
         train[name], longest[name] = train_tasks(config, domain, held_out[name])
+        for tasks in (train, validation, held_out):
+            if tasks is not train or name not in data.tasks:
+                _try_some(config, domain, tasks[name], NUM_TRIED_GENERATED)
     graded, sizes = _graded(config, domains), {name: len(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + _longest(tasks)
@@ -115,10 +119,20 @@ def train_tasks(
         lengths.append(_num_characters(prompt))
 
     tasks = open_tasks(domain.name, source, data.dataset_train_split, visit)[:count]
-    for task in tasks[:: -(-len(tasks) // NUM_TRIED)]:
-        limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
-        try_task(domain, task, source, limit, success)
+    _try_some(config, domain, tasks, NUM_TRIED, source)
     return tasks, _longest(tasks, lengths)
+
+
+def _try_some(
+    config: Config, domain: Domain, tasks: Sequence[Task], most: int, source: str = ""
+) -> None:
+    """Try up to `most` evenly spaced tasks in the environment; `source` is the file of the tasks.
+
+    Raises UserError for the first task that fails.
+    """
+    success = config.evaluation.success_threshold if source else None
+    for task in tasks[:: -(-len(tasks) // most)]:
+        try_task(domain, task, source or domain.name, config.rollout.call_timeout, success)
 
 
 def _graded(config: Config, domains: Mapping[str, Domain]) -> dict[tuple[str, str], list[Task]]:

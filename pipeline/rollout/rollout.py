@@ -14,6 +14,7 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
+from pipeline.environments.faults import FaultLog
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.models.weights import trained_weights
 from pipeline.rollout.sampler import Handle, Sampler
@@ -41,6 +42,7 @@ class _Episode:
         self.replies: list[Message] = []  # replies to the model's last message
         self.wait: Callable[[], None] | None = None  # function that waits for the environment
         self.excused = ""  # value of `left_out` if the environment's current call fails
+        self.raised: list[tuple[str, str]] = []  # (tool, exception) of the environment's last work
         self.ended = False
         self.trajectory = Trajectory(
             domain=task.domain,
@@ -63,7 +65,8 @@ class Rollout:
 
     `on_progress` is called with "domain/task_id" before the rollout calls an environment or waits
     for an environment, and with "" before the rollout calls the sampler. If `on_progress`
-    raises an exception, the rollout closes all conversations and can then be used again.
+    raises an exception, the rollout closes all conversations and can then be used again. `faults`
+    gets the failures of environments and the exceptions of tools.
     """
 
     def __init__(
@@ -75,9 +78,12 @@ class Rollout:
         deterministic: bool = False,
         *,
         on_progress: Callable[[str], None] = lambda key: None,
+        faults: FaultLog | None = None,
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
+        self.faults = faults or FaultLog()
+        self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
         self.environment_s = 0.0  # total time spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
@@ -119,7 +125,7 @@ class Rollout:
         live: list[_Episode] = []  # episodes whose next message the sampler writes
         away: list[_Episode] = []  # episodes whose environment works in the background
         while waiting or live or away:
-            running = len(live) + len(away)
+            running, left = len(live) + len(away), len(waiting) + len(live) + len(away)
             live += self._start(waiting, self.limits.max_concurrent_episodes - running)
             answered, live = self._sample(live, greedy) if live else ([], [])
             ready = [episode for episode in answered if episode.wait is None]
@@ -127,6 +133,7 @@ class Rollout:
             if len(away) > len(live) + len(ready):  # else the next batch would be small
                 ready, away = [*ready, *away], []
             live += [episode for episode in ready if self._continue(episode)]
+            self.on_finished(left - len(waiting) - len(live) - len(away))
 
     def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
         """Start up to `room` episodes; return the started episodes that have not ended."""
@@ -232,12 +239,16 @@ class Rollout:
         if wait is None:
             return
         begun = time.perf_counter()
+        key = episode.request.task.key
         try:
             wait()
         except tools.EnvironmentFault as fault:
             episode.end(StopReason.ENVIRONMENT_ERROR)
             episode.trajectory.error = str(fault)
             episode.trajectory.left_out = "outage" if fault.outage else episode.excused
+            self.faults.add(*key, fault.call, str(fault))
+        while episode.raised:
+            self.faults.add(*key, *episode.raised.pop())
         self.environment_s += time.perf_counter() - begun
 
 
@@ -255,7 +266,9 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     for name, arguments in parsed.calls:
         call = partial(tools.answer_call, environment, name, arguments)
         answer = await guard(name, call, methods.get(name))
-        trajectory.num_tool_errors += answer.raised
+        if answer.raised:
+            trajectory.num_tool_errors += 1
+            episode.raised.append((name, answer.raised))
         known = name if name in methods else UNKNOWN_TOOL
         calls, errors = trajectory.tools.get(known, (0, 0))
         trajectory.tools[known] = [calls + 1, errors + answer.is_error]
