@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import EMBEDDED_DOMAINS, DataSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.experts import Expert, goal_of, run_expert
 from pipeline.environments.faults import EnvironmentFault, describe, only_faults
@@ -38,14 +38,20 @@ class Domain:
     max_tasks: int | None = None  # largest number `n` that generate_tasks accepts
 
     def demonstrate(
-        self, task: Task, seconds: float, rule_share: float = 1.0, seed: int = 0
+        self,
+        task: Task,
+        seconds: float,
+        rule_share: float = 1.0,
+        seed: int = 0,
+        raised: list[str] | None = None,
     ) -> tuple[list[Message], float]:
         """Let the expert solve a task; return the conversation and the reward.
 
-        Raises EnvironmentFault if the environment or expert fails or the episode exceeds `seconds`.
+        The exceptions of tools, except ToolErrors, are appended to `raised`. Raises
+        EnvironmentFault if the environment or expert fails or the episode exceeds `seconds`.
         """
         assert self.expert is not None, f"{self.name} has no expert"
-        arguments = self.expert, task, rule_share, seed
+        arguments = self.expert, task, rule_share, seed, raised
         found: tuple[list[Message], float] = guarded(
             "expert", seconds, lambda: run_expert(self.environment(), *arguments)
         )
@@ -126,7 +132,8 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
         try:
             tasks = domain.generate_tasks(*arguments)
         except ValueError as error:  # for example because fewer than `count` tasks exist
-            raise UserError(f"{where}: {one_line(str(error))}") from None
+            why = str(error) if domain.name in EMBEDDED_DOMAINS else describe(error)
+            raise UserError(f"{where}: {one_line(why.removeprefix('ValueError: '))}") from None
     if not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
     if other := next((task.domain for task in tasks if task.domain != domain.name), None):
@@ -166,11 +173,12 @@ def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> No
 
 
 def _unsolved(domain: Domain, task: Task, seconds: float, success: float) -> str:
+    raised: list[str] = []
     try:
-        _, reward = domain.demonstrate(task, seconds)
+        _, reward = domain.demonstrate(task, seconds, raised=raised)
     except EnvironmentFault as fault:
-        return one_line(str(fault))
-    return "" if reward >= success else f"reward {reward:g}"
+        return one_line("; ".join([*raised[:1], str(fault)]))
+    return "" if reward >= success else one_line("; ".join([f"reward {reward:g}", *raised[:1]]))
 
 
 def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:

@@ -80,7 +80,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         texts = [f"{_duration(left * pace)} left"] if left else []
         if self._num_later:
             texts.append(f"{_duration((left + self._num_later) * pace)} left in all stages")
-        return f"{pace:.2g} s a {self._unit}, about {', '.join(texts)}" if texts else ""
+        return f"{pace:.2g} s per {self._unit}, about {', '.join(texts)}" if texts else ""
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
@@ -96,8 +96,8 @@ def _duration(seconds: float) -> str:
 def episodes_shown(rollout: Any, name: str, num_episodes: int, ranks: Ranks) -> Iterator[None]:
     """Show how many episodes of an evaluation rank 0 has finished; `num_episodes` are its own."""
     name += "" if ranks.num_ranks == 1 else f", rank 0 of {ranks.num_ranks}"
-    shown = {"is_main": ranks.is_main, "unit": "episode"}
-    with StageProgress(name, num_episodes, **shown) as progress:
+    is_main = ranks.is_main
+    with StageProgress(name, num_episodes, is_main=is_main, unit="episode") as progress:
         rollout.on_finished = lambda count: progress.step({}, count) if count else None
         try:
             yield

@@ -366,6 +366,11 @@ GENERATORS = [
         "the expert does not solve task 'train-0' (",
     ),
     (
+        "has a tool that fails",
+        BANK.replace("self.frozen.append(account)", "raise KeyError('drawer')"),
+        "(reward 0; freeze raised KeyError: 'drawer' (bank_that_has_a_tool_that_fails.py, line ",
+    ),
+    (
         "has an expert that says the wrong thing",
         BANK.replace('return "Done."', 'return "Bye."'),
         "the expert does not solve task 'train-0' (reward 0); mend the expert or the task",
@@ -393,7 +398,7 @@ GENERATORS = [
     ),
     (
         "cannot score an episode without calls",
-        NO_EXPERT.replace("def get_reward(self) -> float:", "def get_reward(self): [][0]"),
+        NO_EXPERT.replace("return float(", "return [][0] + float("),
         "bank: get_reward failed on task 'train-0': IndexError: list index out of range (",
     ),
     ("has no expert", NO_EXPERT, "warm_start.data: missing, and the module of no domain has an "),

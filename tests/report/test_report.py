@@ -249,7 +249,7 @@ def test_a_domain_that_failed_is_marked_and_named():
 def test_the_report_says_which_domain_failed(tmp_path, without_pictures):
     folder = make_run(tmp_path / "run", ("mixed",))
     write_report(folder)
-    assert "failed" not in (folder / "report.md").read_text()
+    assert " failed: " not in (folder / "report.md").read_text()
     results = json.loads((folder / "results.json").read_text())
     results["evaluations"][-1]["success"]["retail"]["mean"] = 0
     (folder / "results.json").write_text(json.dumps(results))

@@ -286,7 +286,7 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
         for step in range(6, 26):
             progress.step({**TRAIN, "step": step, "reward/retail": 0.25})
     lines = [re.sub(r"[\d.e+-]+ s\b", "N s", line) for line in capsys.readouterr().err.splitlines()]
-    rewards, pace = "reward airline 0.50 retail 0.25", "N s, N s a step, about"
+    rewards, pace = "reward airline 0.50 retail 0.25", "N s, N s per step, about"
     assert lines == [
         f"airline 10/25  {rewards}  {pace} N s left, N s left in all stages",
         f"airline 20/25  {rewards}  {pace} N s left, N s left in all stages",
