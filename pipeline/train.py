@@ -66,8 +66,10 @@ class Training(Trainer):
                 continue
             first = self.begin_stage(stage)
             done, is_main = first - stage.first_step, self.ranks.is_main
-            shown = {"done": done, "num_later": self.stages[-1].last_step - stage.last_step}
-            with StageProgress(stage.name, stage.num_steps, is_main=is_main, **shown) as progress:
+            later = self.stages[-1].last_step - stage.last_step
+            with StageProgress(
+                stage.name, stage.num_steps, is_main=is_main, done=done, num_later=later
+            ) as progress:
                 for step in range(first, stage.last_step):
                     if self.ends_early(stage):
                         break

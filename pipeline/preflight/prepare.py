@@ -67,9 +67,9 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     train, longest = dict[str, Sequence[Task]](), dict[str, list[Task]]()
     for name, domain in domains.items():
         train[name], longest[name] = train_tasks(config, domain, held_out[name])
-        for tasks in (train, validation, held_out):
-            if tasks is not train or name not in data.tasks:
-                _try_some(config, domain, tasks[name], NUM_TRIED_GENERATED)
+        made = [] if name in data.tasks else [train[name]]
+        for source in (*made, validation[name], held_out[name]):
+            _try_some(config, domain, source, NUM_TRIED_GENERATED)
     graded, sizes = _graded(config, domains), {name: len(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + _longest(tasks)

@@ -81,8 +81,7 @@ def test_a_run_says_in_one_line_what_the_machine_did_to_its_folder(tmp_path, har
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "timings.jsonl").symlink_to("/dev/full")
+    (tmp_path / ".config.yaml.writing").symlink_to("/dev/full")
     ((code, said),) = play_ranks(play, 1, str(tmp_path), "", 1)
     assert code == 1
     (line,) = (line for line in said.splitlines() if not line.startswith("running on"))
