@@ -53,14 +53,11 @@ def too_long(name: str, seconds: float) -> EnvironmentFault:
     return EnvironmentFault(text, name, timed_out=True)
 
 
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def only_faults(error: BaseException) -> BaseException:
     """Return `error`, but raise `error` again if `error` is a CallTimeout or a person's Ctrl-C."""
     # Ctrl-C raises CtrlC under `run.py`, and KeyboardInterrupt under Python's default handler.
-    by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and in_main_thread()
+    is_main = threading.current_thread() is threading.main_thread()
+    by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and is_main
     is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
     if is_person or isinstance(error, CallTimeout):
         raise error
@@ -81,25 +78,16 @@ def describe(error: BaseException) -> str:
     if not (own := [f for f in frames if not f.filename.startswith(_LIBRARIES)]):
         return line
     source = f": {own[-1].line[:SOURCE_CHARACTERS]}" if own[-1].line else ""
-    return writable(f"{line} ({Path(own[-1].filename).name}, line {own[-1].lineno}{source})")
+    where = f"({Path(own[-1].filename).name}, line {own[-1].lineno}{source})"
+    return f"{line} {where}".encode(errors="replace").decode()
 
 
 def text_of(error: BaseException) -> str:
     try:
-        return writable(str(error)[:MAX_CHARACTERS])
+        return str(error)[:MAX_CHARACTERS].encode(errors="replace").decode()
     except BaseException as failure:  # `__str__` may be environment code
         only_faults(failure)
         return "its text cannot be made"
-
-
-def writable(text: str) -> str:
-    """Replace lone surrogates in a text, because tokenizers and files do not accept surrogates.
-
-    Raises ValueError if the text is longer than MAX_CHARACTERS.
-    """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"returned {len(text)} characters, the limit is {MAX_CHARACTERS}")
-    return text.encode(errors="replace").decode()
 
 
 class FaultLog:

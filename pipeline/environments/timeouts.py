@@ -32,7 +32,6 @@ from pipeline.environments.faults import (
     CallTimeout,
     EnvironmentFault,
     describe,
-    in_main_thread,
     is_outage,
     only_faults,
     too_long,
@@ -172,6 +171,10 @@ async def finish_or_fault(
     """Return the result of `finish`, with an exception replaced by an EnvironmentFault."""
     result, error = await finish(steps, awaitable)
     return result, None if error is None else fault_of(error, name)
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def fault_of(error: BaseException, name: str) -> EnvironmentFault:
