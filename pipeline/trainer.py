@@ -18,8 +18,9 @@ from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_afte
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.errors import UserError
+from pipeline.errors import RunError, UserError
 from pipeline.evaluation.baselines import baselines
+from pipeline.evaluation.dead_domains import DeadDomains, lost_domains
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
     evaluate,
@@ -43,7 +44,7 @@ from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.profiling import Meter, machine, profiled
-from pipeline.tracking.progress import say_start
+from pipeline.tracking.progress import episodes_shown, say_start
 from pipeline.tracking.step_metrics import (
     logged_by_reward_functions,
     over_iterations,
@@ -79,8 +80,8 @@ class Trainer:
         now = {"output_dir": self.folder}
         self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})
         self._saved_state, model = self.load_start(resumed)
-        self.state, self.errors = TrainState(), ErrorRates()
-        for owner in (self.state, self.errors):
+        self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
+        for owner in (self.state, self.errors, self.dead):
             owner.load_state_dict(self._saved_state)
         self.state.config = config.model_dump(mode="json")
         chat, environments = self.parts.chat, self.parts.environments
@@ -94,13 +95,14 @@ class Trainer:
         lock = None if opened is None else opened.lock
         arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
-        self.checkpointer.owners += [self.log, self.errors]
+        self.checkpointer.owners += [self.log, self.errors, self.dead]
         if opened is not None:
             described = json.dumps(describe(self.stages, config), indent=1)
             write_text(self.folder / "curriculum.json", described)
             say_start(opened, self.state.step, config, self.parts.stages)
         self.kl_probe = KLProbe(self.folder, config, ranks)
         self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
+        self._rewards: dict[str, float] = {}  # the latest mean reward of each domain
         self._on_batch, self._warned_of_gap = on_batch, False
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
@@ -145,6 +147,10 @@ class Trainer:
             self.records = read_records(folder, self.ranks.rank, self.ranks.num_ranks)
         else:
             self.errors.load_state_dict({})
+            self.dead.load_state_dict({})
+            stages, evaluations = self.stages[: stage.index + 1], self.state.evaluations
+            for line in lost_domains(evaluations, stages, self.config.evaluation):
+                self.say(f"warning: {line}")
         self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
         self.validate_when_due(stage)  # a resumed run may have stopped before this validation
         return max(stage.first_step, self.state.step)
@@ -227,19 +233,28 @@ class Trainer:
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
         self.log.metrics({**keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
-        return {**statistics, **metrics}
+        self.dead.add(stage, metrics)
+        self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
+        return {**statistics, **metrics, **self._rewards}
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
-        """Write transcripts, check rates of environment errors, validate and save when due."""
+        """Write transcripts, look for environment errors and dead domains, validate and save."""
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
+        lines = self.dead.messages(stage, self.records, self.ranks)
+        is_stopped = bool(lines) and self.config.run.stop_on_dead_domain
         most, called = self.config.data.max_reward_calls, self.state.num_reward_calls
-        if self.checkpointer.is_due or (most is not None and called >= most):
+        is_spent = most is not None and called >= most
+        if self.checkpointer.is_due or is_stopped or is_spent:
             self.save(f"step-{self.state.step:06d}")
-        if most is not None and called >= most:
+        if is_stopped:
+            raise RunError(f"stop_on_dead_domain: step {self.state.step}: {lines[0]}")
+        if is_spent:
             given = f"{most}, and reward functions were called {called} times"
             raise UserError(f"max_reward_calls: got {given}; resume with more and --override")
+        for line in lines:
+            self.say(f"warning: step {self.state.step}: {line}")
 
     # Methods for evaluations and checkpoints
 
@@ -248,7 +263,9 @@ class Trainer:
         begun, settings = time.perf_counter(), self.config.evaluation
         trials, seed, rollout = settings.eval_trials, self.config.run.seed, self.policy.rollout
         tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
-        with self.ranks.phase("evaluate", self.state.stage, self.state.step):
+        name, share = f"evaluation after {after}", len(self.ranks.shard(len(tasks)))
+        shown = episodes_shown(rollout, name, share * (trials + 1), self.ranks)
+        with self.ranks.phase("evaluate", self.state.stage, self.state.step), shown:
             sampled, trajectories = evaluate(rollout, tasks, trials, seed, self.ranks)
             greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
         is_trained = self.policy.updater is not None
