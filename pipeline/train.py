@@ -1,7 +1,7 @@
 """The run: evaluation, warm start, then GRPO stage by stage.
 
 A stage consists of steps (rollouts and an update) and an evaluation; see `Training.train`. The file
-`trainer.py` has the methods that the training loop calls.
+`trainer.py` has the methods that the training loop calls, and `run_state.py` has the state.
 """
 
 import gc
