@@ -40,12 +40,13 @@ def try_task(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
                 "mend goal, database or expected"
             )
+        is_same = made[0].addition == made[1].addition and _plain(made[0]) == _plain(made[1])
         with RandomState(task):
             guarded("get_reward", seconds, partial(reward_of, made[0].environment))
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
         raise UserError(f"{source}: {failed}; {remedy}") from None
-    if made[0].addition != made[1].addition or _plain(made[0]) != _plain(made[1]):
+    if not is_same:
         raise UserError(
             f"{where}: reset starts another episode each time, but the episodes of a group must "
             "have one task; let reset draw from `random` or `numpy.random`, or from the task"
