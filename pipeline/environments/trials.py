@@ -1,5 +1,6 @@
 """Trials of a domain's tasks before a run."""
 
+import re
 from functools import partial
 
 from pipeline.data.tasks import Message, Task
@@ -13,6 +14,7 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 
 PLAIN = (bool, int, float, str, list, tuple, dict, set, type(None))
+SESSION = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")  # a UUID
 
 
 def try_task(
@@ -56,9 +58,13 @@ def try_task(
 
 
 def _plain(made: Started) -> dict[str, str]:
-    """Return the attributes of an environment that are plain data, as texts."""
+    """Return the attributes of an environment that are plain data, as texts without UUIDs.
+
+    A UUID names the session of an episode at a service, and is no part of a task.
+    """
     values = vars(made.environment) if hasattr(made.environment, "__dict__") else {}
-    texts = {name: repr(value) for name, value in values.items() if type(value) in PLAIN}
+    plain = {name: value for name, value in values.items() if type(value) in PLAIN}
+    texts = {name: SESSION.sub("", repr(value)) for name, value in plain.items()}
     return {name: text for name, text in texts.items() if " at 0x" not in text}
 
 
