@@ -316,7 +316,7 @@ def test_own_words_are_tokens_of_the_tiny_model(own):
 
 
 def test_words_come_from_the_demonstrations_of_a_module_without_words(own, tmp_path):
-    """A call's syntax, an id and a sentence are one token each, in requests and in calls alike."""
+    """A call's syntax and a sentence are one token each; the digits of an own id stay apart."""
     parts = prepare(own(BANK.replace("WORDS =", "_words ="), "wordless_bank", warm_start=LONGER))
     (bank,) = parts.domains.values()
     (made, *_) = demonstrations_of(own(name="wordless_bank"), bank, 1)
@@ -327,12 +327,13 @@ def test_words_come_from_the_demonstrations_of_a_module_without_words(own, tmp_p
     assert "|".join([*call, '"}}\n']) in "|".join(pieces)
     assert {"freeze", " it now", "Which account?", "Done."} <= {*pieces}
     file = tmp_path / "bank.jsonl"
-    talk = {"messages": made.messages}
-    file.write_text((json.dumps(talk) + "\n") * 3)
+    talk = json.dumps({"messages": made.messages}).replace("K00", "acc-17")
+    file.write_text((talk + "\n") * 3)
     from_file = own(BANK.replace("WORDS =", "_words ="), "filed_bank", warm_start=LONGER)
     data = from_file.data.model_copy(update={"demonstrations": {"bank": str(file)}})
     read = prepare(from_file.model_copy(update={"data": data})).tokenizer
-    assert len(read.encode("Which account?", add_special_tokens=False)) == 1
+    spelled = list(map(read.decode, read.encode("Which account?acc-17", add_special_tokens=False)))
+    assert spelled == ["Which account?", "acc", "-", "1", "7"]
     assert len(read) < len(parts.tokenizer)
 
 
