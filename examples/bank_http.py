@@ -10,9 +10,8 @@ import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from typing import Any
+from urllib.request import urlopen
 from uuid import uuid4
-
-import requests
 
 from pipeline.data.tasks import Task
 from pipeline.environments import Agent
@@ -34,7 +33,7 @@ class BankEnvironment:
         """
         return {"report": (await self._post(card=card))["report"]}
 
-    async def serve(self, card: str, action: str) -> dict[str, str]:
+    async def serve(self, card: str, action: str) -> Any:
         """Lock, replace or unlock a card.
 
         Args:
@@ -48,7 +47,8 @@ class BankEnvironment:
         return float((await self._post())["served"] == [wanted])
 
     async def _post(self, **body: str) -> Any:
-        return (await asyncio.to_thread(requests.post, self.url, json=body, timeout=30)).json()
+        with await asyncio.to_thread(urlopen, self.url, json.dumps(body).encode()) as answer:
+            return json.load(answer)
 
 
 def expert(agent: Agent, goal: dict[str, str]) -> str:

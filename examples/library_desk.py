@@ -25,7 +25,7 @@ class Reader(NamedTuple):
 class LibraryEnvironment:
     def reset(self, payload: str, **row: Any) -> None:
         self.goal = json.loads(payload)["goal"]
-        self.user, self.writes = Reader(self.goal["weeks"]), []
+        self.user, self.writes = Reader(self.goal["weeks"]), list[Any]()
 
     def get_loan(self, book: str) -> dict[str, str]:
         """Look up the loan of a book.

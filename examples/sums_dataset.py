@@ -4,20 +4,22 @@ python examples/sums_dataset.py   # writes sums.jsonl (tasks) and shown.jsonl (d
 python pipeline/run.py --domains sums --tasks '{sums: sums.jsonl}' --num-gpus 2 \
     --reward-funcs examples.sums_dataset:is_right --demonstrations '{sums: shown.jsonl}'
 
-The demonstrations need a tiny model alone; half of their answers are wrong.
+Only the tiny model needs demonstrations; half of their answers have a random last digit.
 """
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 
-def is_right(completions, answer, **kwargs):
-    """The own code of a user."""
-    return [float(c[-1]["content"].strip() == a) for c, a in zip(completions, answer, strict=True)]
+def is_right(completions: Any, answer: list[str], **columns: Any) -> list[float]:
+    """Return 1 for each completion that is its task's answer. All other code makes the files."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(messages[-1]["content"] == right) for messages, right in pairs]
 
 
-def rows() -> list[dict]:
+def tasks() -> list[dict[str, Any]]:
     found = []
     for tens in range(1, 10):
         for ones in range(10):
@@ -28,7 +30,7 @@ def rows() -> list[dict]:
     return random.Random(0).sample(found, len(found))
 
 
-def demonstrations(tasks: list[dict]) -> list[dict]:
+def demonstrations(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found, draw = [], random.Random(1)
     for task in tasks * 4:
         wrong = task["answer"][0] + str(draw.randrange(10))
@@ -37,11 +39,11 @@ def demonstrations(tasks: list[dict]) -> list[dict]:
     return found
 
 
-def write(path: str, lines: list[dict]) -> None:
+def write(path: str, lines: list[dict[str, Any]]) -> None:
     Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    tasks = rows()
-    write("sums.jsonl", tasks)
-    write("shown.jsonl", demonstrations(tasks[:-120]))
+    made = tasks()
+    write("sums.jsonl", made)  # the last 99 are held out
+    write("shown.jsonl", demonstrations(made[:-120]))

@@ -1,13 +1,13 @@
-"""An environment in the form of TRL's `environment_factory`: a class that imports nothing of ours.
+"""An environment in the form of TRL's `environment_factory`, and a file of demonstrations.
 
-python examples/trl_environment.py tickets.jsonl   # writes demonstrations, 7 of 10 at random
+python examples/trl_environment.py   # writes tickets.jsonl
 python pipeline/run.py --domains airline,tickets --demonstrations '{tickets: tickets.jsonl}' \
     --environments '{tickets: examples.trl_environment:TicketEnvironment}' --num-gpus 2
 """
 
 import json
 import random
-import sys
+from typing import Any
 
 TEAMS = {"invoice": "finance", "password": "support", "parcel": "logistics"}
 
@@ -15,9 +15,9 @@ TEAMS = {"invoice": "finance", "password": "support", "parcel": "logistics"}
 class TicketEnvironment:
     """Assign a ticket to the team for the ticket's topic; `reset` draws the ticket."""
 
-    def reset(self, **kwargs) -> str:
+    def reset(self, **kwargs: Any) -> str:
         self.ticket, self.topic = f"T{random.randrange(1000)}", random.choice([*TEAMS])
-        self.assigned = []
+        self.assigned: list[tuple[str, str]] = []
         return f"Assign ticket {self.ticket} to a team."
 
     def read_ticket(self, ticket: str) -> str:
@@ -44,10 +44,13 @@ class TicketEnvironment:
         return float(self.assigned == [(self.ticket, TEAMS[self.topic])])
 
 
-def demonstration() -> dict:
-    """Return a conversation with correct calls, but with a random team in 7 of 10 cases."""
+def demonstration() -> dict[str, Any]:
+    """Return a conversation whose team is right in 3 of 10 cases, and random in the others.
+
+    Random decisions keep each team likely, so that GRPO can find the right ones.
+    """
     environment = TicketEnvironment()
-    messages = [{"role": "user", "content": environment.reset()}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": environment.reset()}]
     right = random.random() < 0.3
     team = TEAMS[environment.topic] if right else random.choice([*TEAMS.values()])
     ticket = environment.ticket
@@ -62,6 +65,6 @@ def demonstration() -> dict:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
+    with open("tickets.jsonl", "w", encoding="utf-8") as file:
         for _ in range(3000):
             file.write(json.dumps(demonstration()) + "\n")

@@ -75,7 +75,12 @@ class StageProgress(AbstractContextManager["StageProgress"]):
             say("  ".join([name, *parts, ", ".join(filter(None, times))]))
 
     def _time_left(self) -> str:
-        """Return the time left at the median pace of recent steps, without later evaluations."""
+        """Return the time left at the median pace of recent steps, without later evaluations.
+
+        The first step alone gives no pace, because a stage's preparations count to the first step.
+        """
+        if self._unit == "step" and len(self._seconds) < min(2, self._num_steps):
+            return ""
         left, pace = max(0, self._num_steps - self._done), median(self._seconds)
         texts = [f"{_duration(left * pace)} left"] if left else []
         if self._num_later:

@@ -20,10 +20,10 @@ from tests.support.warm_process import warm_subprocess
 pytestmark = pytest.mark.whole_run
 
 SHORT = [
-    *("--warm-start-steps", "30", "--warm-start-batch-size", "8", "--warm-start-warmup-steps"),
+    *("--warm-start-steps", "20", "--warm-start-batch-size", "8", "--warm-start-warmup-steps"),
     *("5", "--max-steps", "2", "--tasks-per-step", "3", "--num-generations", "3"),
     *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "3", "--eval-trials", "1"),
-    *("--validation-steps", "0", "--num-gpus", "2"),
+    *("--validation-steps", "0"),
 ]
 OWN = {"bank_http": "bank", "library_desk": "library", "trl_environment": "tickets"}
 
@@ -46,11 +46,15 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(own_domains, "subprocess", warm_subprocess())
-    flags = ["--seeds", "1", "--output-dir", str(tmp_path), "--", *SHORT]
-    code, said = own_domains.main(flags), capsys.readouterr()
-    assert code == 1, said  # after so few steps no bound is kept
-    assert [line.split("|")[1].strip() for line in said.out.splitlines()[2:6]] == [*EXAMPLES]
-    assert "least success " in said.out.splitlines()[-1]
+    first, *others = EXAMPLES
+    for examples, ranks in (([first], "2"), (others, "1")):
+        flags = ["--seeds", "1", "--examples", *examples, "--output-dir", str(tmp_path)]
+        code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", ranks])
+        said = capsys.readouterr()
+        assert code == 1, said  # after so few steps no bound is kept
+        lines = said.out.splitlines()
+        assert [line.split("|")[1].strip() for line in lines[2:-2]] == examples
+        assert lines[-1].startswith("least success ")
     for example in EXAMPLES:
         folder, own = tmp_path / f"{example}-seed-1", OWN.get(example, "sums")
         results = json.loads((folder / "results.json").read_text())
