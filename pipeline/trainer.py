@@ -84,6 +84,8 @@ class Trainer:
         self.state.config = config.model_dump(mode="json")
         chat, environments = self.parts.chat, self.parts.environments
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
+        if (rewards := self.policy.rollout.rewards) is not None:
+            rewards.trainer_state.global_step = self.state.step
         if opened is not None:
             begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
         log_state = None if resumed is None else self._saved_state
@@ -173,8 +175,6 @@ class Trainer:
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
-        if rollout.rewards is not None:
-            rollout.rewards.trainer_state.global_step = step
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
@@ -217,14 +217,10 @@ class Trainer:
         rewards = self.policy.rollout.rewards
         names = [] if rewards is None else rewards.names(self.parts.environments.values())
         metrics, counts = rollout_metrics(batch, self.ranks, self.config, names)
-        if rewards is not None:
-            logged, num_calls = logged_by_reward_functions(rewards, self.ranks)
-            metrics = logged | metrics
-            self.state.num_reward_calls += num_calls
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        self.log.metrics({**keys, **statistics, **metrics})
+        self.log.metrics({**self._logged(), **keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         return {**statistics, **metrics}
 
@@ -239,6 +235,16 @@ class Trainer:
         if most is not None and called >= most:
             given = f"{most}, and reward functions were called {called} times"
             raise UserError(f"max_reward_calls: got {given}; resume with more and --override")
+
+    def _logged(self, prefix: str = "") -> dict[str, float]:
+        """Return what reward functions have logged since the last call, and count their calls."""
+        rewards = self.policy.rollout.rewards
+        if rewards is None:
+            return {}
+        logged, num_calls = logged_by_reward_functions(rewards, self.ranks)
+        self.state.num_reward_calls += num_calls
+        rewards.trainer_state.global_step = self.state.step
+        return {prefix + name: value for name, value in logged.items()}
 
     # Methods for evaluations and checkpoints
 
@@ -260,7 +266,7 @@ class Trainer:
         entry = {"after": after, "step": self.state.step, "success": found}
         self.state.evaluations.append(entry)
         keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
-        self.log.metrics({**keys, **evaluation_metrics(found)})
+        self.log.metrics({**self._logged("eval/"), **keys, **evaluation_metrics(found)})
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
         self._save_transcripts(f"evaluation-{after}", trajectories)
         self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
@@ -282,7 +288,8 @@ class Trainer:
         rewards, keys = scored(records), {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})
         metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
-        self.log.metrics({"kind": "validation", **keys, **metrics})
+        logged = self._logged("validation/")
+        self.log.metrics({**logged, "kind": "validation", **keys, **metrics})
         seconds = {"perf/validation_s": time.perf_counter() - begun}
         self.log.timings({"kind": "validation", **keys, **seconds})
         rates = ErrorRates(records)

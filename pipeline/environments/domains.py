@@ -195,8 +195,9 @@ def try_reset(
             "have one task; let reset draw from `random` or `numpy.random`, or from the task"
         )
     if not task.prompt[-1]["content"] and not made[0].addition:
-        hint = "or let reset return the request"
-        raise UserError(f"{where}: has no request; {remedy}, {hint}")
+        names = ", ".join(name for name in task.row() if name not in ("domain", "payload"))
+        given = f"has no request, only {names}; give a column prompt"
+        raise UserError(f"{where}: {given}, or let reset return the request")
 
 
 def _plain(made: Started) -> dict[str, str]:

@@ -194,7 +194,11 @@ class Rollout:
         trajectory.append(sampled.ids, sampled.logprobs)
         trajectory.num_turns += 1
         schemas = tools.tool_schemas(self.environments[trajectory.domain])
-        parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
+        if self.rewards is not None and not schemas:  # reward functions get the whole text
+            text = self.chat.tokenizer.decode(sampled.ids, skip_special_tokens=True)
+            parsed = Parsed(content=text)
+        else:
+            parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
         trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])

@@ -117,7 +117,8 @@ def logged_by_reward_functions(
 ) -> tuple[dict[str, float], int]:
     """Return the mean of each name's `log_metric` values over all ranks, and forget the values.
 
-    The second result is the number of new calls of async functions on all ranks.
+    The second result is the number of new calls of async functions on all ranks. The means do not
+    depend on the number of ranks.
     """
     mine = {name: list(values) for name, values in rewards.metrics.items()}, rewards.num_calls
     rewards.metrics.clear()
@@ -126,7 +127,7 @@ def logged_by_reward_functions(
     found = defaultdict[str, list[float]](list)
     for name, values in chain.from_iterable(of.items() for of, _ in gathered):
         found[name] += values
-    means = {name: fmean(sorted(values)) for name, values in sorted(found.items())}
+    means = {name: fmean(values) for name, values in sorted(found.items())}  # exact sums
     return means, sum(count for _, count in gathered)
 
 
