@@ -84,8 +84,7 @@ class Trainer:
         self.state.config = config.model_dump(mode="json")
         chat, environments = self.parts.chat, self.parts.environments
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
-        if (rewards := self.policy.rollout.rewards) is not None:
-            rewards.trainer_state.global_step = self.state.step
+        self._logged("")  # tells reward functions the number of steps
         if opened is not None:
             begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
         log_state = None if resumed is None else self._saved_state
@@ -220,7 +219,7 @@ class Trainer:
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        self.log.metrics({**self._logged(), **keys, **statistics, **metrics})
+        self.log.metrics({**self._logged("train/"), **keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         return {**statistics, **metrics}
 
@@ -236,15 +235,10 @@ class Trainer:
             given = f"{most}, and reward functions were called {called} times"
             raise UserError(f"max_reward_calls: got {given}; resume with more and --override")
 
-    def _logged(self, prefix: str = "") -> dict[str, float]:
-        """Return what reward functions have logged since the last call, and count their calls."""
+    def _logged(self, prefix: str) -> dict[str, float]:
+        """Return the metrics that reward functions have logged since the last call."""
         rewards = self.policy.rollout.rewards
-        if rewards is None:
-            return {}
-        logged, num_calls = logged_by_reward_functions(rewards, self.ranks)
-        self.state.num_reward_calls += num_calls
-        rewards.trainer_state.global_step = self.state.step
-        return {prefix + name: value for name, value in logged.items()}
+        return logged_by_reward_functions(rewards, self.ranks, self.state, prefix)
 
     # Methods for evaluations and checkpoints
 

@@ -58,7 +58,7 @@ def _names(config: Config) -> Iterator[str]:
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     for setting, given, choices, kind in (
-        ("domains", used, known, "known domains, or its class in `environments`"),
+        ("domains", used, known, "known domains, or give environments, or tasks and reward_funcs"),
         ("tasks", data.tasks, used, "domains of the run"),
         ("eval_tasks", data.eval_tasks, used, "domains of the run"),
         ("order", curriculum.order, used, "domains of the run"),

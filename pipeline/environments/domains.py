@@ -176,9 +176,7 @@ def try_task(domain: Domain, task: Task, source: str, seconds: float, success: f
         )
 
 
-def try_reset(
-    domain: Domain, task: Task, source: str, seconds: float, remedy: str = "mend it"
-) -> None:
+def try_reset(domain: Domain, task: Task, source: str, seconds: float, remedy: str = "") -> None:
     """Raise UserError if `reset` fails, starts different episodes of a task, or has no request."""
     where, made = f"{source}: task {shown(task.id)}", list[Started]()
     try:
@@ -188,7 +186,9 @@ def try_reset(
                 made.append(guarded("reset", seconds, start))
     except EnvironmentFault as fault:
         why = one_line(str(fault))
-        raise UserError(f"{where}: its payload cannot be used ({why}); {remedy}") from None
+        raise UserError(
+            f"{where}: its payload cannot be used ({why}); {remedy or 'mend it'}"
+        ) from None
     if made[0].addition != made[1].addition or _plain(made[0]) != _plain(made[1]):
         raise UserError(
             f"{where}: reset starts another episode each time, but the episodes of a group must "
@@ -196,8 +196,8 @@ def try_reset(
         )
     if not task.prompt[-1]["content"] and not made[0].addition:
         names = ", ".join(name for name in task.row() if name not in ("domain", "payload"))
-        given = f"has no request, only {names}; give a column prompt"
-        raise UserError(f"{where}: {given}, or let reset return the request")
+        hint = f"{remedy or 'give a column prompt'}, or let reset return the request"
+        raise UserError(f"{where}: has no request, only {names}; {hint}")
 
 
 def _plain(made: Started) -> dict[str, str]:

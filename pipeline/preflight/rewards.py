@@ -34,34 +34,35 @@ def check_reward_functions(
     """
     rewards = load_reward_functions(config)
     functions = [] if rewards is None else list(rewards.functions)
-    waiting = [f"{function.name} is async" for function in functions if function.is_async]
-    notes = [f"reward function {why}, so its first call is in the run" for why in waiting]
-    used, unused = set[str](), dict[str, str]()
+    waiting = (function.name for function in functions if function.is_async)
+    notes = [
+        f"reward function {name} is async, so its first call is in the run" for name in waiting
+    ]
+    missing = dict[str, str]()  # name of a function -> what tasks lack
+    unscored, used = list[str](), set[str]()
     for name, domain in domains.items() if functions else ():
         columns = columns_of(tasks[name][0])
         applying = [function for function in functions if not function.missing(columns)]
         for function in functions:
-            if missing := function.missing(columns):
-                given = f"its tasks have no {', '.join(missing)}, only {', '.join(columns)}"
-                unused[function.name] = given
-                why = f"is not called for {name}: {given}"
-                notes.append(f"reward function {function.name} {why}")
+            if lacking := function.missing(columns):
+                given = f"its tasks have no {', '.join(lacking)}, only {', '.join(columns)}"
+                missing[function.name] = given
+                notes.append(f"reward function {function.name} is not called for {name}: {given}")
         if not applying and not hasattr(domain.environment, "get_reward"):
-            raise UserError(
-                f"reward_funcs: no function applies to {name}, and its environment has no "
-                f"get_reward; the columns of its tasks are {', '.join(columns)}"
-            )
+            unscored.append(name)
         for task in tasks[name][:NUM_TRIED]:
             _try([f for f in applying if not f.is_async], domain, task, config)
         is_single = config.data.factories[name].factory == SINGLE_TURN
         if is_single and not any(function.takes_all for function in applying):
             read = OF_EVERY_TASK.union(*(function.parameters for function in applying))
             notes += [f"{name}: no one reads the column {c}" for c in sorted(columns.keys() - read)]
-        for function in applying:
-            used.add(function.name)
-    for name in unused.keys() - used:
-        why = f"{name} applies to no domain: {unused[name]}"
+        used.update(function.name for function in applying)
+    for name in missing.keys() - used:
+        why = f"{name} applies to no domain: {missing[name]}"
         raise UserError(f"reward_funcs: {why}; rename an argument or a column")
+    if unscored:
+        hint = "give a function for its columns, or the environment a get_reward"
+        raise UserError(f"reward_funcs: no function applies to {unscored[0]}; {hint}")
     return notes
 
 

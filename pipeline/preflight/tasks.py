@@ -63,7 +63,7 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     if name in data.own_domains:
         is_given = source is not None or domain.generate_tasks is not None
         where = f"tasks of {name}" if is_given else f"{name} has no generate_tasks(...) or tasks"
-        remedy = "mend it" if is_given else "add generate_tasks, or give tasks"
+        remedy = "" if is_given else "add generate_tasks, or give tasks"
         for task in (*sets.held_out[:NUM_TRIED_HELD_OUT], *sets.train[:NUM_TRIED_HELD_OUT]):
             try_reset(domain, task, where, config.rollout.call_timeout, remedy)
     for tool in undocumented(domain.environment):

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from pipeline.environments.domains import imported
 from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import Calls, Guard, Work, awaited, writable
+from pipeline.environments.timeouts import Calls, Guard, awaited, writable
 from pipeline.environments.tools import MAX_REWARD
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -59,15 +60,13 @@ class RewardFunction:
 
     @property
     def takes_all(self) -> bool:
-        kinds = [p.kind for p in self.parameters.values()]
-        return inspect.Parameter.VAR_KEYWORD in kinds
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Return the required arguments that tasks with these columns do not give."""
-        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        needed = [p for p in self.parameters.values() if p.kind not in variable]
-        known = GIVEN.union(columns)
-        return [p.name for p in needed if p.default is p.empty and p.name not in known]
+        needed = [p for p in self.parameters.values() if p.default is p.empty]
+        variable, known = ("VAR_KEYWORD", "VAR_POSITIONAL"), GIVEN.union(columns)
+        return [p.name for p in needed if p.kind.name not in variable and p.name not in known]
 
     def __call__(self, arguments: Mapping[str, Any]) -> Steps[Any]:
         """Return Steps that call the function with the arguments that the function takes.
@@ -143,35 +142,31 @@ class RewardFunctions:
         for key, of_task in groupby(completions, lambda completion: completion.task.key):
             group = list(of_task)
             for completion in group:
-                _add_own_reward(completion)
+                trajectory, kind = completion.trajectory, type(completion.environment)
+                has_own = hasattr(kind, "get_reward")
+                trajectory.rewards = {kind.__name__: trajectory.reward} if has_own else {}
             for function in self.functions:
                 if not function.missing(columns_of(group[0].task)):
                     work = partial(self._score, function, group)
-                    is_async, task = function.is_async, group[0].task
-                    wait = self._calls.beside(key, work) if is_async else self._here(task, work)
-                    waits.append((wait, group))
+                    here = partial(self._calls.here, key, work)
+                    is_async = function.is_async
+                    waits.append((self._calls.beside(key, work) if is_async else here, group))
         for wait, group in waits:
             try:
                 wait()
             except EnvironmentFault as fault:
-                for completion in group:
-                    _fail(completion.trajectory, str(fault))
+                for trajectory in (completion.trajectory for completion in group):
+                    trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
+                    trajectory.left_out, trajectory.error = "reward", str(fault)
         for completion in completions:
             self._add_up(completion.trajectory)
 
-    def _here(self, task: Task, work: Work) -> Callable[[], None]:
-        def call() -> None:
-            with RandomState(task):  # the task decides what the function draws
-                self._calls.here(task.key, work)
-
-        return call
-
     def _add_up(self, trajectory: Trajectory) -> None:
-        if trajectory.left_out:
-            return
         weights = {function.name: function.weight for function in self.functions}
         known = {name: r for name, r in trajectory.rewards.items() if r is not None}
-        if not known:
+        if trajectory.left_out:
+            known = {}
+        elif not known:
             trajectory.left_out, trajectory.error = "reward", "every reward function returned None"
         trajectory.reward = math.fsum(weights.get(name, 1.0) * r for name, r in known.items())
 
@@ -189,8 +184,9 @@ class RewardFunctions:
             }
             self.num_calls += function.is_async
             try:
-                call = partial(function, arguments)
-                returned = await guard(function.name, call, function.function)
+                with nullcontext() if function.is_async else RandomState(group[0].task):
+                    call = partial(function, arguments)
+                    returned = await guard(function.name, call, function.function)
                 break
             except EnvironmentFault as fault:
                 if attempt == ATTEMPTS or not function.is_async:
@@ -221,17 +217,6 @@ class _Logged:
             self.metrics.append((writable(str(name)), value))
 
 
-def _add_own_reward(completion: Completion) -> None:
-    trajectory, kind = completion.trajectory, type(completion.environment)
-    own = {kind.__name__: trajectory.reward} if hasattr(kind, "get_reward") else {}
-    trajectory.rewards = dict[str, float | None](own)
-
-
-def _fail(trajectory: Trajectory, error: str) -> None:
-    trajectory.stop_reason, trajectory.left_out = StopReason.ENVIRONMENT_ERROR, "reward"
-    trajectory.error, trajectory.reward = error, 0.0
-
-
 def columns_of(task: Task) -> dict[str, Any]:
     """Return a task's columns by name, without the prompt."""
     row = {"family": task.family, "branch": task.branch, **task.row()}
@@ -255,21 +240,18 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
     Raises EnvironmentFault if `returned` is not a list of `count` numbers.
     """
     where = f"reward function {name} returned"
-    if not isinstance(returned, list):
-        raise EnvironmentFault(f"{where} {type(returned).__name__}, not a list of numbers")
-    if len(returned) != count:
-        raise EnvironmentFault(f"{where} {len(returned)} rewards for {count} completions")
-    rewards: list[float | None] = []
-    for value in returned:
-        try:
-            reward = math.nan if value is None else float(value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-            raise EnvironmentFault(f"{where} {shown(value)}, not a number") from None
-        if isinstance(value, str) or abs(reward) > MAX_REWARD:
-            limit = f"not a number up to {MAX_REWARD:g}"
-            raise EnvironmentFault(f"{where} {shown(value)}, {limit}")
-        rewards.append(None if math.isnan(reward) else reward)
-    return rewards
+    if not isinstance(returned, list) or len(returned) != count:
+        given = f"{len(returned)} rewards" if isinstance(returned, list) else shown(returned)
+        raise EnvironmentFault(f"{where} {given}, not a list of {count} numbers")
+    try:
+        rewards = [math.nan if value is None else float(value) for value in returned]
+        is_good = not any(isinstance(value, str) for value in returned)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        is_good = False
+    if not is_good or any(abs(reward) > MAX_REWARD for reward in rewards):
+        limit = f"not numbers up to {MAX_REWARD:g}"
+        raise EnvironmentFault(f"{where} {shown(returned)}, {limit}")
+    return [None if math.isnan(reward) else reward for reward in rewards]
 
 
 def load_reward_functions(
@@ -288,13 +270,11 @@ def load_reward_functions(
     return RewardFunctions(functions, config.rollout.call_timeout, config.grpo.max_steps, on_call)
 
 
-def _imported(target: str) -> Callable[..., Any]:
+def _imported(target: str) -> Any:
     where = f"reward_funcs: got {target!r}"
     _, function = imported(where, target)
     if isinstance(function, type) or not callable(function):
-        raise UserError(
-            f"{where}, which is {shown(function)}; name a function or a callable object"
-        )
+        raise UserError(f"{where}, which is {shown(function)}; name a function or callable object")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

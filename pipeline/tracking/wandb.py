@@ -39,8 +39,8 @@ Line = Mapping[str, Any]  # a line of metrics.jsonl or timings.jsonl
 
 
 def numbers(line: Line) -> dict[str, float]:
-    """Return the numeric fields of a line except `step`, such as `train/loss`."""
-    return {key: v for key, v in line.items() if key != "step" and isinstance(v, int | float)}
+    """Return the numeric fields of a line with a `/` in the field's name, such as `train/loss`."""
+    return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
 
 
 class WandbFeed:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config.rules import check
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Task
 from pipeline.environments.single_turn import SingleTurnEnvironment
@@ -199,15 +200,15 @@ def test_functions_see_environments_and_add_to_their_rewards():
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (1.0, ("float", "not a list of numbers")),
-        (np.float64(1.0), ("not a list of numbers",)),
-        ("ab", ("str", "not a list")),
-        ({0: 1.0, 1: 2.0}, ("dict", "not a list")),
-        ([1.0], ("1 rewards for 2 completions",)),
-        (["1", "0"], ("'1'", "not a number")),
-        ([1.0, math.inf], ("inf", "not a number")),
-        ([torch.zeros(2), 1.0], ("tensor", "not a number")),
-        (None, ("NoneType",)),
+        (1.0, ("1.0", "not a list")),
+        (np.float64(1.0), ("not a list",)),
+        ("ab", ("'ab'", "not a list")),
+        ({0: 1.0, 1: 2.0}, ("{0: 1.0", "not a list")),
+        ([1.0], ("1 rewards, not a list of 2 numbers",)),
+        (["1", "0"], ("'1'", "not numbers")),
+        ([1.0, math.inf], ("inf", "not numbers")),
+        ([torch.zeros(2), 1.0], ("tensor", "not numbers")),
+        (None, ("None", "not a list of 2")),
     ],
 )
 def test_a_wrong_result_is_told_and_leaves_the_task_out(returned, words):
@@ -328,7 +329,7 @@ def test_functions_of_one_name_are_told_apart(modules):
         (["no_such_module:f"], ("No module named", "module:name")),
         (["reward_one:absent"], ("absent", "module:name")),
         (["reward_one:number"], ("which is 3", "name a function")),
-        (["reward_one:Judge"], ("class", "name a function or a callable object")),
+        (["reward_one:Judge"], ("class", "name a function or callable object")),
         (["reward_one:by_place"], ("completions cannot be given by name", "/")),
     ],
 )
@@ -343,10 +344,7 @@ def test_what_is_no_function_is_refused(targets, words, modules):
         ({"reward_funcs": ["f"]}, ("'f'", "module:function")),
         ({"reward_funcs": ["m:f", "m:f"]}, ("m:f twice",)),
         ({"reward_funcs": ["m:f"], "reward_weights": [1, 2]}, ("2 weights for 1",)),
-        ({"reward_funcs": ["m:f"], "reward_weights": [math.nan]}, ("nan", "finite")),
     ],
 )
 def test_contradictory_settings_are_refused(data, words):
-    from pipeline.config.rules import check
-
     says(refusal(check, Config.model_validate({"data": data})), *words)
