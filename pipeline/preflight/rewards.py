@@ -34,10 +34,8 @@ def check_reward_functions(
     """
     rewards = load_reward_functions(config)
     functions = [] if rewards is None else list(rewards.functions)
-    waiting = (function.name for function in functions if function.is_async)
-    notes = [
-        f"reward function {name} is async, so its first call is in the run" for name in waiting
-    ]
+    later = "is async, so its first call is in the run"
+    notes = [f"reward function {f.name} {later}" for f in functions if f.is_async]
     missing = dict[str, str]()  # name of a function -> what tasks lack
     unscored, used = list[str](), set[str]()
     for name, domain in domains.items() if functions else ():
