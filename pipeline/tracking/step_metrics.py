@@ -51,7 +51,7 @@ def rollout_metrics(
             mean = total[f"sum {name}"] / count
             variance = max(0.0, total[f"squares {name}"] - count * mean**2) / max(1, count - 1)
             metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
-    left_out = {f"{kind}/{d}": total[f"{kind} {d}"] for kind in LEFT_OUT for d in domains}
+    left_out = {f"{kind}/{d}": total[f"left {kind} {d}"] for kind in LEFT_OUT for d in domains}
     metrics |= {
         "rollout/episodes": episodes,
         "rollout/sampled_tokens": total["tokens"],
@@ -98,7 +98,7 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
             f"played {domain}": len(all_of),
             f"errors {domain}": sum(t.stop_reason is StopReason.ENVIRONMENT_ERROR for t in all_of),
             **{f"{kind} {domain}": sum(map(outcomes.count, of)) for kind, of in ZERO_STD.items()},
-            **{f"{kind} {domain}": sum(t.left_out == kind for t in all_of) for kind in LEFT_OUT},
+            **{f"left {why} {domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
         }
     return counts
 

@@ -35,9 +35,12 @@ def run(folder: str, argv: list[str]) -> int:
     """A rank of the run, started in this folder, where it finds the functions; its exit code."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    with Path(f"rank-{os.environ['RANK']}.txt").open("a") as said:
-        with redirect_stdout(said), redirect_stderr(said):
-            return main(argv, make_training=Unreported)
+    with (
+        Path(f"rank-{os.environ['RANK']}.txt").open("a") as said,
+        redirect_stdout(said),
+        redirect_stderr(said),
+    ):
+        return main(argv, make_training=Unreported)
 
 
 def episodes(folder: Path) -> list[dict[str, Any]]:
@@ -70,7 +73,7 @@ def test_the_readmes_functions_train_and_a_budget_of_calls_ends_the_run(
     out = tmp_path / "out"
     assert [path.name for path in sorted(out.glob("checkpoints/step-*"))] == ["step-000001"]
     assert play_ranks(run, 2, str(tmp_path), [*argv, *AGAIN]) == [0, 0]
-    state = json.loads((out / "checkpoints" / "final" / "state.json").read_text())
+    state = json.loads((out / "checkpoints" / "stage-1-sums" / "state.json").read_text())
     assert json.dumps(state).count('"num_reward_calls": 20') == 1
 
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
