@@ -190,10 +190,8 @@ class RewardFunctions:
                 break
             except EnvironmentFault as fault:
                 if attempt == ATTEMPTS or not function.is_async:
-                    text = f"reward function {function.name}: {fault}"
-                    raise EnvironmentFault(
-                        text, function.name, fault.timed_out, fault.outage
-                    ) from None
+                    fault.args = (f"reward function {function.name}: {fault}",)
+                    raise
             await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         rewards = _rewards(function.name, returned, len(group))
         for number, (completion, reward) in enumerate(zip(group, rewards, strict=True)):
