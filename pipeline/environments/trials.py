@@ -23,7 +23,7 @@ def try_task(
     source: str,
     seconds: float,
     success: float | None = None,
-    remedy: str = "mend the environment or the task",
+    remedy: str = "",
 ) -> None:
     """Try `reset`, and `get_reward` right after `reset`. Raises UserError.
 
@@ -47,14 +47,17 @@ def try_task(
             guarded("get_reward", seconds, partial(reward_of, made[0].environment))
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
-        raise UserError(f"{source}: {failed}; {remedy}") from None
+        hint = remedy or "mend the environment or the task"
+        raise UserError(f"{source}: {failed}; {hint}") from None
     if not is_same:
         raise UserError(
             f"{where}: reset starts another episode each time, but the episodes of a group must "
             "have one task; let reset draw from `random` or `numpy.random`, or from the task"
         )
     if not task.prompt[-1]["content"] and not made[0].addition:
-        raise UserError(f"{where}: has no request; {remedy}, or let reset return the request")
+        names = ", ".join(name for name in task.row() if name not in ("domain", "payload"))
+        hint = f"{remedy or 'give a column prompt'}, or let reset return the request"
+        raise UserError(f"{where}: has no request, only {names}; {hint}")
 
 
 def _plain(made: Started) -> dict[str, str]:

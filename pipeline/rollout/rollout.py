@@ -136,6 +136,8 @@ class Rollout:
             played = [e for e in episodes if e.trajectory.stop_reason is not failed]
             found = [Completion(e.request.task, e.environment, e.trajectory) for e in played]
             self.rewards(found)
+            for t in (e.trajectory for e in played if e.trajectory.left_out == "reward"):
+                self.faults.add(t.domain, t.task_id, "reward_funcs", t.error)
             self.environment_s += time.perf_counter() - begun
 
     def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
@@ -201,7 +203,11 @@ class Rollout:
         trajectory.append(sampled.ids, sampled.logprobs)
         trajectory.num_turns += 1
         schemas = tools.tool_schemas(self.environments[trajectory.domain])
-        parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
+        if self.rewards is not None and not schemas:  # reward functions get the whole text
+            text = self.chat.tokenizer.decode(sampled.ids, skip_special_tokens=True)
+            parsed = Parsed(content=text)
+        else:
+            parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
         trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
