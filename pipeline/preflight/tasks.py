@@ -61,7 +61,10 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
         sets = _last_rows_held_back(config, domain, held_out)
     where, remedy = name, ""
     if source is None and domain.generate_tasks is None:
-        where, remedy = f"{name} has no generate_tasks(...) or tasks", "add generate_tasks or tasks"
+        where, remedy = (
+            f"{name} has no generate_tasks(...) or tasks",
+            "add generate_tasks, or give tasks",
+        )
     made = [*([] if source else [sets.train]), sets.validation, sets.held_out]
     for tasks in made:
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_GENERATED)]:
