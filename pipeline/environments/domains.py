@@ -19,9 +19,13 @@ from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.experts import Expert, goal_of, run_expert
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.random_state import RandomState
+from pipeline.environments.random_state import (
+    RandomState,
+    differing_attribute,
+    uses_random_state,
+)
 from pipeline.environments.timeouts import describe, guarded, only_faults
-from pipeline.environments.tools import Started, started, tool_schemas
+from pipeline.environments.tools import Started, may_wait, started, tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 
@@ -179,34 +183,35 @@ def try_task(domain: Domain, task: Task, source: str, seconds: float, success: f
 
 def try_reset(
     domain: Domain, task: Task, source: str, seconds: float, remedy: str = "mend it"
-) -> None:
-    """Raise UserError if `reset` fails, starts different episodes of a task, or has no request."""
+) -> str:
+    """Return the text that `reset` adds to a task's request.
+
+    Raises UserError if `reset` fails, starts different episodes of a task, or has no request.
+    """
     where, made = f"{source}: task {shown(task.id)}", list[Started]()
+    kind = domain.environment
+    is_keyed = uses_random_state(kind) and not may_wait(kind)  # as in a rollout
     try:
-        for _ in range(2):
-            with RandomState(task):
-                start = partial(started, domain.environment, task.row())
+        for trial in range(2):
+            with RandomState(task, *([] if is_keyed else [trial])):
+                start = partial(started, kind, task.row())
                 made.append(guarded("reset", seconds, start))
     except EnvironmentFault as fault:
         why = one_line(str(fault))
         raise UserError(f"{where}: its payload cannot be used ({why}); {remedy}") from None
-    if made[0].addition != made[1].addition or _plain(made[0]) != _plain(made[1]):
+    name = uses_random_state(kind) and differing_attribute(*(of.environment for of in made))
+    if name or made[0].addition != made[1].addition:
+        what, given = f"self.{name}" if name else "its text", "random.Random(id), id from its row"
+        escape = f"; if {what} is no part of the task: uses_random_state = False in the class"
         raise UserError(
-            f"{where}: reset starts another episode each time, but the episodes of a group must "
-            "have one task; let reset draw from `random` or `numpy.random`, or from the task"
+            f"{where}: reset starts another episode each time ({what} differs), but the episodes "
+            "of a group must have one task; let reset draw from "
+            f"{'random, numpy.random or ' if is_keyed else ''}{given}{escape if name else ''}"
         )
     if not task.prompt[-1]["content"] and not made[0].addition:
         hint = "or let reset return the request"
         raise UserError(f"{where}: has no request; {remedy}, {hint}")
-
-
-def _plain(made: Started) -> dict[str, str]:
-    """Return the attributes of an environment that are plain data, as texts."""
-    kinds = (bool, int, float, str, list, tuple, dict, set, type(None))
-    values = vars(made.environment) if hasattr(made.environment, "__dict__") else {}
-    return {
-        k: text for k, v in values.items() if type(v) in kinds and " at 0x" not in (text := repr(v))
-    }
+    return made[0].addition
 
 
 def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> list[Message]:

@@ -4,7 +4,7 @@ import heapq
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.config.settings import Config
@@ -24,13 +24,14 @@ HELD_BACK_SHARE = 5  # at most a fifth of the rows are held out or validate
 
 @dataclass(kw_only=True)
 class TaskSets:
-    """The tasks of a domain. `longest` has the training tasks with the most text."""
+    """The tasks of a domain. `longest` has tasks with the most text, some with that of `reset`."""
 
     train: Sequence[Task]
     validation: list[Task]
     held_out: list[Task]
     longest: list[Task]
     notes: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # what `reset` returned for some tasks
 
 
 def task_sets(config: Config, domain: Domain) -> TaskSets:
@@ -62,12 +63,21 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
         where = f"tasks of {name}" if is_given else f"{name} has no generate_tasks(...) or tasks"
         remedy = "mend it" if is_given else "add generate_tasks, or give tasks"
         for task in (*sets.held_out[:NUM_TRIED_HELD_OUT], *sets.train[:NUM_TRIED_HELD_OUT]):
-            try_reset(domain, task, where, config.rollout.call_timeout, remedy)
+            text = try_reset(domain, task, where, config.rollout.call_timeout, remedy)
+            if text:
+                sets.texts.append(text)
+                sets.longest.append(_with_request(task, text))
     for tool in undocumented(domain.environment):
         sets.notes.append(
             f"{name}: the tool {tool} has no docstring, so a model sees only its name"
         )
     return sets
+
+
+def _with_request(task: Task, text: str) -> Task:
+    """Return a task whose request ends with the text that `reset` returned."""
+    *rest, request = task.prompt
+    return replace(task, prompt=(*rest, {**request, "content": request["content"] + text}))
 
 
 def _last_rows_held_back(
