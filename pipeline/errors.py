@@ -18,11 +18,15 @@ class UserError(ValueError):
     is_first = False  # True on the rank that prints the error at once, while other ranks wait
 
 
-class MachineError(RuntimeError):
-    """A fault of the machine, such as a full disk. The error message is one line."""
+class RunError(RuntimeError):
+    """The end of a run that cannot go on, such as a run whose environments fail; one line."""
 
     exit_code = 1
     is_first = False
+
+
+class MachineError(RunError):
+    """A fault of the machine, such as a full disk. The error message is one line."""
 
 
 class CtrlC(KeyboardInterrupt):

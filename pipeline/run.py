@@ -1,7 +1,7 @@
 """The command line: read the settings, start the ranks, train on each rank.
 
-Exit codes: 0 success; 1 fault, with a traceback; 2 mistake of the user, with one line of text;
-75 interruption, with a checkpoint to resume from.
+Exit codes: 0 success; 1 fault, with one line of text or a traceback; 2 mistake of the user, with
+one line of text; 75 interruption, with a checkpoint to resume from.
 """
 
 import os
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, MachineError, UserError
+from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
 from pipeline.files.imports import importing
 from pipeline.files.untrusted import printable
 
@@ -39,7 +39,7 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
     try:
         with _keyboard():
             return _run(argv, entry, hooks)
-    except (UserError, MachineError) as error:
+    except (UserError, RunError) as error:
         if not is_main and not error.is_first:
             time.sleep(SILENT_S)  # most user and machine errors occur on every rank
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)

@@ -29,13 +29,14 @@ def warm_start(
     chat: Chat,
     domains: Mapping[str, Domain],
     num_ranks: int,
-    on_step: Callable[[], None],
+    on_step: Callable[[float | None], None],
     alive: Callable[[], None] = lambda: None,
 ) -> float:
     """Train `model` in place and return the mean loss of the last eighth of the steps.
 
     Every rank must call this function after creating the Accelerator. `on_step` is called after
-    each optimizer step, and `alive` is called after each encoded demonstration.
+    each optimizer step with the last logged loss, a mean over an eighth of the steps, or with None.
+    `alive` is called after each encoded demonstration.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -57,7 +58,7 @@ def warm_start(
                 skip_gradient_sync(trainer.model_wrapped)
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            on_step()
+            on_step(next((e["loss"] for e in trainer.state.log_history[::-1] if "loss" in e), None))
 
     trainer.add_callback(Hooks())
     # Dropout is off, because dropout masks would depend on the number of ranks.

@@ -1,7 +1,7 @@
 """The run: evaluation, warm start, then GRPO stage by stage.
 
 A stage consists of steps (rollouts and an update) and an evaluation; see `Training.train`. The file
-`trainer.py` has the methods that the training loop calls.
+`trainer.py` has the methods that the training loop calls, and `run_state.py` has the state.
 """
 
 import gc
@@ -16,6 +16,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.utils import logging as transformers_logging
 
+from pipeline.checkpoints.checkpoint import full_disk
+from pipeline.checkpoints.run_folder import folder_of
 from pipeline.config import variables
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Interrupted, Ranks, meet_again
@@ -64,7 +66,10 @@ class Training(Trainer):
                 continue
             first = self.begin_stage(stage)
             done, is_main = first - stage.first_step, self.ranks.is_main
-            with StageProgress(stage.name, stage.num_steps, is_main=is_main, done=done) as progress:
+            later = self.stages[-1].last_step - stage.last_step
+            with StageProgress(
+                stage.name, stage.num_steps, is_main=is_main, done=done, num_later=later
+            ) as progress:
                 for step in range(first, stage.last_step):
                     if self.ends_early(stage):
                         break
@@ -83,8 +88,8 @@ class Training(Trainer):
         num_steps = self.config.warm_start.steps
         progress = StageProgress("warm start", num_steps, is_main=ranks.is_main)
 
-        def on_step() -> None:
-            progress.step({})
+        def on_step(loss: float | None) -> None:
+            progress.step({"loss": loss})
             ranks.alive()
             if ranks.stop_wanted:  # an interrupted warm start saves no checkpoint
                 raise Interrupted
@@ -135,7 +140,11 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
     """
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
-        training = make_training(config, accelerator, ranks, watchdog)
+        try:
+            training = make_training(config, accelerator, ranks, watchdog)
+        except OSError as error:
+            fault = full_disk(folder_of(config), error, "start again in another folder")
+            raise fault or error from None
         with training.log:
             try:
                 code = training.run()

@@ -1,121 +1,28 @@
-"""The Trainer: the state of a run on one rank, and methods for the training loop in `train.py`."""
+"""The Trainer: the methods of stages and steps that the training loop in `train.py` calls."""
 
 import gc
-import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
-from pipeline.checkpoints.resume import load_start, open_together
-from pipeline.checkpoints.run_folder import begin
-from pipeline.checkpoints.transcripts import read_records, save_transcripts
-from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage, describe, learning_rate_at, one_after_another
+from pipeline.checkpoints.transcripts import read_records
+from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
-from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.watchdog import Watchdog
-from pipeline.errors import UserError
-from pipeline.evaluation.baselines import baselines
-from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
-from pipeline.evaluation.evaluate import (
-    evaluate,
-    evaluation_metrics,
-    failed_trials,
-    in_words,
-    plateau,
-    refuse_failed_trials,
-    scored,
-    success,
-    validation_metrics,
-)
-from pipeline.evaluation.kl_probe import KLProbe
-from pipeline.evaluation.results import training_summary, write_results
-from pipeline.files.console import may_fail
-from pipeline.files.durable import write_text
+from pipeline.errors import RunError, UserError
+from pipeline.evaluation.dead_domains import lost_domains
+from pipeline.evaluation.error_rates import stop_on_errors
+from pipeline.evaluation.results import training_summary
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
-from pipeline.grpo.policy import Policy
-from pipeline.preflight.check import validate
-from pipeline.rollout.sampler import make_sampler
-from pipeline.rollout.trajectory import RunRecord, Trajectory
-from pipeline.tracking.log import RunLog
-from pipeline.tracking.profiling import Meter, machine, profiled
-from pipeline.tracking.progress import say_start
+from pipeline.run_state import RunState
+from pipeline.tracking.profiling import Meter, profiled
 from pipeline.tracking.step_metrics import (
     logged_by_reward_functions,
     over_iterations,
     rollout_metrics,
 )
 
-Hook = Callable[["Trainer", str, Sequence[Trajectory]], None]
 
-
-class Trainer:
-    """The state of a run on one rank. Every rank of the process group makes a Trainer.
-
-    `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
-    called after each step and each evaluation with the trainer, the name of the stage or
-    evaluation, and this rank's episodes. Raises UserError for mistakes of the user.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        accelerator: Any,
-        ranks: Ranks,
-        watchdog: Watchdog,
-        *,
-        make_sampler: Callable[..., Any] = make_sampler,
-        on_batch: Hook = lambda *_: None,
-    ) -> None:
-        self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
-        self.parts = validate(config)
-        tokens = self.parts.tokenizer.get_vocab()
-        opened, self.folder, resumed = open_together(config, ranks, tokens)
-        watchdog.can_resume = resumed is not None
-        now = {"output_dir": self.folder}
-        self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})
-        self._saved_state, model = self.load_start(resumed)
-        self.state, self.errors = TrainState(), ErrorRates()
-        for owner in (self.state, self.errors):
-            owner.load_state_dict(self._saved_state)
-        self.state.config = config.model_dump(mode="json")
-        chat, environments = self.parts.chat, self.parts.environments
-        self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
-        if opened is not None:
-            begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
-        log_state = None if resumed is None else self._saved_state
-        self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
-        keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
-        self.log.timings({**keys, **machine(ranks.num_ranks)})
-        lock = None if opened is None else opened.lock
-        arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
-        self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
-        self.checkpointer.owners += [self.log, self.errors]
-        if opened is not None:
-            described = json.dumps(describe(self.stages, config), indent=1)
-            write_text(self.folder / "curriculum.json", described)
-            say_start(opened, self.state.step, config, self.parts.stages)
-        self.kl_probe = KLProbe(self.folder, config, ranks)
-        self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
-        self._on_batch, self._warned_of_gap = on_batch, False
-
-    def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
-        """Return the saved state and the model with which this run starts."""
-        return load_start(self.config, self.parts.tokenizer, resumed)
-
-    @property
-    def stages(self) -> list[Stage]:
-        """The stages of the run. If a stage ends early, the next stages begin at earlier steps."""
-        return one_after_another(self.parts.stages, self.state.ended_early)
-
-    def say(self, text: str) -> None:
-        """Print a line on rank 0."""
-        if self.ranks.is_main:
-            print(text, flush=True)
+class Trainer(RunState):
+    """A RunState that trains the policy."""
 
     # Stages
 
@@ -145,6 +52,10 @@ class Trainer:
             self.records = read_records(folder, self.ranks.rank, self.ranks.num_ranks)
         else:
             self.errors.load_state_dict({})
+            self.dead.load_state_dict({})
+            stages, evaluations = self.stages[: stage.index + 1], self.state.evaluations
+            for line in lost_domains(evaluations, stages, self.config.evaluation):
+                self.say(f"warning: {line}")
         self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
         self.validate_when_due(stage)  # a resumed run may have stopped before this validation
         return max(stage.first_step, self.state.step)
@@ -227,124 +138,25 @@ class Trainer:
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
         self.log.metrics({**keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
-        return {**statistics, **metrics}
+        self.dead.add(stage, metrics)
+        self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
+        return {**statistics, **metrics, **self._rewards}
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
-        """Write transcripts, check rates of environment errors, validate and save when due."""
+        """Write transcripts, look for environment errors and dead domains, validate and save."""
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
+        lines = self.dead.messages(stage, self.records, self.ranks)
+        is_stopped = bool(lines) and self.config.run.stop_on_dead_domain
         most, called = self.config.data.max_reward_calls, self.state.num_reward_calls
-        if self.checkpointer.is_due or (most is not None and called >= most):
+        is_spent = most is not None and called >= most
+        if self.checkpointer.is_due or is_stopped or is_spent:
             self.save(f"step-{self.state.step:06d}")
-        if most is not None and called >= most:
+        if is_stopped:
+            raise RunError(f"stop_on_dead_domain: step {self.state.step}: {lines[0]}")
+        if is_spent:
             given = f"{most}, and reward functions were called {called} times"
             raise UserError(f"max_reward_calls: got {given}; resume with more and --override")
-
-    # Methods for evaluations and checkpoints
-
-    def evaluate(self, after: str) -> None:
-        """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
-        begun, settings = time.perf_counter(), self.config.evaluation
-        trials, seed, rollout = settings.eval_trials, self.config.run.seed, self.policy.rollout
-        tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
-        with self.ranks.phase("evaluate", self.state.stage, self.state.step):
-            sampled, trajectories = evaluate(rollout, tasks, trials, seed, self.ranks)
-            greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
-        is_trained = self.policy.updater is not None
-        if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
-            self.save(f"step-{self.state.step:06d}")  # a check below may end the run
-        rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
-        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
-        refuse_failed_trials([*sampled, *greedy], when)
-        found = success(sampled, greedy, trials, settings.success_threshold)
-        entry = {"after": after, "step": self.state.step, "success": found}
-        self.state.evaluations.append(entry)
-        keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
-        self.log.metrics({**keys, **evaluation_metrics(found)})
-        self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
-        self._save_transcripts(f"evaluation-{after}", trajectories)
-        self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
-        if self.ranks.is_main:
-            self._write_results(is_final=False)
-
-    def validate_when_due(self, stage: Stage) -> None:
-        """Validate the policy if `validation_steps` divides the step, but only once per step."""
-        every, step = self.config.evaluation.validation_steps, self.state.step
-        if not every or step % every or self.state.validated(step):
-            return
-        begun, seed = time.perf_counter(), self.config.run.seed
-        tasks = [task for tasks in self.parts.validation.values() for task in tasks]
-        updater = self.policy.updater
-        assert updater is not None
-        with self.ranks.phase("validate", stage.name, step):
-            records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
-            kl = self.kl_probe.divergences(updater)
-        rewards, keys = scored(records), {"stage": stage.name, "step": step}
-        self.state.validations.append({**keys, "success": rewards, "kl": kl})
-        metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
-        self.log.metrics({"kind": "validation", **keys, **metrics})
-        seconds = {"perf/validation_s": time.perf_counter() - begun}
-        self.log.timings({"kind": "validation", **keys, **seconds})
-        rates = ErrorRates(records)
-        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
-
-    def ends_early(self, stage: Stage) -> bool:
-        """Return True and store the stage's length if validation success no longer rises."""
-        best = plateau(self.state.validations, stage, self.config)
-        if best is None:
-            return False
-        settings, done = self.config.curriculum, self.state.step - stage.first_step
-        self.state.ended_early[stage.name] = done
-        self.say(
-            f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
-            f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
-            f"success (best {best:.2f})"
-        )
-        return True
-
-    def save(self, name: str) -> None:
-        """Write a checkpoint."""
-        updater = self.policy.updater
-        optimizer = None if updater is None else updater.optimizer
-        with self.ranks.phase("checkpoint", self.state.stage, self.state.step):
-            seconds = self.checkpointer.save(name, self.policy.model, optimizer)
-        self.watchdog.can_resume = True
-        keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
-        self.log.timings({**keys, "perf/checkpoint_s": seconds})
-
-    def _save_transcripts(
-        self, name: str, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None
-    ) -> None:
-        self._on_batch(self, name, episodes)
-        self.checkpointer.check_folder()
-        folder, step = self.folder / "trajectories" / name, self.state.step
-        path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
-        self.checkpointer.unsynced.append(path)
-
-    @cached_property
-    def _baselines(self) -> dict[str, dict[str, float]]:
-        """The results of the baselines, which do not depend on the model.
-
-        Reward functions score a model's answers, so with reward functions there are no baselines.
-        """
-        if self.config.data.reward_funcs:
-            return {}
-        parts, timeout = self.parts, self.config.rollout.call_timeout
-        return baselines(parts.domains, parts.held_out, timeout)
-
-    def _write_results(self, is_final: bool = True) -> None:
-        """Write `results.json`; only the final file has the transfer metrics."""
-        updater = {} if self.policy.updater is None else self.policy.updater.state_dict()
-        faults = {"skipped_steps": updater.get("num_skipped_steps")}
-        faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")
-        again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
-        with may_fail("results.json", again):
-            facts = {
-                "baselines": self._baselines,
-                "num_ranks": self.ranks.num_ranks,
-                "faults": {name: count for name, count in faults.items() if count},
-                "wall_s": self.checkpointer.wall_s,
-            }
-            stages, held_out = self.stages, self.parts.held_out
-            write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)
+        for line in lines:
+            self.say(f"warning: step {self.state.step}: {line}")

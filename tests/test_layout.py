@@ -15,35 +15,43 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
-    "files": 310,
+    "files": 335,
     "distributed": 900,
-    "config": 990,
+    "config": 1000,
     "data": 780,
-    "environments": 1330,
+    "environments": 1430,
     "embedded": 1090,
     "chat": 660,
     "models": 800,
-    "rollout": 1560,
+    "rollout": 1570,
     "sft": 190,
     "checkpoints": 710,
     "grpo": 1330,
-    "evaluation": 955,
-    "preflight": 990,
+    "evaluation": 1065,
+    "preflight": 1000,
     "doctor": 290,
-    "tracking": 1010,
+    "tracking": 1060,
     "plots": 570,
-    "report": 740,
-    "trainer": 350,
-    "train": 190,
+    "report": 770,
+    "run_state": 230,
+    "trainer": 200,
+    "train": 200,
     "run": 170,
 }
-MOST_LINES = {"environments": 1330}  # of rooms that may be larger than others
+MOST_LINES = {"environments": 1430}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40
 # What a reader of the algorithm reads. Samplers other than the row sampler do not count.
 CORE = (
-    *("train.py", "trainer.py", "grpo/*.py", "rollout/*.py", "distributed/ranks.py"),
+    *(
+        "train.py",
+        "trainer.py",
+        "run_state.py",
+        "grpo/*.py",
+        "rollout/*.py",
+        "distributed/ranks.py",
+    ),
     *("data/tasks.py", "data/curriculum.py", "data/rng.py", "config/settings.py"),
     *("environments/tools.py", "embedded/scripted.py"),
 )

@@ -5,7 +5,6 @@ A checkpoint is a folder with the model or its LoRA adapters, the tokenizer, `op
 number has its own key.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ import torch
 
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.manifest import write_manifest
-from pipeline.checkpoints.run_folder import FORMAT
+from pipeline.checkpoints.run_folder import FORMAT, FULL
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.gradients import consolidated_state_dict
 from pipeline.distributed.ranks import Ranks
@@ -112,6 +111,17 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
+def full_disk(folder: Path, error: BaseException, remedy: str) -> MachineError | None:
+    """Return a MachineError if a full disk caused `error`, else None."""
+    # Exceptions of safetensors and tokenizers hold the system's error number only in the text.
+    messages = f"{error} {error.__cause__} {error.__context__}"
+    for number in FULL:
+        if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
+            full = f"the disk of {folder} is full ({os.strerror(number)})"
+            return MachineError(f"output_dir: {full}; free some space, then {remedy}")
+    return None
+
+
 class Checkpointer:
     """Saves the model, the optimizer and the `state_dict()` of each object in `owners`.
 
@@ -173,14 +183,7 @@ class Checkpointer:
             self.check_folder()
         except MachineError as gone:
             return gone
-        # Exceptions of safetensors and tokenizers hold the system's error number only in the text.
-        messages = f"{error} {error.__cause__} {error.__context__}"
-        for number in (errno.ENOSPC, errno.EDQUOT):
-            if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
-                full = f"the disk of {self.run_folder} is full ({os.strerror(number)})"
-                remedy = "free some space, then resume with --resume-from-checkpoint latest"
-                return MachineError(f"output_dir: {full}; {remedy}")
-        return None
+        return full_disk(self.run_folder, error, "resume with --resume-from-checkpoint latest")
 
     def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
         """Save a checkpoint; return the duration. Raises RuntimeError if ranks' weights differ."""

@@ -1,5 +1,6 @@
 """Chooses, checks and locks the folder of a run, and finds the checkpoint to resume."""
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,8 @@ HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference"}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
 HARMLESS -= {"seed", "deterministic"}
 FORMAT = 1  # version of state.json's format; increased when older code would misread new files
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk and of a full quota
 
 
 class Opened(NamedTuple):
@@ -145,7 +148,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def open_folder(config: Config) -> Opened:
-    """Make and lock the run folder, and find the checkpoint to resume, or raise UserError."""
+    """Make and lock the run folder, and find the checkpoint to resume.
+
+    Raises UserError, or OSError for a full disk.
+    """
     check_folder(config)
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     try:
@@ -153,6 +159,8 @@ def open_folder(config: Config) -> Opened:
         lock = (folder / ".lock").open("a", encoding="utf-8")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if error.errno in FULL:
+            raise
         why = f"cannot be written to ({error.strerror or error});"
         if isinstance(error, BlockingIOError):
             why = "is in use by a run that is still alive; end it first, or"

@@ -30,7 +30,6 @@ def save_transcripts(
             turns = trajectory.sampled_turns()
             line = {
                 **trajectory.record().as_dict(),
-                "error": trajectory.error,
                 "messages": trajectory.messages,
                 "advantage": None if advantages is None else round(advantages[i], 4),
                 "reward_breakdown": trajectory.reward_breakdown,

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.errors import UserError
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # No domain may have a name that evaluations or metrics use.
@@ -72,7 +74,12 @@ def _names(config: Config) -> Iterator[str]:
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     for setting, given, choices, kind in (
-        ("domains", used, known, "known domains, or its class in `environments`"),
+        (
+            "domains",
+            used,
+            known,
+            "known domains, its class in `environments`, or its `tasks` with `reward_funcs`",
+        ),
         ("tasks", data.tasks, used, "domains of the run"),
         ("eval_tasks", data.eval_tasks, used, "domains of the run"),
         ("demonstrations", data.demonstrations, used, "domains of the run"),
@@ -85,10 +92,22 @@ def _names(config: Config) -> Iterator[str]:
     ):
         for name in [*given]:
             if name not in choices:
-                yield f"{setting}: got {name!r}; name {kind} ({', '.join(choices)})"
+                hint = f"name {kind} ({', '.join(choices)})"
+                yield f"{setting}: got {name!r}; {_example(name) if choices is known else ''}{hint}"
     for setting, names in (("domains", used), ("difficulties", curriculum.difficulties)):
         if len(set(names)) < len(names):
             yield f"{setting}: got {','.join(names)}; name each once"
+
+
+def _example(name: str) -> str:
+    """Return how to use the example of a domain that is not embedded, or an empty text."""
+    file = EXAMPLES / f"{name}.py"
+    if not (name.isidentifier() and file.is_file()):
+        return ""
+    found = re.search(r"^class (\w*Environment)\b", file.read_text(encoding="utf-8"), re.MULTILINE)
+    environment = found[1] if found else "CLASS"
+    target = f"{{{name}: 'examples.{name}:{environment}'}}"
+    return f'examples/{name}.py is such a domain: --environments "{target}"; or '
 
 
 def _curriculum(config: Config) -> Iterator[str]:

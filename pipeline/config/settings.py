@@ -233,6 +233,7 @@ class RunSettings(Section):
     timeout: PositiveFloat = field(600.0, "seconds of a collective, or without progress")
     deterministic: bool = field(False, "equal bits on any number of CPU ranks; slow")
     profile: list[PositiveInt] = field([], "steps with a torch.profiler trace, or `none`")
+    stop_on_dead_domain: bool = field(False, "end the run if a domain learns nothing for 10 steps")
     doctor: bool = field(False, "check ranks, links and machine, then exit")
     check: bool = field(False, "check recipe, tasks, template and memory, then exit")
 

@@ -133,6 +133,10 @@ class Ranks:
         """Return another connection to the key-value store, for use while a collective hangs."""
         return dist.HashStore() if self._group is None else self._store.clone()
 
+    def is_first(self, name: str) -> bool:
+        """Return True on the first rank that asks for `name`, without waiting for other ranks."""
+        return self._group is None or bool(self._store.add(f"first, {name}", 1) == 1)
+
     def barrier(self, name: str) -> None:
         """Wait for all ranks; raises CollectiveError after the timeout."""
         if self._group is not None:

@@ -26,7 +26,7 @@ import psutil
 
 from pipeline.distributed import sentinel
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
-from pipeline.errors import INTERRUPTED, LOST_CONNECTION, UserError
+from pipeline.errors import INTERRUPTED, LOST_CONNECTION, RunError, UserError
 from pipeline.files.untrusted import printable
 
 # Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
@@ -141,7 +141,7 @@ class Watchdog:
         fault = self._fault or self._post_fault(kind, self._own)
         if (fault["kind"], fault["rank"]) != (kind, self._ranks.rank):
             raise ToldElsewhere(fault["kind"]) from error
-        if isinstance(error, UserError):
+        if isinstance(error, UserError | RunError):
             error.is_first = True
         else:
             error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._own.phase}")

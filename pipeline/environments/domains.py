@@ -12,21 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.experts import Expert, goal_of, run_expert
-from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.random_state import (
-    RandomState,
-    differing_attribute,
-    uses_random_state,
-)
-from pipeline.environments.timeouts import describe, guarded, only_faults
-from pipeline.environments.tools import Started, may_wait, started, tool_schemas
+from pipeline.environments.experts import Expert, run_expert
+from pipeline.environments.faults import describe, only_faults
+from pipeline.environments.random_state import RandomState
+from pipeline.environments.timeouts import guarded
+from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
+from pipeline.files.imports import user_module
 from pipeline.files.untrusted import one_line, shown
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
@@ -44,14 +40,20 @@ class Domain:
     max_tasks: int | None = None  # largest number `n` that generate_tasks accepts
 
     def demonstrate(
-        self, task: Task, seconds: float, rule_share: float = 1.0, seed: int = 0
+        self,
+        task: Task,
+        seconds: float,
+        rule_share: float = 1.0,
+        seed: int = 0,
+        raised: list[str] | None = None,
     ) -> tuple[list[Message], float]:
         """Let the expert solve a task; return the conversation and the reward.
 
-        Raises EnvironmentFault if the environment or expert fails or the episode exceeds `seconds`.
+        The exceptions of tools, except ToolErrors, are appended to `raised`. Raises
+        EnvironmentFault if the environment or expert fails or the episode exceeds `seconds`.
         """
         assert self.expert is not None, f"{self.name} has no expert"
-        arguments = self.expert, task, rule_share, seed
+        arguments = self.expert, task, rule_share, seed, raised
         with RandomState(task):
             found: tuple[list[Message], float] = guarded(
                 "expert", seconds, lambda: run_expert(self.environment(), *arguments)
@@ -69,11 +71,14 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
     module_name, _, attribute = target.partition(":")
     with _refused(f"{where}, which fails on import"):
         try:
-            module = import_module(module_name)
-            return module, getattr(module, attribute)
-        except (ImportError, AttributeError) as error:
-            why = one_line(str(error))
+            module = user_module(module_name)
+        except ImportError as error:
+            why = describe(error).partition(": ")[2]
             raise UserError(f"{where} ({why}); give an importable module:name") from None
+        if not hasattr(module, attribute):
+            why = f"{module.__file__} has no attribute {attribute!r}"
+            raise UserError(f"{where} ({why}); give an importable module:name")
+        return module, getattr(module, attribute)
 
 
 def _load(name: str, data: DataSettings) -> Domain:
@@ -155,7 +160,8 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
         try:
             tasks = domain.generate_tasks(*arguments)
         except ValueError as error:  # for example because fewer than `count` tasks exist
-            raise UserError(f"{where}: {one_line(str(error))}") from None
+            why = str(error) if domain.name not in data.own_domains else describe(error)
+            raise UserError(f"{where}: {one_line(why.removeprefix('ValueError: '))}") from None
     if not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
     if other := next((task.domain for task in tasks if task.domain != domain.name), None):
@@ -168,72 +174,6 @@ def _self_sampled(name: str, task_seed: int, count: int, split: str) -> list[Tas
     prompt = ({"role": "user", "content": ""},)
     ids = (f"{split}-{task_seed}-{index}" for index in range(count))
     return [Task(domain=name, id=task_id, prompt=prompt, payload="{}") for task_id in ids]
-
-
-def try_task(domain: Domain, task: Task, source: str, seconds: float, success: float) -> None:
-    """Raise UserError if `reset` fails on a task, or if the expert does not solve the task."""
-    try_reset(domain, task, source, seconds)
-    is_solvable = domain.expert is not None and goal_of(task) is not None
-    if is_solvable and (why := _solved(domain, task, seconds, success)[1]):
-        raise UserError(
-            f"{source}: task {shown(task.id)}: the actions that serve its goal do not lead to what "
-            f"it expects ({why}); mend goal, database or expected"
-        )
-
-
-def try_reset(
-    domain: Domain, task: Task, source: str, seconds: float, remedy: str = "mend it"
-) -> str:
-    """Return the text that `reset` adds to a task's request.
-
-    Raises UserError if `reset` fails, starts different episodes of a task, or has no request.
-    """
-    where, made = f"{source}: task {shown(task.id)}", list[Started]()
-    kind = domain.environment
-    is_keyed = uses_random_state(kind) and not may_wait(kind)  # as in a rollout
-    try:
-        for trial in range(2):
-            with RandomState(task, *([] if is_keyed else [trial])):
-                start = partial(started, kind, task.row())
-                made.append(guarded("reset", seconds, start))
-    except EnvironmentFault as fault:
-        why = one_line(str(fault))
-        raise UserError(f"{where}: its payload cannot be used ({why}); {remedy}") from None
-    name = uses_random_state(kind) and differing_attribute(*(of.environment for of in made))
-    if name or made[0].addition != made[1].addition:
-        what, given = f"self.{name}" if name else "its text", "random.Random(id), id from its row"
-        escape = f"; if {what} is no part of the task: uses_random_state = False in the class"
-        raise UserError(
-            f"{where}: reset starts another episode each time ({what} differs), but the episodes "
-            "of a group must have one task; let reset draw from "
-            f"{'random, numpy.random or ' if is_keyed else ''}{given}{escape if name else ''}"
-        )
-    if not task.prompt[-1]["content"] and not made[0].addition:
-        hint = "or let reset return the request"
-        raise UserError(f"{where}: has no request; {remedy}, {hint}")
-    return made[0].addition
-
-
-def try_expert(domain: Domain, task: Task, seconds: float, success: float) -> list[Message]:
-    """Return the conversation of an expert that solves a task; raises UserError otherwise."""
-    messages, why = _solved(domain, task, seconds, success)
-    if why:
-        raise UserError(
-            f"tasks of {domain.name}: the expert does not solve task {shown(task.id)} ({why}); "
-            "mend the expert or the task"
-        )
-    return messages
-
-
-def _solved(
-    domain: Domain, task: Task, seconds: float, success: float
-) -> tuple[list[Message], str]:
-    """Return the expert's conversation, and why the expert does not solve the task, or ""."""
-    try:
-        messages, reward = domain.demonstrate(task, seconds)
-    except EnvironmentFault as fault:
-        return [], one_line(str(fault))
-    return messages, "" if reward >= success else f"reward {reward:g}"
 
 
 def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:

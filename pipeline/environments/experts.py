@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.tools import (
-    call_tool,
+    answer_call,
     reply_of,
     reset_arguments,
     reward_of,
@@ -38,12 +38,14 @@ class Agent:
     random: Random
     rule_share: float = 1.0
     messages: list[Message] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)  # exceptions of tools, other than ToolErrors
 
     def call(self, tool: str, **arguments: Any) -> Any:
         """Call a tool and return the tool's result, parsed if the result is JSON."""
         call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
         self.messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        result = call_tool(self.environment, tool, arguments)
+        result, _, raised, _ = run_steps(answer_call(self.environment, tool, arguments))
+        self.raised += [f"{tool} raised {raised}"] if raised else []
         self.messages.append({"role": "tool", "name": tool, "content": result})
         try:
             return json.loads(result)
@@ -82,9 +84,17 @@ def goal_of(task: Task) -> Any:
 
 
 def run_expert(
-    environment: Any, expert: Expert, task: Task, rule_share: float = 1.0, seed: int = 0
+    environment: Any,
+    expert: Expert,
+    task: Task,
+    rule_share: float = 1.0,
+    seed: int = 0,
+    raised: list[str] | None = None,
 ) -> tuple[list[Message], float]:
-    """Let the expert solve a task; return the conversation (prompt included) and the reward."""
+    """Let the expert solve a task; return the conversation (prompt included) and the reward.
+
+    The exceptions of tools, except ToolErrors, are appended to `raised`.
+    """
     goal = goal_of(task)
     if goal is None:
         raise ValueError("its payload has no goal")
@@ -92,6 +102,7 @@ def run_expert(
     if addition := settled(environment.reset(**reset_arguments(environment.reset, task.row()))):
         prompt[-1]["content"] += addition
     agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
+    agent.raised = agent.raised if raised is None else raised
     final = expert(agent, goal)
     if not getattr(environment, "done", False):
         agent.messages.append({"role": "assistant", "content": final})

@@ -1,4 +1,23 @@
-"""Exceptions that end a call of environment code."""
+"""Exceptions that end a call of environment code, and their description for the user."""
+
+import signal
+import sysconfig
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.errors import CtrlC
+from pipeline.files.console import say
+
+MAX_CHARACTERS = 10_000_000  # largest length of a text that an environment returns
+FAULT_CHARACTERS = 500  # largest length of an exception's text in an EnvironmentFault
+SOURCE_CHARACTERS = 120  # largest length of a source line in an EnvironmentFault
+# Paths of libraries and of this package, except the embedded domains; `describe` names the last
+# source line outside these paths.
+_LIBRARIES = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+_LIBRARIES += tuple(str(p) for p in Path(__file__).parents[1].iterdir() if p.name != "embedded")
 
 
 class CallTimeout(BaseException):
@@ -17,14 +36,77 @@ class Outage(Exception):
 class EnvironmentFault(Exception):
     """The failure of a call of environment code, with a message of one line.
 
-    `timed_out` is True if the call took too long. `outage` is True if a service is down, or if the
-    rollout has stopped calling the domain's environments because of late calls.
+    `call` names the call, such as `reset` or a tool. `timed_out` is True if the call took too long.
+    `outage` is True if a service is down, or if the rollout has stopped calling the domain's
+    environments because of late calls.
     """
 
-    def __init__(self, text: str, timed_out: bool = False, outage: bool = False) -> None:
+    def __init__(
+        self, text: str, call: str = "", timed_out: bool = False, outage: bool = False
+    ) -> None:
         super().__init__(text)
-        self.timed_out, self.outage = timed_out, outage
+        self.call, self.timed_out, self.outage = call, timed_out, outage
 
 
 def too_long(name: str, seconds: float) -> EnvironmentFault:
-    return EnvironmentFault(f"CallTimeout: {name} took more than {seconds:g} s", timed_out=True)
+    text = f"CallTimeout: {name} took more than {seconds:g} s"
+    return EnvironmentFault(text, name, timed_out=True)
+
+
+def only_faults(error: BaseException) -> BaseException:
+    """Return `error`, but raise `error` again if `error` is a CallTimeout or a person's Ctrl-C."""
+    # Ctrl-C raises CtrlC under `run.py`, and KeyboardInterrupt under Python's default handler.
+    is_main = threading.current_thread() is threading.main_thread()
+    by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and is_main
+    is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
+    if is_person or isinstance(error, CallTimeout):
+        raise error
+    return error
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether an exception is an Outage or an exception group that contains an Outage."""
+    in_group = isinstance(error, BaseExceptionGroup) and error.subgroup(Outage) is not None
+    return in_group or isinstance(error, Outage)
+
+
+def describe(error: BaseException) -> str:
+    """Return one line: an exception's type and text, and the last source line of a user's file."""
+    name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
+    line = f"{name}: {text}" if text else name
+    frames = traceback.extract_tb(error.__traceback__)
+    if not (own := [f for f in frames if not f.filename.startswith(_LIBRARIES)]):
+        return line
+    source = f": {own[-1].line[:SOURCE_CHARACTERS]}" if own[-1].line else ""
+    where = f"({Path(own[-1].filename).name}, line {own[-1].lineno}{source})"
+    return f"{line} {where}".encode(errors="replace").decode()
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_CHARACTERS].encode(errors="replace").decode()
+    except BaseException as failure:  # `__str__` may be environment code
+        only_faults(failure)
+        return "its text cannot be made"
+
+
+class FaultLog:
+    """Prints the first failure of each call of each domain, and counts all failures.
+
+    `where` returns the current step as text. If several ranks share a key-value store, `is_first`
+    returns True on one rank only.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], str] = lambda: "",
+        is_first: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self._where, self._is_first = where, is_first
+        self.counts = Counter[tuple[str, str]]()  # number of failures by (domain, call)
+
+    def add(self, domain: str, task_id: str, call: str, text: str) -> None:
+        self.counts[domain, call] += 1
+        if self.counts[domain, call] == 1 and self._is_first(f"fault of {domain}/{call}"):
+            where = f" ({at})" if (at := self._where()) else ""
+            say(f"warning: {domain}: {call} failed on task {task_id}{where}: {text}")

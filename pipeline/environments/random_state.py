@@ -9,9 +9,6 @@ import numpy as np
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 
-PLAIN = (bool, int, float, str, list, tuple, dict, set, type(None))
-MAX_DEPTH = 3  # objects within objects whose attributes are compared
-
 _numpy: Any = np.random  # mypy does not know the functions for the global bit generator
 
 
@@ -49,32 +46,3 @@ def uses_random_state(environment_class: type[Any]) -> bool:
     A class with the attribute `uses_random_state = False` saves the time of the change of state.
     """
     return bool(getattr(environment_class, "uses_random_state", True))
-
-
-def differing_attribute(first: Any, second: Any) -> str:
-    """Return the name of an attribute whose data differ in two environments of a class, or "".
-
-    Compared are plain data, arrays, generators of random numbers, and the attributes of objects
-    whose class is from the package of the environment's class.
-    """
-    package = type(first).__module__.partition(".")[0]
-    pairs = [getattr(environment, "__dict__", {}) for environment in (first, second)]
-    names = sorted(pairs[0].keys() & pairs[1].keys())
-    return next((n for n in names if len({_data(p[n], package) for p in pairs}) > 1), "")
-
-
-def _data(value: Any, package: str, depth: int = 0) -> str:
-    """Return the data of an attribute as a text, or "" for an object of another package."""
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.ndarray):
-        return repr(value.tolist())
-    inside: Any = getattr(value, "__dict__", None)
-    if inside is not None and type(value).__module__.partition(".")[0] == package:
-        if depth == MAX_DEPTH or isinstance(value, type):
-            return ""
-        return repr({k: _data(v, package, depth + 1) for k, v in sorted(inside.items())})
-    text = repr(value) if type(value) in PLAIN else ""
-    return "" if " at 0x" in text else text

@@ -10,17 +10,14 @@ import inspect
 import math
 import signal
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.environments.event_loop import (
@@ -31,17 +28,18 @@ from pipeline.environments.event_loop import (
     in_thread,
     work_loop,
 )
-from pipeline.environments.faults import CallTimeout, EnvironmentFault, Outage, too_long
-from pipeline.errors import CtrlC
+from pipeline.environments.faults import (
+    CallTimeout,
+    EnvironmentFault,
+    describe,
+    is_outage,
+    only_faults,
+    too_long,
+)
 
 REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first alarm's CallTimeout
 MAX_THREADS = 64  # largest number of threads for synchronous calls in the background
 MAX_HANGS = 3  # a rollout stops calling a domain after this number of late calls in a row
-MAX_CHARACTERS = 10_000_000  # largest length of a text that an environment returns
-FAULT_CHARACTERS = 500  # largest length of an exception's text in an EnvironmentFault
-# Paths of libraries and of this folder; `describe` names the last source line outside these paths.
-_LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib")))
-_LIBRARIES += ("<frozen ", str(Path(__file__).parent))
 _signal: Any = import_module("_signal")  # faster than the module `signal`, which creates enums
 
 
@@ -70,7 +68,7 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
     except CallTimeout:
         fault = too_long(name, seconds)
     except BaseException as error:
-        fault = fault_of(error)
+        fault = fault_of(error, name)
     finally:
         _state.deadline = outer_deadline
     if time.monotonic() - begun > seconds:  # drop the result or the fault of a late call
@@ -167,63 +165,20 @@ def run_steps(steps: Steps[Value]) -> Value:
     return result
 
 
-async def finish_or_fault(steps: Steps[Any], awaitable: Awaitable[Any] | None) -> tuple[Any, Any]:
+async def finish_or_fault(
+    name: str, steps: Steps[Any], awaitable: Awaitable[Any] | None
+) -> tuple[Any, Any]:
     """Return the result of `finish`, with an exception replaced by an EnvironmentFault."""
     result, error = await finish(steps, awaitable)
-    return result, None if error is None else fault_of(error)
+    return result, None if error is None else fault_of(error, name)
 
 
 def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def fault_of(error: BaseException) -> EnvironmentFault:
-    return EnvironmentFault(describe(only_faults(error)), outage=is_outage(error))
-
-
-def only_faults(error: BaseException) -> BaseException:
-    """Return `error`, but raise `error` again if `error` is a CallTimeout or a person's Ctrl-C."""
-    # Ctrl-C raises CtrlC under `run.py`, and KeyboardInterrupt under Python's default handler.
-    by_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler and in_main_thread()
-    is_person = isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and by_python)
-    if is_person or isinstance(error, CallTimeout):
-        raise error
-    return error
-
-
-def is_outage(error: BaseException) -> bool:
-    """Return whether an exception is an Outage or an exception group that contains an Outage."""
-    in_group = isinstance(error, BaseExceptionGroup) and error.subgroup(Outage) is not None
-    return in_group or isinstance(error, Outage)
-
-
-def describe(error: BaseException) -> str:
-    """Return one line: an exception's type and text, and for a SystemExit the file and line."""
-    name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
-    line = f"{name}: {text}" if text else name
-    if isinstance(error, Exception):
-        return line
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
-    return f"{line}, in {Path(last.filename).name}, line {last.lineno}"
-
-
-def text_of(error: BaseException) -> str:
-    try:
-        return writable(str(error)[:MAX_CHARACTERS])
-    except BaseException as failure:  # `__str__` may be environment code
-        only_faults(failure)
-        return "its text cannot be made"
-
-
-def writable(text: str) -> str:
-    """Replace lone surrogates in a text, because tokenizers and files do not accept surrogates.
-
-    Raises ValueError if the text is longer than MAX_CHARACTERS.
-    """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"returned {len(text)} characters, the limit is {MAX_CHARACTERS}")
-    return text.encode(errors="replace").decode()
+def fault_of(error: BaseException, name: str) -> EnvironmentFault:
+    return EnvironmentFault(describe(only_faults(error)), name, outage=is_outage(error))
 
 
 class Guard(Protocol):
@@ -289,7 +244,7 @@ class Calls:
                     awaitable, result = await self._in_time(name, begun, in_thread(first))
                     if awaitable is None:
                         return result
-            rest = environment_loop.run(finish_or_fault(steps, awaitable))
+            rest = environment_loop.run(finish_or_fault(name, steps, awaitable))
             try:
                 result, fault = await self._in_time(name, begun, rest)
             except EnvironmentFault:
@@ -343,6 +298,7 @@ class Calls:
             raise EnvironmentFault(
                 f"CallTimeout: {key[0]} is not called again in this rollout, after {count} "
                 f"times in a row that took more than {self.seconds:g} s",
+                "call",
                 timed_out=True,
                 outage=True,
             )

@@ -18,9 +18,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.environments.event_loop import Steps
+from pipeline.environments.faults import (
+    MAX_CHARACTERS,
+    describe,
+    is_outage,
+    only_faults,
+    text_of,
+)
 from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
 from pipeline.environments.faults import Outage as Outage
-from pipeline.environments.timeouts import awaited, is_outage, only_faults, text_of, writable
+from pipeline.environments.timeouts import awaited
 from pipeline.environments.timeouts import run_steps as run_steps
 from pipeline.environments.timeouts import settled as settled
 
@@ -94,7 +101,7 @@ def _validators(tool: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, 
 class ToolAnswer(NamedTuple):
     content: str  # the tool's result as the model sees it, JSON or text
     is_error: bool
-    raised: bool  # True if the tool raised an exception other than ToolError
+    raised: str  # the exception of the tool in one line, or empty; a ToolError does not count
     is_last: bool  # True if the tool ended the episode
 
 
@@ -109,13 +116,16 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
 
 def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
     """Return Steps that call a tool as `call_tool` does; the Steps' result is a ToolAnswer."""
-    is_error = raised = False
+    is_error, raised = False, ""
     try:
         content = yield from _call(environment, name, arguments)
+    except ToolError as error:
+        text = writable(str(error)[:MAX_CHARACTERS])
+        is_error, content = True, error_result(text or type(error).__name__)
     except BaseException as error:
         if is_outage(only_faults(error)):
             raise
-        is_error, raised = True, not isinstance(error, ToolError)
+        is_error, raised = True, describe(error)
         content = error_result(text_of(error) or type(error).__name__)
     done = getattr(environment, "done", False)
     return ToolAnswer(content, is_error, raised, bool(done) and not callable(done))
@@ -238,6 +248,16 @@ def _has_async_calls(environment_class: type[Any]) -> bool:
     return getattr(environment_class, "concurrent", False) is True or any(
         inspect.iscoroutinefunction(method) for method in methods
     )
+
+
+def writable(text: str) -> str:
+    """Replace lone surrogates in a text, because tokenizers and files do not accept surrogates.
+
+    Raises ValueError if the text is longer than MAX_CHARACTERS.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"returned {len(text)} characters, the limit is {MAX_CHARACTERS}")
+    return text.encode(errors="replace").decode()
 
 
 def error_result(text: str) -> str:

@@ -10,6 +10,8 @@ from pipeline.data.curriculum import Stage, on_plateau
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
+from pipeline.errors import RunError
+from pipeline.evaluation.error_rates import commonest, errors_of
 from pipeline.evaluation.transfer_metrics import is_graded, succeeded
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
@@ -65,15 +67,15 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
 
 
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
-    """Raise RuntimeError, on every rank, if the environment of a trial failed in each attempt.
+    """Raise RunError, on every rank, if the environment of a trial failed in each attempt.
 
     If failed trials counted as a reward of 0, the policy would seem to have forgotten tasks.
     """
     if failed := failed_trials(records):
-        raise RuntimeError(
+        raise RunError(
             f"{len(failed)} of {len(records)} trials {when} ended in environment errors {ATTEMPTS} "
-            f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored; "
-            "mend the environment and resume"
+            f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
+            f"{commonest(errors_of(failed))}; mend the environment and resume"
         )
 
 

@@ -12,6 +12,7 @@ from pipeline.checkpoints.resume import base_of_adapters, folder_of_reference, s
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
+from pipeline.environments.faults import FaultLog
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
@@ -46,7 +47,9 @@ class Policy:
         sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
         arguments = sampler, chat, environments, config.rollout, deterministic
         rewards = load_reward_functions(config, ranks.progress)
-        self.rollout = Rollout(*arguments, rewards=rewards, on_progress=ranks.progress)
+        faults = FaultLog(lambda: str(ranks.current), ranks.is_first)
+        progress = ranks.progress
+        self.rollout = Rollout(*arguments, rewards=rewards, on_progress=progress, faults=faults)
 
     def _placed(self, model: Any) -> Any:
         fix_rotary(model, self._config.rollout.max_tokens)

@@ -4,6 +4,8 @@ import os
 import shutil
 from collections.abc import Iterator
 
+import torch
+
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
@@ -26,6 +28,12 @@ def validate(config: Config) -> Prepared:
         lines = [f"note: {note}" for note in parts.notes]
         lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
         print("\n".join(lines), end="\n" * bool(lines), flush=True)
+    refuse_lack_of_memory(config, parts)
+    return parts
+
+
+def refuse_lack_of_memory(config: Config, parts: Prepared) -> None:
+    """Raise UserError if a rank of the run needs more memory than a rank has here."""
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
     if (need := sum(memory.values())) > have:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
@@ -34,11 +42,14 @@ def validate(config: Config) -> Prepared:
             f"{have / GIB:.1f}; lower max_concurrent_episodes or max_tokens_per_microbatch, set "
             "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
-    return parts
 
 
 def main(config: Config) -> int:
-    """Check a recipe and print its plan. Writes no files and loads no weights."""
+    """Check a recipe and print its plan. Writes no files and loads no weights.
+
+    Raises UserError for what a run would refuse. A recipe for more GPUs than this machine has is
+    a recipe for another machine, so the memory of this machine does not count.
+    """
     check_folder(config)
     lines = [f"recipe {config.recipe}: model {config.model.model}"]
     try:
@@ -54,7 +65,9 @@ def main(config: Config) -> int:
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
-    print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]))
+    print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]), flush=True)
+    if (config.run.num_gpus or 1) <= max(1, torch.cuda.device_count()):
+        refuse_lack_of_memory(config, parts)
     return 0
 
 

@@ -6,8 +6,9 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.data.tasks import Demonstration
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
-from pipeline.environments.domains import Domain, generated, try_expert
+from pipeline.environments.domains import Domain, generated
 from pipeline.environments.tools import tool_schemas
+from pipeline.environments.trials import try_expert
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.sft import parts_of, sources_of

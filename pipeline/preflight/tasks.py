@@ -11,14 +11,15 @@ from pipeline.config.settings import Config
 from pipeline.data.datasets import has_split, open_tasks
 from pipeline.data.rows import TaskRow
 from pipeline.data.tasks import KEYS, ROUTE, Message, Task
-from pipeline.environments.domains import Domain, generated, try_reset, try_task
+from pipeline.environments.domains import Domain, generated
 from pipeline.environments.tools import undocumented
+from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 
 NUM_TRIED = 1000  # maximum number of a source's tasks that are tried in the environment
 NUM_LONGEST = 64  # number of a domain's prompts that are tokenized to find the longest prompt
-NUM_TRIED_HELD_OUT = 8  # number of a domain's held-out tasks that are tried
+NUM_TRIED_GENERATED = 8  # maximum number of tasks of a split that are tried without an expert
 HELD_BACK_SHARE = 5  # at most a fifth of the rows are held out or validate
 
 
@@ -58,12 +59,13 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
         sets = TaskSets(train=train, validation=validation, held_out=[*held_out], longest=longest)
     else:
         sets = _last_rows_held_back(config, domain, held_out)
-    if name in data.own_domains:
-        is_given = source is not None or domain.generate_tasks is not None
-        where = f"tasks of {name}" if is_given else f"{name} has no generate_tasks(...) or tasks"
-        remedy = "mend it" if is_given else "add generate_tasks, or give tasks"
-        for task in (*sets.held_out[:NUM_TRIED_HELD_OUT], *sets.train[:NUM_TRIED_HELD_OUT]):
-            text = try_reset(domain, task, where, config.rollout.call_timeout, remedy)
+    where, remedy = name, "mend the environment or the task"
+    if source is None and domain.generate_tasks is None:
+        where, remedy = f"{name} has no generate_tasks(...) or tasks", "add generate_tasks or tasks"
+    made = [sets.validation, sets.held_out, *([] if source else [sets.train])]
+    for tasks in made:
+        for task in tasks[:: -(-len(tasks) // NUM_TRIED_GENERATED)]:
+            text = try_task(domain, task, where, config.rollout.call_timeout, remedy=remedy)
             if text:
                 sets.texts.append(text)
                 sets.longest.append(_with_request(task, text))

@@ -87,14 +87,40 @@ def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Ro
     return [["success", *kinds], *rows]
 
 
+def failures(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> dict[str, str]:
+    """Return a sentence for each domain whose success after GRPO is 0 or far below the start.
+
+    Far below means less than half, with an interval of the change that excludes 0.
+    """
+    before, after = before_and_after(evaluations)
+    gains, found = transfer.get("domains", {}).get("gain", {}), dict[str, str]()
+    for domain in domains_of(evaluations) if after else ():
+        first, last = rate(before, domain, "mean"), rate(after, domain, "mean")
+        high = (gains.get(domain) or [None] * 3)[2]
+        if last == 0:
+            found[domain] = f"{domain} failed: no sampled episode succeeds at the end of the run"
+        elif first and last is not None and last < first / 2 and high is not None and high < 0:
+            found[domain] = f"{domain} failed: success fell from {first:.2f} to {last:.2f} in GRPO"
+    return found
+
+
 def final_table(results: Mapping[str, Any]) -> str:
-    """Return the text for the end of a run: success before and after GRPO, rewards, metrics."""
-    transfer = results.get("transfer", {})
+    """Return the text for the end of a run: success before and after GRPO, rewards, metrics.
+
+    `(!)` marks a domain that failed, and a line below the table has the reason.
+    """
+    transfer, evaluations = results.get("transfer", {}), results["evaluations"]
+    failed = failures(evaluations, transfer)
+    rows = [
+        [f"{name} (!)" if name in failed else name, *cells]
+        for name, *cells in change(evaluations, transfer)
+    ]
     columns = []
-    for i, column in enumerate(zip(*change(results["evaluations"], transfer), strict=True)):
+    for i, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
         columns.append([cell.rjust(width) if i else cell.ljust(width) for cell in column])
     lines = ["  ".join(row) for row in zip(*columns, strict=True)]
+    lines += [f"(!) {line}" for line in failed.values()]
     if rewards := transfer.get("rewards", {}):
         ends = {domain: map(shown, [*of[:1], *of[1:][-1:]]) for domain, of in rewards.items()}
         lines += ["", *(f"mean reward {d}  {' -> '.join(of)}" for d, of in ends.items())]
@@ -117,6 +143,7 @@ def data_of(run: RunData) -> dict[str, Any]:
         "ends": [e for e in before_and_after(run.evaluations) if e],
         "kinds": KINDS,
         "change": change(run.evaluations, run.transfer),
+        "failures": failures(run.evaluations, run.transfer),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "tools": _tools(run),
         "stop_reasons": {key: key.removeprefix(STOP) for key in metrics if key.startswith(STOP)},

@@ -15,6 +15,7 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
+from pipeline.environments.faults import FaultLog
 from pipeline.environments.random_state import RandomState, uses_random_state
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.models.weights import trained_weights
@@ -48,6 +49,7 @@ class _Episode:
         is_used = uses_random_state(environment_class) and not self.in_background
         self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
         self.excused = ""  # value of `left_out` if the environment's current call fails
+        self.raised: list[tuple[str, str]] = []  # (tool, exception) of the environment's last work
         self.ended = False
         self.trajectory = Trajectory(
             domain=task.domain,
@@ -70,7 +72,8 @@ class Rollout:
 
     `on_progress` is called with "domain/task_id" before the rollout calls an environment or waits
     for an environment, and with "" before the rollout calls the sampler. If `on_progress`
-    raises an exception, the rollout closes all conversations and can then be used again.
+    raises an exception, the rollout closes all conversations and can then be used again. `faults`
+    gets the failures of environments and the exceptions of tools.
     """
 
     def __init__(
@@ -83,10 +86,13 @@ class Rollout:
         *,
         rewards: RewardFunctions | None = None,
         on_progress: Callable[[str], None] = lambda key: None,
+        faults: FaultLog | None = None,
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
         self.rewards = rewards
+        self.faults = faults or FaultLog()
+        self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
         self.environment_s = 0.0  # total time spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
@@ -137,7 +143,7 @@ class Rollout:
         live: list[_Episode] = []  # episodes whose next message the sampler writes
         away: list[_Episode] = []  # episodes whose environment works in the background
         while waiting or live or away:
-            running = len(live) + len(away)
+            running, left = len(live) + len(away), len(waiting) + len(live) + len(away)
             live += self._start(waiting, self.limits.max_concurrent_episodes - running)
             answered, live = self._sample(live, greedy) if live else ([], [])
             ready = [episode for episode in answered if episode.wait is None]
@@ -145,6 +151,7 @@ class Rollout:
             if len(away) > len(live) + len(ready):  # else the next batch would be small
                 ready, away = [*ready, *away], []
             live += [episode for episode in ready if self._continue(episode)]
+            self.on_finished(left - len(waiting) - len(live) - len(away))
 
     def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
         """Start up to `room` episodes; return the started episodes that have not ended."""
@@ -251,12 +258,16 @@ class Rollout:
         if wait is None:
             return
         begun = time.perf_counter()
+        key = episode.request.task.key
         try:
             wait()
         except tools.EnvironmentFault as fault:
             episode.end(StopReason.ENVIRONMENT_ERROR)
             episode.trajectory.error = str(fault)
             episode.trajectory.left_out = "outage" if fault.outage else episode.excused
+            self.faults.add(*key, fault.call, str(fault))
+        while episode.raised:
+            self.faults.add(*key, *episode.raised.pop())
         self.environment_s += time.perf_counter() - begun
 
 
@@ -274,7 +285,9 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     for name, arguments in parsed.calls:
         call = partial(tools.answer_call, environment, name, arguments)
         answer = await guard(name, call, methods.get(name))
-        trajectory.num_tool_errors += answer.raised
+        if answer.raised:
+            trajectory.num_tool_errors += 1
+            episode.raised.append((name, answer.raised))
         known = name if name in methods else UNKNOWN_TOOL
         calls, errors = trajectory.tools.get(known, (0, 0))
         trajectory.tools[known] = [calls + 1, errors + answer.is_error]

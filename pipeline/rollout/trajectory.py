@@ -53,6 +53,7 @@ class RunRecord:
     num_tool_errors: int = 0  # number of tool calls that raised an exception
     left_out: str = ""  # one of LEFT_OUT, or empty if training may use the episode
     tools: dict[str, list[int]] = field(default_factory=dict)  # {tool name: [calls, failed calls]}
+    error: str = ""  # text of the environment's failure, or empty
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,7 +68,6 @@ class Trajectory(RunRecord):
     loss_mask: list[bool] = field(default_factory=list)  # True at sampled tokens of completion_ids
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
-    error: str = ""  # text of the environment's failure, or empty
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
     rewards: dict[str, float | None] = field(default_factory=dict)  # with reward functions, by name
     extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column

@@ -2,8 +2,10 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from statistics import median
 from typing import Any
 
 from tqdm import tqdm
@@ -11,39 +13,96 @@ from tqdm import tqdm
 from pipeline.checkpoints.run_folder import Opened
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
+from pipeline.distributed.ranks import Ranks
 from pipeline.files.console import say
+
+RECENT_STEPS = 20  # number of steps whose median duration gives the time left
 
 
 class StageProgress(AbstractContextManager["StageProgress"]):
-    """Shows a stage's progress on rank 0's standard error: a bar on a terminal, else lines."""
+    """Shows a stage's progress on rank 0's standard error: a bar on a terminal, else lines.
 
-    def __init__(self, stage: str, num_steps: int, *, is_main: bool, done: int = 0) -> None:
+    `num_later` is the number of steps of all later stages. `unit` is `step`, or `episode` for an
+    evaluation, which has only a line per minute without a terminal.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        num_steps: int,
+        *,
+        is_main: bool,
+        done: int = 0,
+        num_later: int = 0,
+        unit: str = "step",
+    ) -> None:
         self._stage, self._num_steps, self._done, self._is_main = stage, num_steps, done, is_main
-        self._start = self._last_print = time.monotonic()
-        is_hidden = not (is_main and sys.stderr.isatty())
-        self._bar = tqdm(desc=stage, total=num_steps, initial=done, unit="step", disable=is_hidden)
+        self._num_later, self._unit = num_later, unit
+        self._start = self._last_print = self._last_step = time.monotonic()
+        self._seconds = deque[float](maxlen=RECENT_STEPS)  # duration of each recent step
+        hidden = not (is_main and sys.stderr.isatty())
+        self._bar = tqdm(desc=stage, total=num_steps, initial=done, unit=unit, disable=hidden)
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        self._done += 1
+    def step(self, metrics: Mapping[str, Any], count: int = 1) -> None:
+        """Count finished steps or episodes; show the rewards, the loss and the counts in metrics.
+
+        `reward/DOMAIN` are the latest mean rewards, and `loss` is the loss of the warm start.
+        """
+        now = time.monotonic()
+        self._done += count
+        self._seconds.append((now - self._last_step) / count)
+        self._last_step = now
         names = [key for key in metrics if key.startswith("reward/") and key != "reward/mean"]
         rewards = [f" {name.removeprefix('reward/')} {metrics[name]:.2f}" for name in names]
         parts = ["reward" + "".join(rewards)] if rewards else []
-        if count := metrics.get("rollout/replaced_groups"):
-            parts.append(f"replaced {count} groups")
-        if count := metrics.get("rollout/left_out"):
-            parts.append(f"left out {count:.0f} episodes")
-        self._bar.set_postfix_str("  ".join(parts), refresh=False)
-        self._bar.update()
+        if (loss := metrics.get("loss")) is not None:
+            parts.append(f"loss {loss:.3f}")
+        if replaced := metrics.get("rollout/replaced_groups"):
+            parts.append(f"replaced {replaced} groups")
+        if left_out := metrics.get("rollout/left_out"):
+            parts.append(f"left out {left_out:.0f} episodes")
+        self._bar.set_postfix_str("  ".join([*parts, self._time_left()]), refresh=False)
+        self._bar.update(count)
         # Without a terminal, print about ten lines per stage, and at least one line per minute.
-        every, now = max(10, self._num_steps // 10), time.monotonic()
+        every = max(10, self._num_steps // 10)
         is_due = self._done % every == 0 or self._done == self._num_steps
-        if self._is_main and self._bar.disable and (is_due or now - self._last_print > 60):
+        is_due = (is_due and self._unit == "step") or now - self._last_print > 60
+        if self._is_main and self._bar.disable and is_due:
             self._last_print = now
             name = f"{self._stage} {self._done}/{self._num_steps}"
-            say("  ".join([name, *parts, f"{now - self._start:.1f} s"]))
+            name += " episodes" if self._unit == "episode" else ""
+            times = [f"{now - self._start:.1f} s", self._time_left()]
+            say("  ".join([name, *parts, ", ".join(filter(None, times))]))
+
+    def _time_left(self) -> str:
+        """Return the time left at the median pace of recent steps, without later evaluations."""
+        left, pace = max(0, self._num_steps - self._done), median(self._seconds)
+        texts = [f"{_duration(left * pace)} left"] if left else []
+        if self._num_later:
+            texts.append(f"{_duration((left + self._num_later) * pace)} left in all stages")
+        return f"{pace:.2g} s per {self._unit}, about {', '.join(texts)}" if texts else ""
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def episodes_shown(rollout: Any, name: str, num_episodes: int, ranks: Ranks) -> Iterator[None]:
+    """Show how many episodes of an evaluation rank 0 has finished; `num_episodes` are its own."""
+    name += "" if ranks.num_ranks == 1 else f", rank 0 of {ranks.num_ranks}"
+    is_main = ranks.is_main
+    with StageProgress(name, num_episodes, is_main=is_main, unit="episode") as progress:
+        rollout.on_finished = lambda count: progress.step({}, count) if count else None
+        try:
+            yield
+        finally:
+            rollout.on_finished = lambda count: None
 
 
 def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:

@@ -843,12 +843,16 @@ ENVIRONMENTS = [
     (
         "an end of the process",
         "raise SystemExit(0)",
-        ("fails on import", "SystemExit: 0, in bad_bank.py, line 1", "mend"),
+        ("fails on import", "SystemExit: 0 (bad_bank.py, line 1: raise SystemExit(0))", "mend"),
     ),
     (
         "what a person may do",
         "raise KeyboardInterrupt",
-        ("fails on import", "KeyboardInterrupt, in bad_bank.py, line 1", "mend"),
+        (
+            "fails on import",
+            "KeyboardInterrupt (bad_bank.py, line 1: raise KeyboardInterrupt)",
+            "mend",
+        ),
     ),
     ("no class but a number", "Bank = 3", ("which is 3", "name a class")),
     ("no get_reward", BANK.replace("get_reward", "_reward"), ("no get_reward()", "add it")),

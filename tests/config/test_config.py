@@ -292,6 +292,10 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ["--domains", "airline,retial"],
             ("domains: got 'retial'", "telecom", "`environments`"),
         ),
+        (
+            ["--domains", "telecom_chat"],
+            ("examples/telecom_chat.py", "'examples.telecom_chat:TelecomChatEnvironment'}"),
+        ),
         (["--domains", "retail,retail"], ("domains: got retail,retail", "each once")),
         (
             ["--environments", "{airline: a:B}"],

@@ -81,6 +81,14 @@ def test_a_run_says_in_one_line_what_the_machine_did_to_its_folder(tmp_path, har
     assert harm == "removed" or [path.name for path in folder.iterdir()] == [".lock"]
 
 
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
+    (tmp_path / ".config.yaml.writing").symlink_to("/dev/full")
+    ((code, said),) = play_ranks(play, 1, str(tmp_path), "", 1)
+    assert code == 1
+    (line,) = (line for line in said.splitlines() if not line.startswith("running on"))
+    says(line, f"error: output_dir: the disk of {tmp_path} is full", "start again in another")
+
+
 def fault_of(error: BaseException, folder: Path):
     """The fault of the machine that a run on one rank would report."""
     checkpointer = Checkpointer(folder, RunSettings(), Ranks(0, 1, 60), TrainState(), None)

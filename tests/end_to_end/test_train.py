@@ -258,7 +258,7 @@ from pipeline.embedded.airline import AirlineEnvironment, generate_tasks as airl
 
 class DeskEnvironment(AirlineEnvironment):
     def reset(self, **row):
-        if row["id"].startswith("train-") and not Path("mended").exists():
+        if row["id"].startswith("train-") and Path("out").exists() > Path("mended").exists():
             Path("broken").touch()
         if row["id"].startswith("test-medium-0-00001") and Path("broken").exists():
             raise ConnectionError("no answer")
@@ -281,8 +281,11 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     done = play(*SMALL, *own, cwd=tmp_path, code=1)
     assert (
         "2 of 8 trials in the evaluation after desk ended in environment errors 3 times (the "
-        "first: desk/test-medium-0-00001\\x1b[2J), so nothing is scored" in done.stderr
+        "first: desk/test-medium-0-00001\\x1b[2J), so nothing is scored; the commonest error, "
+        "first of desk/test-medium-0-00001\\x1b[2J: ConnectionError: no answer (my_desk.py, "
+        'line 13: raise ConnectionError("no answer"))' in done.stderr
     )
+    assert "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr + done.stdout
     found = results(tmp_path / "out")["evaluations"]
     assert [evaluation["after"] for evaluation in found] == ["start"]

@@ -291,7 +291,9 @@ def warm_started(config) -> tuple[float, float, list[str]]:
             tiny_model(parts.tokenizer, 0),
         )
         count = accelerator.num_processes
-        losses.append(warm_start(settings, model, parts.chat, parts.domains, count, lambda: None))
+        losses.append(
+            warm_start(settings, model, parts.chat, parts.domains, count, lambda loss: None)
+        )
     return losses[0], losses[1], [task.id for task in parts.train["bank"]]
 
 
@@ -356,7 +358,11 @@ NO_EXPERT = BANK[: BANK.index("def expert")] + BANK[BANK.index("def generate_tas
 MODULES = [
     ("fails on import", "1 / 0" + BANK, "which fails on import (ZeroDivisionError: division"),
     ("exits on import", "raise SystemExit(3)" + BANK, "which fails on import (SystemExit: 3"),
-    ("imports what is not there", "import nowhere" + BANK, "(No module named 'nowhere'); give an"),
+    (
+        "imports what is not there",
+        "import nowhere" + BANK,
+        "(No module named 'nowhere' (bank_that_imports_what_is_not_there.py, line 1: import",
+    ),
     ("has no class", BANK.replace("BankEnv", "Env"), "has no attribute 'BankEnvironment'); give"),
     ("holds no class", BANK + "\nBankEnvironment = 3", "which is 3; name a class"),
     ("has no reset", BANK.replace("def reset", "def start"), "which has no reset(); add it"),
@@ -376,7 +382,8 @@ GENERATORS = [
     (
         "fails to generate",
         BANK + "\ndef generate_tasks(*_): return {}[0]",
-        "generate_tasks(0, 20, 'validation', 'medium') fails (KeyError: 0); mend it",
+        "generate_tasks(0, 20, 'validation', 'medium') fails (KeyError: 0 "
+        "(bank_that_fails_to_generate.py, line ",
     ),
     (
         "generates nothing",
@@ -399,6 +406,11 @@ GENERATORS = [
         "the expert does not solve task 'train-0' (",
     ),
     (
+        "has a tool that fails",
+        BANK.replace("self.frozen.append(account)", "raise KeyError('drawer')"),
+        "(reward 0; freeze raised KeyError: 'drawer' (bank_that_has_a_tool_that_fails.py, line ",
+    ),
+    (
         "has an expert that says the wrong thing",
         BANK.replace('return "Done."', 'return "Bye."'),
         "the expert does not solve task 'train-0' (reward 0); mend the expert or the task",
@@ -406,7 +418,8 @@ GENERATORS = [
     (
         "has an expert that fails",
         BANK.replace("account = agent.ask", "agent.ask('Hm.'); account = agent.ask"),
-        "the expert does not solve task 'train-0' (ValueError: nobody answers 'Hm.'); mend",
+        "the expert does not solve task 'train-0' (ValueError: nobody answers 'Hm.' "
+        "(bank_that_has_an_expert_that_fails.py, line ",
     ),
     (
         "has tasks without a goal",
@@ -419,6 +432,17 @@ GENERATORS = [
         "the expert does not solve task 'train-0' (TypeError: 'str' object is not callable); mend",
     ),
     ("has no expert", NO_EXPERT, "demonstrations: none of bank, which has no file and no expert: "),
+    (
+        "fails in reset",
+        BANK.replace("def reset(self, **row)", "def reset(self)"),
+        "bank: reset failed on task 'train-0': TypeError: BankEnvironment.reset() got an un",
+    ),
+    (
+        "cannot score an episode without calls",
+        NO_EXPERT.replace("return float(", "return [][0] + float("),
+        "bank: get_reward failed on task 'train-0': IndexError: list index out of range (",
+    ),
+    ("has no expert", NO_EXPERT, "warm_start.data: missing, and the module of no domain has an "),
     (
         "makes too few tasks",
         BANK + "\nMAX_TASKS = 11",
@@ -435,6 +459,17 @@ def test_a_module_that_cannot_serve_is_refused_in_one_line(case, own):
     assert case[2] in said
     if case in MODULES:
         assert said.startswith(f"environments: bank: got '{name}:BankEnvironment'")
+
+
+def test_modules_are_found_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "bank_of_here.py").write_text(BANK)
+    data = {"domains": ["bank"], "environments": {"bank": "bank_of_here:BankEnvironment"}}
+    assert load_domains(Config.model_validate({"data": data}).data)["bank"].expert is not None
+    data["environments"] = {"bank": "bank_of_nowhere:BankEnvironment"}
+    said = refusal(load_domains, Config.model_validate({"data": data}).data)
+    assert "(No module named 'bank_of_nowhere' in " in said and f"{tmp_path} or the ins" in said
 
 
 def test_an_expert_that_fails_in_the_warm_start_is_one_line(own):

@@ -6,6 +6,7 @@ A call "hangs" where it waits for an event that the test sets only at its end.
 import asyncio
 import json
 import math
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -200,6 +201,25 @@ def test_exceptions_of_a_tools_own_code_are_shown_to_the_model_and_counted():
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
 
 
+def test_the_first_failure_of_each_call_is_told_at_once_with_its_line(capsys):
+    scripts = [
+        ("desk", {}, [call("refuse"), call("crash"), say("done")]),
+        ("desk", {"down": "reset"}, []),
+        ("shop", {"breaks": "reset"}, []),
+        ("shop", {"breaks": "reset"}, []),
+    ]
+    play({"desk": type("Both", (Breaking, Unplugged), {}), "shop": Unplugged}, scripts)
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(re.sub(r"line \d+", "line N", line) for line in lines) == [
+        "warning: desk: crash failed on task t0: KeyError: 'drawer' "
+        '(test_environment_faults.py, line N: raise KeyError("drawer"))',
+        "warning: desk: reset failed on task t1: Outage: no connection "
+        '(test_environment_faults.py, line N: raise Outage("no connection"))',
+        "warning: shop: reset failed on task t2: OSError: no connection "
+        '(test_environment_faults.py, line N: raise OSError("no connection"))',
+    ]
+
+
 def test_a_tool_whose_arguments_cannot_be_checked_is_a_tool_that_failed():
     class Strange:
         pass
@@ -317,7 +337,9 @@ def test_only_what_the_policys_own_calls_bring_about_is_held_against_it(environm
     assert told.error.startswith(("Outage: no connection", "ExceptionGroup: "))
     assert not any(m["role"] == "tool" for m in told.messages) and told.num_tool_errors == 0
     assert shown.stop_reason is StopReason.COMPLETED and shown.reward == 1.0
-    assert trajectories[7].reward == 0.0 and trajectories[7].error == "OSError: no connection"
+    assert trajectories[7].reward == 0.0 and trajectories[7].error.startswith(
+        "OSError: no connection (test_environment_faults.py, line "
+    )
 
 
 class Clerk:
@@ -377,16 +399,19 @@ class Unmade(SyncDesk):
 @pytest.mark.parametrize(
     ("environment", "error"),
     [
-        (Shy, "RuntimeError: nobody is there"),
-        (Undecided, "RuntimeError: done or not"),
-        (Sealed, "AttributeError: sealed"),
-        (Unmade, "OSError: no room for a desk"),
+        (Shy, RuntimeError("nobody is there")),
+        (Undecided, RuntimeError("done or not")),
+        (Sealed, AttributeError("sealed")),
+        (Unmade, OSError("no room for a desk")),
     ],
 )
 def test_attributes_and_constructors_that_raise_are_faults_as_well(environment, error):
     trajectory = play_one(environment, call("look", item="lamp"), say("done"))
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
-    assert (trajectory.reward, trajectory.error) == (0.0, error)
+    kind = type(error).__name__
+    raised = re.escape(f'raise {kind}("{error}")')
+    said = rf"{kind}: {error} \(test_environment_faults\.py, line \d+: {raised}\)"
+    assert trajectory.reward == 0.0 and re.fullmatch(said, trajectory.error)
     own_call = environment in (Undecided, Sealed)
     assert bool(trajectory.left_out) is not own_call
 

@@ -4,6 +4,7 @@ A call "hangs" where it waits for an event that the test sets only at its end.
 """
 
 import asyncio
+import linecache
 import re
 import signal
 import subprocess
@@ -236,7 +237,9 @@ def fails():
 
 def place(function):
     """Of the line that raises, the one below the innermost `def`."""
-    return f", in test_timeouts.py, line {function.__code__.co_firstlineno + 1}"
+    line = function.__code__.co_firstlineno + 1
+    source = linecache.getline(__file__, line).strip()
+    return f" (test_timeouts.py, line {line}: {source})"
 
 
 def awaits(function):
@@ -248,26 +251,30 @@ def awaits(function):
 
 @pytest.mark.parametrize("kind", [lambda function: function, awaits], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    ("function", "text"),
+    ("function", "text", "last"),
     [
-        (raises(KeyError("x")), "KeyError: 'x'"),
-        (raises(RuntimeError), "RuntimeError"),
-        (raises(MemoryError("no room")), "MemoryError: no room"),
-        (deeper, "RecursionError: maximum recursion depth exceeded"),
-        (raises(SystemExit(3)), f"SystemExit: 3{place(raises(None))}"),
-        (raises(GeneratorExit()), f"GeneratorExit{place(raises(None))}"),
-        (raises(asyncio.CancelledError()), f"CancelledError{place(raises(None))}"),
-        (fails, f"Failed: no{place(fails)}"),
-        (raises(Unspeakable()), "Unspeakable: its text cannot be made"),
-        (raises(ValueError("two\nlines and half a \ud800")), "ValueError: two lines and half a ?"),
-        (raises(ValueError("x" * 1000)), "ValueError: " + "x" * 500),
+        (raises(KeyError("x")), "KeyError: 'x'", raises(None)),
+        (raises(RuntimeError), "RuntimeError", raises(None)),
+        (raises(MemoryError("no room")), "MemoryError: no room", raises(None)),
+        (deeper, "RecursionError: maximum recursion depth exceeded", deeper),
+        (raises(SystemExit(3)), "SystemExit: 3", raises(None)),
+        (raises(GeneratorExit()), "GeneratorExit", raises(None)),
+        (raises(asyncio.CancelledError()), "CancelledError", raises(None)),
+        (fails, "Failed: no", fails),
+        (raises(Unspeakable()), "Unspeakable: its text cannot be made", raises(None)),
+        (
+            raises(ValueError("two\nlines and half a \ud800")),
+            "ValueError: two lines and half a ?",
+            raises(None),
+        ),
+        (raises(ValueError("x" * 1000)), "ValueError: " + "x" * 500, raises(None)),
     ],
 )
-def test_whatever_a_call_raises_is_a_fault_of_one_line(function, text, kind):
+def test_whatever_a_call_raises_is_a_fault_of_one_line(function, text, last, kind):
     with pytest.raises(EnvironmentFault) as caught:
         guarded("look", LONG_S, kind(function))
-    assert str(caught.value) == text
-    assert not caught.value.timed_out
+    assert str(caught.value) == text + place(last)
+    assert (caught.value.call, caught.value.timed_out) == ("look", False)
 
 
 def test_a_person_at_the_keyboard_is_heard():
@@ -284,14 +291,14 @@ def test_where_it_cannot_be_a_person_an_interrupt_is_a_fault_of_the_code_that_ra
     said = f"KeyboardInterrupt{place(interrupts)}"
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        with pytest.raises(EnvironmentFault, match=f"^{said}$"):
+        with pytest.raises(EnvironmentFault, match=f"^{re.escape(said)}$"):
             guarded("look", LONG_S, interrupts)
         with pytest.raises(CtrlC):
             guarded("look", LONG_S, raises(CtrlC()))
     finally:
         signal.signal(signal.SIGINT, before)
     wait = Calls(LONG_S, lambda key: None).beside(("desk", "t1"), look(interrupts))
-    with pytest.raises(EnvironmentFault, match=f"^{said}$"):
+    with pytest.raises(EnvironmentFault, match=f"^{re.escape(said)}$"):
         wait()
 
 
@@ -337,7 +344,7 @@ def test_coroutines_in_the_background_may_be_hostile(by_name, never, monkeypatch
             with pytest.raises(EnvironmentFault, match=LATE) as caught:
                 look_at(late)()
             assert caught.value.timed_out
-        with pytest.raises(EnvironmentFault, match=r"^SystemExit: 3, in test_timeouts\.py"):
+        with pytest.raises(EnvironmentFault, match=r"^SystemExit: 3 \(test_timeouts\.py, line"):
             look_at(leave)()
         look_at(answer)()
     finally:

@@ -42,16 +42,17 @@ def test_a_share_above_the_limit_is_a_problem_that_names_domain_and_counts():
     )
 
 
-def test_the_last_error_is_named_where_it_is_known():
+def test_the_commonest_error_is_named_with_its_first_task():
     shares = shares_of(retail=(4, 3))
     tasks = [
+        make_trajectory(domain="retail", task_id="t15", **FAILED),
         make_trajectory(domain="retail", task_id="t16", **{**FAILED, "error": "OSError: down"}),
         make_trajectory(domain="retail", task_id="t17", **FAILED),
         make_trajectory(domain="retail", task_id="t18"),
     ]
     with pytest.raises(RuntimeError) as raised:
         stop_on_errors(ALONE, shares, limits(0.5, 2), tasks, "in the evaluation after start")
-    said = "in the evaluation after start; the last: retail/t17: KeyError: 'x'; mend"
+    said = "start; the commonest error, first of retail/t15: KeyError: 'x'; mend"
     assert said in str(raised.value)
 
 
@@ -160,7 +161,7 @@ def test_errors_of_all_that_all_ranks_played_are_counted():
         "stopped": [
             None,
             "rollout.max_error_rate: 1 of 4 episodes of desk (25 %) ended in environment errors "
-            "since the stage began; the last: desk/1-desk: KeyError: 'x'; mend the environment, or "
-            "raise the limit",
+            "since the stage began; the commonest error, first of desk/1-desk: KeyError: 'x'; mend "
+            "the environment, or raise the limit",
         ],
     }

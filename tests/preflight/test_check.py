@@ -258,6 +258,14 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum():
     assert re.search(r"\) and has \d+\.\d; lower max_concurrent_episodes", message)
 
 
+def test_a_check_refuses_what_does_not_fit_here_unless_the_run_is_for_another_machine(capsys):
+    large = {"rollout": {"max_tokens": 10**9}}
+    assert refusal(check.main, config(**large)).startswith("memory: each rank needs")
+    assert "does not fit" in capsys.readouterr().out
+    assert check.main(config(**large, run={"num_gpus": 64})) == 0
+    assert "does not fit" in capsys.readouterr().out
+
+
 def test_ranks_share_the_machines_memory(monkeypatch):
     whole = memory_of_a_rank(config())
     assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 4

@@ -229,6 +229,35 @@ def test_the_table_for_the_terminal():
     )
 
 
+def test_a_domain_that_failed_is_marked_and_named():
+    evaluations = [
+        evaluation("warm_start", 0, {"airline": 0.5, "bank": 0.25, "desk": 0.5, "shop": 0.5}),
+        evaluation("mixed", 9, {"airline": 0.75, "bank": 0.0, "desk": 0.125, "shop": 0.125}),
+    ]
+    gains = {"desk": [-0.375, -0.5, -0.25], "shop": [-0.375, -0.8, 0.05]}
+    transfer = {"domains": {"gain": gains}}
+    lines = final_table({"evaluations": evaluations, "transfer": transfer}).splitlines()
+    names = [line.split("  ")[0] for line in lines]
+    assert names[:6] == ["success", "airline", "bank (!)", "desk (!)", "shop", "mean"]
+    assert lines[6:] == [
+        "(!) bank failed: no sampled episode succeeds at the end of the run",
+        "(!) desk failed: success fell from 0.50 to 0.12 in GRPO",
+    ]
+    assert "(!)" not in final_table({"evaluations": evaluations[:1]})
+
+
+def test_the_report_says_which_domain_failed(tmp_path, without_pictures):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    write_report(folder)
+    assert " failed: " not in (folder / "report.md").read_text()
+    results = json.loads((folder / "results.json").read_text())
+    results["evaluations"][-1]["success"]["retail"]["mean"] = 0
+    (folder / "results.json").write_text(json.dumps(results))
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "**retail failed: no sampled episode succeeds at the end of the run.**" in text
+
+
 def test_the_terminal_shows_transfer_after_more_than_one_stage(sequential):
     run = load_run(sequential)
     value, low, high = run.transfer["metrics"]["backward_transfer"]

@@ -303,22 +303,23 @@ class CountingDesk(Desk):
 
 
 @pytest.mark.parametrize(
-    ("environment", "fails", "text"),
+    ("environment", "fails", "text", "where"),
     [
-        (Desk, "reset", "RuntimeError: no desk"),
-        (Desk, "get_reward", "KeyError: 'ledger'"),
-        (NervousDesk, "user", "OSError: line dead"),
-        (CountingDesk, "user", "TypeError: the user replied int, not text or None"),
+        (Desk, "reset", "RuntimeError: no desk", " (helpers.py, line "),
+        (Desk, "get_reward", "KeyError: 'ledger'", " (helpers.py, line "),
+        (NervousDesk, "user", "OSError: line dead", " (test_rollout.py, line "),
+        (CountingDesk, "user", "TypeError: the user replied int, not text or None", ""),
     ],
 )
-def test_an_environment_that_raises_gives_reward_0_and_is_kept(environment, fails, text):
+def test_an_environment_that_raises_gives_reward_0_and_is_kept(environment, fails, text, where):
     broken = make_task("broken", payload=json.dumps({"fails": fails}))
     tasks = [make_task("first"), broken, make_task("last")]
     trajectories, _ = play_all([[say("done")]] * 3, environment=environment, tasks=tasks)
     assert [trajectory.task_id for trajectory in trajectories] == ["first", "broken", "last"]
     failed = trajectories[1]
     assert failed.stop_reason is StopReason.ENVIRONMENT_ERROR
-    assert (failed.reward, failed.error) == (0.0, text)
+    assert failed.reward == 0.0
+    assert failed.error.startswith(text + where) and failed.error.endswith(where and ")")
     if environment is Desk:
         assert [trajectories[0].reward, trajectories[2].reward] == [1.0, 1.0]
 

@@ -2,17 +2,20 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.files.durable import read_records
 from pipeline.tracking.log import RunLog
-from pipeline.tracking.progress import StageProgress
+from pipeline.tracking.progress import StageProgress, episodes_shown
 from tests.support import ROOT
 from tests.support.messages import says
 
@@ -279,25 +282,38 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, points, cap
 
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
-    with StageProgress("airline", 25, is_main=True, done=5) as progress:
+    with StageProgress("airline", 25, is_main=True, done=5, num_later=30) as progress:
         for step in range(6, 26):
             progress.step({**TRAIN, "step": step, "reward/retail": 0.25})
-    lines = [line.rsplit("  ", 1) for line in capsys.readouterr().err.splitlines()]
-    assert [text for text, *_ in lines] == [
-        "airline 10/25  reward airline 0.50 retail 0.25",
-        "airline 20/25  reward airline 0.50 retail 0.25",
-        "airline 25/25  reward airline 0.50 retail 0.25",
+    lines = [re.sub(r"[\d.e+-]+ s\b", "N s", line) for line in capsys.readouterr().err.splitlines()]
+    rewards, pace = "reward airline 0.50 retail 0.25", "N s, N s per step, about"
+    assert lines == [
+        f"airline 10/25  {rewards}  {pace} N s left, N s left in all stages",
+        f"airline 20/25  {rewards}  {pace} N s left, N s left in all stages",
+        f"airline 25/25  {rewards}  {pace} N s left in all stages",
     ]
-    assert lines[0][1].endswith(" s")
 
 
 def test_progress_of_many_steps_without_rewards_stays_short(capsys):
     with StageProgress("warm start", 440, is_main=True) as progress:
-        for _ in range(440):
-            progress.step({})
+        for step in range(440):
+            progress.step({"loss": None if step < 55 else 0.25})
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 10
-    assert lines[0].startswith("warm start 44/440  ")
+    assert lines[0].startswith("warm start 44/440  ") and "loss" not in lines[0]
+    assert lines[1].startswith("warm start 88/440  loss 0.250  ")
+    assert lines[-1].endswith(" s")  # nothing is left
+
+
+def test_the_episodes_of_an_evaluation_are_counted_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    rollout = SimpleNamespace(on_finished=None)
+    with episodes_shown(rollout, "evaluation after start", 6, Ranks(0, 1, 5)):
+        for count in (2, 0, 4):
+            rollout.on_finished(count)
+    rollout.on_finished(3)
+    assert "evaluation after start: 100%" in (said := capsys.readouterr().err)
+    assert "6/6" in said and "9/6" not in said
 
 
 def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):

@@ -1,0 +1,218 @@
+"""The RunState: the state of a run on one rank, with its evaluations and checkpoints."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
+from pipeline.checkpoints.resume import load_start, open_together
+from pipeline.checkpoints.run_folder import begin
+from pipeline.checkpoints.transcripts import save_transcripts
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage, describe, one_after_another
+from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.watchdog import Watchdog
+from pipeline.evaluation.baselines import baselines
+from pipeline.evaluation.dead_domains import DeadDomains
+from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
+from pipeline.evaluation.evaluate import (
+    evaluate,
+    evaluation_metrics,
+    failed_trials,
+    in_words,
+    plateau,
+    refuse_failed_trials,
+    scored,
+    success,
+    validation_metrics,
+)
+from pipeline.evaluation.kl_probe import KLProbe
+from pipeline.evaluation.results import write_results
+from pipeline.files.console import may_fail
+from pipeline.files.durable import write_text
+from pipeline.grpo.policy import Policy
+from pipeline.preflight.check import validate
+from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.tracking.log import RunLog
+from pipeline.tracking.profiling import machine
+from pipeline.tracking.progress import episodes_shown, say_start
+
+Hook = Callable[["RunState", str, Sequence[Trajectory]], None]
+
+
+class RunState:
+    """The state of a run on one rank. Every rank of the process group makes a RunState.
+
+    `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
+    called after each step and each evaluation with this object, the name of the stage or
+    evaluation, and this rank's episodes. Raises UserError for mistakes of the user.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Any,
+        ranks: Ranks,
+        watchdog: Watchdog,
+        *,
+        make_sampler: Callable[..., Any] = make_sampler,
+        on_batch: Hook = lambda *_: None,
+    ) -> None:
+        self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
+        self.parts = validate(config)
+        tokens = self.parts.tokenizer.get_vocab()
+        opened, self.folder, resumed = open_together(config, ranks, tokens)
+        watchdog.can_resume = resumed is not None
+        now = {"output_dir": self.folder}
+        self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})
+        self._saved_state, model = self.load_start(resumed)
+        self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
+        for owner in (self.state, self.errors, self.dead):
+            owner.load_state_dict(self._saved_state)
+        self.state.config = config.model_dump(mode="json")
+        chat, environments = self.parts.chat, self.parts.environments
+        self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
+        if opened is not None:
+            begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
+        log_state = None if resumed is None else self._saved_state
+        self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
+        keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
+        self.log.timings({**keys, **machine(ranks.num_ranks)})
+        lock = None if opened is None else opened.lock
+        arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
+        self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
+        self.checkpointer.owners += [self.log, self.errors, self.dead]
+        if opened is not None:
+            described = json.dumps(describe(self.stages, config), indent=1)
+            write_text(self.folder / "curriculum.json", described)
+            say_start(opened, self.state.step, config, self.parts.stages)
+        self.kl_probe = KLProbe(self.folder, config, ranks)
+        self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
+        self._rewards: dict[str, float] = {}  # the latest mean reward of each domain
+        self._on_batch, self._warned_of_gap = on_batch, False
+
+    def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
+        """Return the saved state and the model with which this run starts."""
+        return load_start(self.config, self.parts.tokenizer, resumed)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the run. If a stage ends early, the next stages begin at earlier steps."""
+        return one_after_another(self.parts.stages, self.state.ended_early)
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self.ranks.is_main:
+            print(text, flush=True)
+
+    def evaluate(self, after: str) -> None:
+        """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
+        begun, settings = time.perf_counter(), self.config.evaluation
+        trials, seed, rollout = settings.eval_trials, self.config.run.seed, self.policy.rollout
+        tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
+        name, share = f"evaluation after {after}", len(self.ranks.shard(len(tasks)))
+        shown = episodes_shown(rollout, name, share * (trials + 1), self.ranks)
+        with self.ranks.phase("evaluate", self.state.stage, self.state.step), shown:
+            sampled, trajectories = evaluate(rollout, tasks, trials, seed, self.ranks)
+            greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
+        is_trained = self.policy.updater is not None
+        if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
+            self.save(f"step-{self.state.step:06d}")  # a check below may end the run
+        rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
+        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
+        refuse_failed_trials([*sampled, *greedy], when)
+        found = success(sampled, greedy, trials, settings.success_threshold)
+        entry = {"after": after, "step": self.state.step, "success": found}
+        self.state.evaluations.append(entry)
+        keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
+        self.log.metrics({**keys, **evaluation_metrics(found)})
+        self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
+        self._save_transcripts(f"evaluation-{after}", trajectories)
+        self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
+        if self.ranks.is_main:
+            self._write_results(is_final=False)
+
+    def validate_when_due(self, stage: Stage) -> None:
+        """Validate the policy if `validation_steps` divides the step, but only once per step."""
+        every, step = self.config.evaluation.validation_steps, self.state.step
+        if not every or step % every or self.state.validated(step):
+            return
+        begun, seed = time.perf_counter(), self.config.run.seed
+        tasks = [task for tasks in self.parts.validation.values() for task in tasks]
+        updater = self.policy.updater
+        assert updater is not None
+        with self.ranks.phase("validate", stage.name, step):
+            records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
+            kl = self.kl_probe.divergences(updater)
+        rewards, keys = scored(records), {"stage": stage.name, "step": step}
+        self.state.validations.append({**keys, "success": rewards, "kl": kl})
+        metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
+        self.log.metrics({"kind": "validation", **keys, **metrics})
+        seconds = {"perf/validation_s": time.perf_counter() - begun}
+        self.log.timings({"kind": "validation", **keys, **seconds})
+        rates = ErrorRates(records)
+        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
+
+    def ends_early(self, stage: Stage) -> bool:
+        """Return True and store the stage's length if validation success no longer rises."""
+        best = plateau(self.state.validations, stage, self.config)
+        if best is None:
+            return False
+        settings, done = self.config.curriculum, self.state.step - stage.first_step
+        self.state.ended_early[stage.name] = done
+        self.say(
+            f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
+            f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
+            f"success (best {best:.2f})"
+        )
+        return True
+
+    def save(self, name: str) -> None:
+        """Write a checkpoint."""
+        updater = self.policy.updater
+        optimizer = None if updater is None else updater.optimizer
+        with self.ranks.phase("checkpoint", self.state.stage, self.state.step):
+            seconds = self.checkpointer.save(name, self.policy.model, optimizer)
+        self.watchdog.can_resume = True
+        keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
+        self.log.timings({**keys, "perf/checkpoint_s": seconds})
+
+    def _save_transcripts(
+        self, name: str, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None
+    ) -> None:
+        self._on_batch(self, name, episodes)
+        self.checkpointer.check_folder()
+        folder, step = self.folder / "trajectories" / name, self.state.step
+        path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
+        self.checkpointer.unsynced.append(path)
+
+    @cached_property
+    def _baselines(self) -> dict[str, dict[str, float]]:
+        """The results of the baselines, which do not depend on the model.
+
+        Reward functions score a model's answers, so with reward functions there are no baselines.
+        """
+        if self.config.data.reward_funcs:
+            return {}
+        parts, timeout = self.parts, self.config.rollout.call_timeout
+        return baselines(parts.domains, parts.held_out, timeout)
+
+    def _write_results(self, is_final: bool = True) -> None:
+        """Write `results.json`; only the final file has the transfer metrics."""
+        updater = {} if self.policy.updater is None else self.policy.updater.state_dict()
+        faults = {"skipped_steps": updater.get("num_skipped_steps")}
+        faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")
+        again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
+        with may_fail("results.json", again):
+            facts = {
+                "baselines": self._baselines,
+                "num_ranks": self.ranks.num_ranks,
+                "faults": {name: count for name, count in faults.items() if count},
+                "wall_s": self.checkpointer.wall_s,
+            }
+            stages, held_out = self.stages, self.parts.held_out
+            write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)
