@@ -222,8 +222,11 @@ class Rollout:
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
         most = limits.max_tool_result_tokens
         for reply in replies:
-            if reply["role"] == "tool" and self.chat.num_content_tokens(reply["content"]) > most:
+            tokens = self.chat.num_content_tokens(reply["content"])
+            if reply["role"] == "tool" and tokens > most:
                 reply["content"] = tools.error_result("result too long")
+                why = f"its result has {tokens} tokens, max_tool_result_tokens is {most}"
+                self.faults.add(*episode.request.task.key, reply["name"], why)
         trajectory.messages += replies
         if not episode.ended and trajectory.num_turns >= limits.max_turns:
             episode.end(StopReason.MAX_TURNS)
