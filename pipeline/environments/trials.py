@@ -47,12 +47,13 @@ def try_task(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
                 "mend goal, database or expected"
             )
+        difference = _difference(*made)  # `get_reward` may change the first
         with RandomState(task):
             guarded("get_reward", seconds, partial(reward_of, made[0].environment))
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
         raise UserError(f"{source}: {failed}; {remedy}") from None
-    if difference := _difference(*made):
+    if difference:
         given = "random, numpy.random or random.Random(id)" if is_keyed else "random.Random(id)"
         raise UserError(
             f"{where}: reset starts another episode each time ({difference}), but the episodes of "

@@ -14,8 +14,6 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
-from transformers import TrainerState
-
 from pipeline.config.rules import name_of
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
@@ -107,6 +105,8 @@ class RewardFunctions:
         max_steps: int = 0,
         on_call: Callable[[str], None] = lambda key: None,
     ) -> None:
+        from transformers import TrainerState  # most runs need no TrainerState
+
         self.functions, self.trainer_state = functions, TrainerState(max_steps=max_steps)
         self.num_calls = 0
         self.metrics: dict[str, list[float]] = defaultdict(list)
