@@ -62,7 +62,7 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     where, remedy = name, "mend the environment or the task"
     if source is None and domain.generate_tasks is None:
         where, remedy = f"{name} has no generate_tasks(...) or tasks", "add generate_tasks or tasks"
-    made = [sets.validation, sets.held_out, *([] if source else [sets.train])]
+    made = [*([] if source else [sets.train]), sets.validation, sets.held_out]
     for tasks in made:
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_GENERATED)]:
             text = try_task(domain, task, where, config.rollout.call_timeout, remedy=remedy)

@@ -435,14 +435,13 @@ GENERATORS = [
     (
         "fails in reset",
         BANK.replace("def reset(self, **row)", "def reset(self)"),
-        "bank: reset failed on task 'train-0': TypeError: BankEnvironment.reset() got an un",
+        "bank: reset failed on task 'train-0': NameError: name 'row' is not defined (bank_that_",
     ),
     (
         "cannot score an episode without calls",
         NO_EXPERT.replace("return float(", "return [][0] + float("),
         "bank: get_reward failed on task 'train-0': IndexError: list index out of range (",
     ),
-    ("has no expert", NO_EXPERT, "warm_start.data: missing, and the module of no domain has an "),
     (
         "makes too few tasks",
         BANK + "\nMAX_TASKS = 11",
