@@ -121,6 +121,16 @@ def test_an_error_of_a_tool_is_no_failure_of_the_environment():
     assert played.reward == 1.0
 
 
+def test_a_tool_result_that_is_too_long_is_one_warning(capsys):
+    config = config_of({"own": f"{FORMS}:Safe"}, {**LIMITS, "max_tool_result_tokens": 9})
+    script = [call("turn", number=0), call("turn", number=0), say("no")]
+    (played,) = episodes(config, [make_task(domain="own")], script, group=1)
+    assert replies(played) == ['{"error": "result too long"}'] * 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: own: turn failed on task t1: its result has ")
+    assert line.endswith(" tokens, max_tool_result_tokens is 9")
+
+
 def test_two_environments_of_one_dataset_with_reward_functions(routed):
     config = config_of(BOTH, tasks=routed, reward_funcs=HITS)
     prepared = prepare(config)
