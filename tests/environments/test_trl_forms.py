@@ -126,7 +126,7 @@ def test_a_tool_result_that_is_too_long_is_one_warning(capsys):
     script = [call("turn", number=0), call("turn", number=0), say("no")]
     (played,) = episodes(config, [make_task(domain="own")], script, group=1)
     assert replies(played) == ['{"error": "result too long"}'] * 2
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: own: turn failed on task t1: its result has ")
     assert line.endswith(" tokens, max_tool_result_tokens is 9")
 
