@@ -40,6 +40,7 @@ from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.profiling import machine
 from pipeline.tracking.progress import episodes_shown, say_start
+from pipeline.tracking.step_metrics import logged_by_reward_functions
 
 Hook = Callable[["RunState", str, Sequence[Trajectory]], None]
 
@@ -76,6 +77,7 @@ class RunState:
         self.state.config = config.model_dump(mode="json")
         chat, environments = self.parts.chat, self.parts.environments
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
+        self._logged("")  # tells reward functions the number of steps
         if opened is not None:
             begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
         log_state = None if resumed is None else self._saved_state
@@ -109,6 +111,11 @@ class RunState:
         if self.ranks.is_main:
             print(text, flush=True)
 
+    def _logged(self, prefix: str) -> dict[str, float]:
+        """Return the metrics that reward functions have logged since the last call."""
+        rewards = self.policy.rollout.rewards
+        return logged_by_reward_functions(rewards, self.ranks, self.state, prefix)
+
     def evaluate(self, after: str) -> None:
         """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
         begun, settings = time.perf_counter(), self.config.evaluation
@@ -129,7 +136,7 @@ class RunState:
         entry = {"after": after, "step": self.state.step, "success": found}
         self.state.evaluations.append(entry)
         keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
-        self.log.metrics({**keys, **evaluation_metrics(found)})
+        self.log.metrics({**self._logged("eval/"), **keys, **evaluation_metrics(found)})
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
         self._save_transcripts(f"evaluation-{after}", trajectories)
         self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
@@ -151,7 +158,8 @@ class RunState:
         rewards, keys = scored(records), {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})
         metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
-        self.log.metrics({"kind": "validation", **keys, **metrics})
+        logged = self._logged("validation/")
+        self.log.metrics({**logged, "kind": "validation", **keys, **metrics})
         seconds = {"perf/validation_s": time.perf_counter() - begun}
         self.log.timings({"kind": "validation", **keys, **seconds})
         rates = ErrorRates(records)

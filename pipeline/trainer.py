@@ -15,7 +15,6 @@ from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts,
 from pipeline.run_state import RunState
 from pipeline.tracking.profiling import Meter, profiled
 from pipeline.tracking.step_metrics import (
-    logged_by_reward_functions,
     over_iterations,
     rollout_metrics,
 )
@@ -85,8 +84,6 @@ class Trainer(RunState):
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
-        if rollout.rewards is not None:
-            rollout.rewards.trainer_state.global_step = step
         return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
@@ -129,14 +126,10 @@ class Trainer(RunState):
         rewards = self.policy.rollout.rewards
         names = [] if rewards is None else rewards.names(self.parts.environments.values())
         metrics, counts = rollout_metrics(batch, self.ranks, self.config, names)
-        if rewards is not None:
-            logged, num_calls = logged_by_reward_functions(rewards, self.ranks)
-            metrics = logged | metrics
-            self.state.num_reward_calls += num_calls
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        self.log.metrics({**keys, **statistics, **metrics})
+        self.log.metrics({**self._logged("train/"), **keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         self.dead.add(stage, metrics)
         self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}

@@ -23,17 +23,17 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "embedded": 1090,
     "chat": 660,
     "models": 800,
-    "rollout": 1570,
+    "rollout": 1600,
     "sft": 190,
     "checkpoints": 710,
     "grpo": 1330,
     "evaluation": 1065,
-    "preflight": 1010,
+    "preflight": 1025,
     "doctor": 290,
     "tracking": 1060,
     "plots": 570,
-    "report": 770,
-    "run_state": 230,
+    "report": 790,
+    "run_state": 240,
     "trainer": 200,
     "train": 200,
     "run": 170,
@@ -56,7 +56,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 4900
+MOST_LINES_OF_THE_CORE = 4930
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

@@ -1,7 +1,7 @@
 """Finds contradictions between settings. Each error names a setting, its value and a remedy."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config
@@ -14,9 +14,10 @@ IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "mean")
 
 
-def name_of(import_string: str) -> str:
-    """Return the name of an object that `module:name` imports."""
-    return import_string.rpartition(":")[2]
+def reward_names(functions: Sequence[str]) -> list[str]:
+    """Return the names of reward functions in metrics: `function`, or else `module:function`."""
+    names = [target.rpartition(":")[2] for target in functions]
+    return [n if names.count(n) == 1 else t for n, t in zip(names, functions, strict=True)]
 
 
 def check(config: Config) -> None:
@@ -56,13 +57,12 @@ def _environments(config: Config) -> Iterator[str]:
 
 def _rewards(config: Config) -> Iterator[str]:
     functions, weights = config.data.reward_funcs, config.data.reward_weights
-    names = list(map(name_of, functions))
     for target in functions:
         if not IMPORT_STRING.fullmatch(target):
             hint = "write module:function, such as my_pkg.rewards:correct"
             yield f"reward_funcs: got {target!r}; {hint}"
-        if names.count(name_of(target)) > 1:
-            yield f"reward_funcs: got two functions {name_of(target)}; give each its own name"
+        if functions.count(target) > 1:
+            yield f"reward_funcs: got {target} twice; take one out"
     if weights and len(weights) != len(functions):
         given = f"{len(weights)} weights for {len(functions)} reward_funcs"
         yield f"reward_weights: got {given}; give one for each"
@@ -74,12 +74,7 @@ def _names(config: Config) -> Iterator[str]:
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     for setting, given, choices, kind in (
-        (
-            "domains",
-            used,
-            known,
-            "known domains, its class in `environments`, or its `tasks` with `reward_funcs`",
-        ),
+        ("domains", used, known, "known domains, or give environments, or tasks and reward_funcs"),
         ("tasks", data.tasks, used, "domains of the run"),
         ("eval_tasks", data.eval_tasks, used, "domains of the run"),
         ("demonstrations", data.demonstrations, used, "domains of the run"),

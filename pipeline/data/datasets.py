@@ -18,20 +18,26 @@ MAX_STATE_BYTES = 8 << 20
 
 
 def open_tasks(
-    domain: str, source: str, split: str, visit: Visit = None, has_columns: bool = False
+    domain: str,
+    source: str,
+    split: str,
+    visit: Visit = None,
+    has_columns: bool = False,
+    setting: str = "tasks",
 ) -> Tasks:
     """Return the tasks of a domain's file or dataset. Raises UserError for an invalid task."""
     path = Path(source)
     if path.is_file():
         return load_tasks(path, domain, visit, has_columns)
-    where = f"tasks: {domain}: got {shown(source)}, which is no file"
+    where = f"{setting}: {domain}: got {shown(source)}, which is no file"
     if not path.is_dir() and (path.suffix in (".json", ".jsonl") or os.path.lexists(source)):
         raise UserError(f"{where}; give an existing file")
     try:
         dataset, name = _dataset(source, split)
     except Exception as error:  # `datasets` raises errors of many types
         fault = f"can be loaded with the split {split} ({reason_of(error)})"
-        remedy = "give a file, a folder or a hub id, or set dataset_train_split"
+        split_setting = f"dataset_{'test' if setting == 'eval_tasks' else 'train'}_split"
+        remedy = f"give a file, a folder or a hub id, or set {split_setting}"
         raise UserError(f"{where}, nor a dataset that {fault}; {remedy}") from None
     return tasks_of(DatasetRows(dataset, name), domain, visit, has_columns)
 

@@ -23,6 +23,7 @@ Rows: TypeAlias = "JsonArray | JsonLines | DatasetRows"
 MAX_ARRAY_BYTES = 256 << 20  # largest file of a JSON array, which is read into memory
 # types of columns that cannot refer to files, unlike columns of images
 KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
+OPTIONAL = ("domain", "id", "payload", "family", "branch")  # null is as good as no value
 CHANGED = "changed since it was read; put it back as it was, or start a new run"
 
 
@@ -129,9 +130,9 @@ class DatasetRows:
 
 
 def _task_row(row: TaskRow) -> TaskRow:
-    kept = {"payload": row.pop("payload", None)} if row.get("payload") is not None else {}
-    kept |= {"prompt": None} if row.get("prompt", "") is None else {}  # refused, unlike no prompt
-    return {**_without_nulls(row), **kept}
+    prompt = _without_nulls(row["prompt"]) if row.get("prompt") is not None else None
+    kept = {k: v for k, v in row.items() if v is not None or k not in OPTIONAL}
+    return {**kept, "prompt": prompt} if "prompt" in row else kept
 
 
 def _without_nulls(value: Any) -> Any:

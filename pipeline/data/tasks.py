@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,6 +91,7 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
     If `has_columns` is False, a key that no task has is an error.
     """
     seen: dict[str, str] = {}
+    names: dict[str, None] = {}  # columns of this domain's rows; a row without a column has None
     indices = array("Q")  # numbers of this domain's rows
     for number, (where, row) in enumerate(rows):
         if isinstance(row, dict) and row.get(ROUTE, domain) != domain:
@@ -104,10 +105,14 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
             used = f"task id {shown(full['id'])} was already used at {first}"
             raise UserError(f"{where}: {used}; give every task its own id")
         indices.append(number)
+        names |= dict.fromkeys(full)
         if visit is not None:
             visit(full)
     if not seen:
-        raise UserError(f"{rows.name}: holds no tasks; expected one JSON object per line")
+        of_domain = f" of {domain}" if has_columns else ""
+        raise UserError(f"{rows.name}: holds no tasks{of_domain}; give one JSON object per line")
+
+    further = sorted(names.keys() - KEYS)
 
     def make(index: int) -> Task:
         row = rows[index]
@@ -115,13 +120,17 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
         row = {"payload": {}, **_with_defaults(row, index), "domain": domain}
         if not isinstance(row["payload"], str):
             row["payload"] = json.dumps(row["payload"], ensure_ascii=False, sort_keys=True)
-        further = {key: row.pop(key) for key in row.keys() - KEYS}
-        further.pop(ROUTE, None)
-        columns = json.dumps(further, ensure_ascii=False, sort_keys=True, default=str)
+        columns = {**dict.fromkeys(further), **{key: row.pop(key) for key in row.keys() - KEYS}}
         row["prompt"] = tuple(row["prompt"])
-        return Task(**row, columns=columns, is_text=is_text)
+        return Task(**row, columns=columns_text(columns), is_text=is_text)
 
     return Tasks(make, indices)
+
+
+def columns_text(columns: Mapping[str, Any]) -> str:
+    """Return columns except ROUTE as JSON text; dates and other objects become texts."""
+    kept = {name: value for name, value in columns.items() if name != ROUTE}
+    return json.dumps(kept, ensure_ascii=False, sort_keys=True, default=str)
 
 
 def _with_defaults(row: Any, number: int) -> Any:

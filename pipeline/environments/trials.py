@@ -26,7 +26,7 @@ def try_task(
     source: str,
     seconds: float,
     success: float | None = None,
-    remedy: str = "mend the environment or the task",
+    remedy: str = "",
 ) -> str:
     """Try `reset`, and `get_reward` right after `reset`; return the text of `reset`.
 
@@ -52,7 +52,8 @@ def try_task(
             guarded("get_reward", seconds, partial(reward_of, made[0].environment))
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
-        raise UserError(f"{source}: {failed}; {remedy}") from None
+        hint = remedy or "mend the environment or the task"
+        raise UserError(f"{source}: {failed}; {hint}") from None
     if difference:
         given = "random, numpy.random or random.Random(id)" if is_keyed else "random.Random(id)"
         raise UserError(
@@ -60,7 +61,9 @@ def try_task(
             f"a group must have one task; let reset(self, id, **kwargs) draw from {given}"
         )
     if not task.prompt[-1]["content"] and not made[0].addition:
-        raise UserError(f"{where}: has no request; {remedy}, or let reset return the request")
+        names = ", ".join(name for name in task.row() if name not in ("domain", "payload"))
+        hint = f"{remedy or 'give a column prompt'}, or let reset return the request"
+        raise UserError(f"{where}: has no request, only {names}; {hint}")
     return made[0].addition
 
 

@@ -111,10 +111,13 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
     yield "tasks"
     for domain, tasks in parts.train.items():
         counts = count_by(tasks, "family").items()
-        families = ", ".join(f"{printable(name)} {count}" for name, count in counts)
+        families = ", ".join(f"{printable(name)} {count}" for name, count in counts if name)
         held_out = f"{len(parts.held_out[domain])} {config.data.eval_split}"
-        yield f"  {domain}: {len(tasks)} to train ({families}), {held_out}"
-    limits = config.rollout
+        yield f"  {domain}: {len(tasks)} to train{f' ({families})' * bool(families)}, {held_out}"
+    data, limits = config.data, config.rollout
+    weights = data.reward_weights or [1.0] * len(data.reward_funcs)
+    for target, weight in zip(data.reward_funcs, weights, strict=True):
+        yield f"  reward function {target}, weight {weight:g}"
     yield f"stages ({config.curriculum.curriculum}; groups of {limits.num_generations} episodes)"
     if not config.grpo.use_grpo:
         yield "  none: evaluation only"

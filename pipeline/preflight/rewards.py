@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from pipeline.config.settings import Config
+from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain
 from pipeline.environments.random_state import RandomState
@@ -15,56 +15,65 @@ from pipeline.rollout.rewards import (
     Completion,
     RewardFunction,
     RewardFunctions,
+    columns_of,
     load_reward_functions,
 )
 from pipeline.rollout.trajectory import Trajectory
 
-NUM_TRIED = 100  # number of a domain's tasks whose columns are compared with arguments
+NUM_TRIED = 8  # number of a domain's tasks with which each function is tried
+OF_EVERY_TASK = {"domain", "id", "payload", "family", "branch"}
 
 
 def check_reward_functions(
     config: Config, domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]
 ) -> list[str]:
-    """Try the reward functions; return notes on functions that do not apply to a domain.
+    """Try the reward functions; return notes on functions and on columns that are not used.
 
     Raises UserError if a function applies to no domain, if a domain has no reward, or if a
     function fails on an empty answer. Async functions are not called.
     """
     rewards = load_reward_functions(config)
     functions = [] if rewards is None else list(rewards.functions)
-    notes, unused = list[str](), {function.name for function in functions}
-    for name, domain in domains.items():
-        columns = {key for task in tasks[name][:NUM_TRIED] for key in task.row()}
-        scored = hasattr(domain.environment, "get_reward")
+    later = "is async, so its first call is in the run"
+    notes = [f"reward function {f.name} {later}" for f in functions if f.is_async]
+    missing = dict[str, str]()  # name of a function -> what tasks lack
+    unscored, used = list[str](), set[str]()
+    for name, domain in domains.items() if functions else ():
+        columns = columns_of(tasks[name][0])
+        applying = [function for function in functions if not function.missing(columns)]
         for function in functions:
-            if missing := function.missing(columns):
-                given = f"its tasks have no {', '.join(missing)}"
+            if lacking := function.missing(columns):
+                given = f"its tasks have no {', '.join(lacking)}, only {', '.join(columns)}"
+                missing[function.name] = given
                 notes.append(f"reward function {function.name} is not called for {name}: {given}")
-                continue
-            unused.discard(function.name)
-            scored = True
-            if not function.is_async:
-                _try(function, domain, tasks[name][0], config.rollout.call_timeout)
-        if functions and not scored:
-            raise UserError(
-                f"reward_funcs: no function applies to {name}, and its environment has no "
-                f"get_reward; the columns of its tasks are {', '.join(sorted(columns))}"
-            )
-    if unused:
-        why = next(note for note in notes if f" {min(unused)} " in note).partition(": ")[2]
-        raise UserError(f"reward_funcs: {min(unused)} applies to no domain: {why}; rename them")
+        if not applying and not hasattr(domain.environment, "get_reward"):
+            unscored.append(name)
+        for task in tasks[name][:NUM_TRIED]:
+            _try([f for f in applying if not f.is_async], domain, task, config)
+        is_single = config.data.factories[name].factory == SINGLE_TURN
+        if is_single and not any(function.takes_all for function in applying):
+            read = OF_EVERY_TASK.union(*(function.parameters for function in applying))
+            notes += [f"{name}: no one reads the column {c}" for c in sorted(columns.keys() - read)]
+        used.update(function.name for function in applying)
+    for name in missing.keys() - used:
+        why = f"{name} applies to no domain: {missing[name]}"
+        raise UserError(f"reward_funcs: {why}; rename an argument or a column")
+    if unscored:
+        hint = "give a function for its columns, or the environment a get_reward"
+        raise UserError(f"reward_funcs: no function applies to {unscored[0]}; {hint}")
     return notes
 
 
-def _try(function: RewardFunction, domain: Domain, task: Task, seconds: float) -> None:
-    """Call a reward function with an empty answer. Raises UserError if the function fails."""
+def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config: Config) -> None:
+    """Call reward functions with an empty answer. Raises UserError if a function fails."""
+    seconds = config.rollout.call_timeout
     messages = [*map(dict, task.prompt), {"role": "assistant", "content": ""}]
     trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
     with RandomState(task):
         made = guarded("reset", seconds, partial(started, domain.environment, task.row()))
-    RewardFunctions([function], seconds)([Completion(task, made.environment, trajectory)])
-    if function.name not in trajectory.rewards:
+    RewardFunctions(functions, seconds)([Completion(task, made.environment, trajectory)])
+    if any(function.name not in trajectory.rewards for function in functions):
         raise UserError(
-            f"reward_funcs: {function.name} fails on an empty answer to task {shown(task.id)} of "
-            f"{domain.name} ({one_line(trajectory.error)}); mend the function"
+            f"reward_funcs: an empty answer to task {shown(task.id)} of {domain.name}: "
+            f"{one_line(trajectory.error)}; mend the function"
         )

@@ -3,14 +3,14 @@
 import heapq
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.config.settings import Config
 from pipeline.data.datasets import has_split, open_tasks
 from pipeline.data.rows import TaskRow
-from pipeline.data.tasks import KEYS, ROUTE, Message, Task
+from pipeline.data.tasks import KEYS, Message, Task, columns_text
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.tools import undocumented
 from pipeline.environments.trials import try_task
@@ -48,18 +48,19 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     validation: list[Task] | None = None
     if source is None or domain.generate_tasks is not None:
         validation = generated(data, domain, num_validation, "validation")
+    split = data.dataset_test_split
     if eval_source is not None:
-        held_out = _open(config, domain, eval_source, data.dataset_test_split)[:num_held_out]
+        held_out = _open(config, domain, eval_source, split, setting="eval_tasks")[:num_held_out]
     elif validation is not None:
         held_out = generated(data, domain, num_held_out, data.eval_split)
-    elif source is not None and has_split(source, data.dataset_test_split):
-        held_out = _open(config, domain, source, data.dataset_test_split)[:num_held_out]
+    elif source is not None and (split != "test" or has_split(source, split)):
+        held_out = _open(config, domain, source, split, setting="eval_tasks")[:num_held_out]
     if held_out is not None and validation is not None:
         train, longest = train_tasks(config, domain, held_out)
         sets = TaskSets(train=train, validation=validation, held_out=[*held_out], longest=longest)
     else:
         sets = _last_rows_held_back(config, domain, held_out)
-    where, remedy = name, "mend the environment or the task"
+    where, remedy = name, ""
     if source is None and domain.generate_tasks is None:
         where, remedy = f"{name} has no generate_tasks(...) or tasks", "add generate_tasks or tasks"
     made = [*([] if source else [sets.train]), sets.validation, sets.held_out]
@@ -69,6 +70,8 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
             if text:
                 sets.texts.append(text)
                 sets.longest.append(_with_request(task, text))
+    if source is not None and name in data.own_domains and len(sets.train) == data.tasks_per_domain:
+        sets.notes.append(f"{name}: trains on the first {len(sets.train)} tasks (tasks_per_domain)")
     for tool in undocumented(domain.environment):
         sets.notes.append(
             f"{name}: the tool {tool} has no docstring, so a model sees only its name"
@@ -145,9 +148,10 @@ def _open(
     source: str,
     split: str,
     visit: Callable[[TaskRow], None] | None = None,
+    setting: str = "tasks",
 ) -> Sequence[Task]:
     has_columns = domain.name in config.data.own_domains or bool(config.data.reward_funcs)
-    return open_tasks(domain.name, source, split, visit, has_columns)
+    return open_tasks(domain.name, source, split, visit, has_columns, setting)
 
 
 def _visitor(
@@ -159,7 +163,7 @@ def _visitor(
     """
     by_request = defaultdict(list)  # held-out tasks by request, for a quick first comparison
     for task in held_out:
-        content = list(task.prompt), json.loads(task.payload), json.loads(task.columns)
+        content = list(task.prompt), json.loads(task.payload), _values(task.columns)
         by_request[task.prompt[-1]["content"]].append(content)
 
     def visit(row: TaskRow) -> None:
@@ -167,7 +171,8 @@ def _visitor(
         alike = by_request.get(prompt[-1]["content"])
         if alike and len(lengths) < count:
             payload = json.loads(payload) if isinstance(payload, str) else payload
-            if (prompt, payload, _columns(row)) in alike:
+            columns = {key: row[key] for key in row.keys() - KEYS}
+            if (prompt, payload, _values(columns_text(columns))) in alike:
                 raise UserError(
                     f"{source}: task {shown(row['id'])} is also a held-out task; take it out"
                 )
@@ -176,8 +181,8 @@ def _visitor(
     return visit
 
 
-def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in KEYS and key != ROUTE}
+def _values(columns: str) -> dict[str, Any]:
+    return {key: value for key, value in json.loads(columns).items() if value is not None}
 
 
 def _num_characters(prompt: Sequence[Message]) -> int:

@@ -147,6 +147,8 @@ def _packed_episode(
         "left_out": episode.get("left_out") or "",
         "parts": episode.get("reward_breakdown") or {},
         "difference": episode.get("difference") or {},
+        "rewards": episode.get("rewards") or {},
+        "extra": {name: index(text) for name, text in (episode.get("extra") or {}).items()},
         "messages": messages,
     }
 

@@ -7,6 +7,7 @@ reports never compare these measurements with each other.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from math import ceil
 from statistics import fmean
 from typing import Any
 
@@ -148,6 +149,7 @@ def data_of(run: RunData) -> dict[str, Any]:
         "tools": _tools(run),
         "stop_reasons": {key: key.removeprefix(STOP) for key in metrics if key.startswith(STOP)},
         "left_out": _left_out(run),
+        "rewards_by_name": _rewards_by_name(run),
         "rate_with_interval": rate_with_interval,
         "rates_of_group": rates_of_group,
     }
@@ -212,3 +214,23 @@ def _left_out(run: RunData) -> Rows:
         counts.update({k: round(n) for k, n in record.items() if k.startswith(LEFT_OUT)})
     keys = {key: key.removeprefix(LEFT_OUT).split("/", 1) for key in sorted(counts)}
     return [[domain, failure, str(counts[key])] for key, (failure, domain) in keys.items()]
+
+
+def _rewards_by_name(run: RunData) -> Rows:
+    """Return a row per stage and source of rewards: means of the first and last tenth of steps."""
+    found = {key.rpartition("/")[0] for line in run.train for key in line}
+    ends = [f"{of}, {tenth} tenth" for of in ("mean", "std") for tenth in ("first", "last")]
+    rows = [["stage", "reward", *ends]]
+    for stage in run.stages:
+        lines = run.of_stage(stage)
+        tenth = ceil(len(lines) / 10)
+        for key in sorted(key for key in found if key.startswith("rewards/")):
+            values = [
+                [line[name] for line in part if (name := f"{key}/{of}") in line]
+                for of in ("mean", "std")
+                for part in (lines[:tenth], lines[-tenth:])
+            ]
+            cells = [f"{fmean(of):.4g}" if of else NO_INTERVAL for of in values]
+            if {*cells} != {NO_INTERVAL}:
+                rows.append([stage["name"], key.removeprefix("rewards/"), *cells])
+    return rows

@@ -9,20 +9,28 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
-from pipeline.config.rules import name_of
+from pipeline.config.rules import reward_names
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import imported
+from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.timeouts import Calls, Guard
-from pipeline.environments.tools import MAX_REWARD
+from pipeline.environments.random_state import RandomState
+from pipeline.environments.timeouts import Calls, Guard, awaited
+from pipeline.environments.tools import MAX_REWARD, writable
+from pipeline.errors import UserError
+from pipeline.files.untrusted import shown
 from pipeline.rollout.trajectory import StopReason, Trajectory
 
+MAX_LOGGED = 2000  # largest number of characters of a value of `log_extra`
+NO_LISTS = (str, bytes, Mapping)  # iterables that are no lists of rewards
 ATTEMPTS = 3  # maximum number of attempts at a call of an async function
 BACKOFF_S = 1.0  # seconds before the second attempt; each further wait is twice as long
 GIVEN = {  # arguments of every reward function; the names of columns are further arguments
@@ -33,7 +41,7 @@ GIVEN = {  # arguments of every reward function; the names of columns are furthe
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """One function of `reward_funcs` with its weight. `name` is the function's name."""
+    """One function of `reward_funcs` with its weight; `name` is the name in metrics."""
 
     name: str
     function: Callable[..., Any]
@@ -45,22 +53,28 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     @cached_property
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.function).parameters
+
+    @property
+    def takes_all(self) -> bool:
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Return the required arguments that tasks with these columns do not give."""
-        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        needed = (p.name for p in self._parameters.values() if p.kind not in variable)
-        known = GIVEN.union(columns)
-        empty = inspect.Parameter.empty
-        return [n for n in needed if self._parameters[n].default is empty and n not in known]
+        needed = [p for p in self.parameters.values() if p.default is p.empty]
+        variable, known = ("VAR_KEYWORD", "VAR_POSITIONAL"), GIVEN.union(columns)
+        return [p.name for p in needed if p.kind.name not in variable and p.name not in known]
 
-    def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the function takes: all if the function has `**kwargs`."""
-        kinds = [p.kind for p in self._parameters.values()]
-        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        return {k: v for k, v in arguments.items() if takes_all or k in self._parameters}
+    def __call__(self, arguments: Mapping[str, Any]) -> Steps[Any]:
+        """Return Steps that call the function with the arguments that the function takes.
+
+        An iterable that is no text and no mapping becomes a list.
+        """
+        taken = {k: v for k, v in arguments.items() if self.takes_all or k in self.parameters}
+        returned = yield from awaited(self.function(**taken))
+        is_listed = isinstance(returned, Iterable) and not isinstance(returned, NO_LISTS)
+        return list(returned) if is_listed else returned
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class Completion:
     def prompt(self) -> Any:
         """The messages of the prompt, or a text if the dataset's prompt is a text."""
         messages = self.trajectory.messages[: len(self.task.prompt)]
-        return messages[-1]["content"] if self.task.is_text else messages
+        return messages[-1]["content"] if self.task.is_text else list(map(_plain, messages))
 
     @property
     def completion(self) -> Any:
@@ -87,7 +101,8 @@ class Completion:
 
 
 def _plain(message: Message) -> Message:
-    return {k: v for k, v in message.items() if k in ("role", "content", "tool_calls", "name")}
+    kept = {k: v for k, v in message.items() if k in ("role", "content", "tool_calls", "name")}
+    return deepcopy(kept)  # a reward function may change its arguments
 
 
 class RewardFunctions:
@@ -127,89 +142,96 @@ class RewardFunctions:
         for key, of_task in groupby(completions, lambda completion: completion.task.key):
             group = list(of_task)
             for completion in group:
-                _add_own_reward(completion)
+                trajectory, kind = completion.trajectory, type(completion.environment)
+                has_own = hasattr(kind, "get_reward")
+                trajectory.rewards = {kind.__name__: trajectory.reward} if has_own else {}
             for function in self.functions:
-                if not function.missing(group[0].task.row()):
+                if not function.missing(columns_of(group[0].task)):
                     work = partial(self._score, function, group)
-                    begin = self._calls.beside if function.is_async else self._here
-                    waits.append((begin(key, work), group))
+                    here = partial(self._calls.here, key, work)
+                    is_async = function.is_async
+                    waits.append((self._calls.beside(key, work) if is_async else here, group))
         for wait, group in waits:
             try:
                 wait()
             except EnvironmentFault as fault:
-                for completion in group:
-                    _fail(completion.trajectory, str(fault))
+                for trajectory in (completion.trajectory for completion in group):
+                    trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
+                    trajectory.left_out, trajectory.error = "reward", str(fault)
         for completion in completions:
             self._add_up(completion.trajectory)
 
-    def _here(self, key: tuple[str, str], work: Any) -> Callable[[], None]:
-        return partial(self._calls.here, key, work)
-
     def _add_up(self, trajectory: Trajectory) -> None:
-        if trajectory.left_out:
-            return
         weights = {function.name: function.weight for function in self.functions}
         known = {name: r for name, r in trajectory.rewards.items() if r is not None}
-        if not known:
-            _fail(trajectory, "every reward function returned None")
+        if trajectory.left_out:
+            known = {}
+        elif not known:
+            trajectory.left_out, trajectory.error = "reward", "every reward function returned None"
         trajectory.reward = math.fsum(weights.get(name, 1.0) * r for name, r in known.items())
 
     async def _score(
         self, function: RewardFunction, group: Sequence[Completion], guard: Guard
     ) -> None:
         """Call one function for the completions of one task, and store the rewards."""
-        columns: dict[str, list[Any]] = {}
-        metrics: list[tuple[str, float]] = []
-        arguments = {
-            **arguments_of(group),
-            "trainer_state": self.trainer_state,
-            "log_extra": lambda name, values: columns.update({str(name): list(values)}),
-            "log_metric": lambda name, value: metrics.append((str(name), float(value))),
-        }
-        call = partial(function.function, **function.taken(arguments))
-        for attempt in range(ATTEMPTS):
-            columns.clear()
-            metrics.clear()
+        for attempt in range(1, ATTEMPTS + 1):
+            logged = _Logged()
+            arguments = {
+                **arguments_of(group),
+                "trainer_state": self.trainer_state,
+                "log_extra": logged.log_extra,
+                "log_metric": logged.log_metric,
+            }
             self.num_calls += function.is_async
             try:
-                returned = await guard(function.name, call, function.function)
+                with nullcontext() if function.is_async else RandomState(group[0].task):
+                    call = partial(function, arguments)
+                    returned = await guard(function.name, call, function.function)
                 break
-            except EnvironmentFault:
-                if attempt + 1 == ATTEMPTS or not function.is_async:
+            except EnvironmentFault as fault:
+                if attempt == ATTEMPTS or not function.is_async:
+                    fault.args = (f"reward function {function.name}: {fault}",)
                     raise
-                await asyncio.sleep(BACKOFF_S * 2**attempt)
+            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         rewards = _rewards(function.name, returned, len(group))
         for number, (completion, reward) in enumerate(zip(group, rewards, strict=True)):
             completion.trajectory.rewards[function.name] = reward
-            for name, values in columns.items():
-                shown = str(values[number]) if number < len(values) else ""
-                completion.trajectory.extra[name] = shown
-        for name, value in metrics:
-            if math.isfinite(value) and name not in ("kind", "stage", "step"):
-                self.metrics[name].append(value)
+            for name, values in logged.extra.items():
+                completion.trajectory.extra[name] = "".join(values[number : number + 1])
+        for name, value in logged.metrics:
+            self.metrics[name].append(value)
 
 
-def _add_own_reward(completion: Completion) -> None:
-    trajectory, kind = completion.trajectory, type(completion.environment)
-    own = {kind.__name__: trajectory.reward} if hasattr(kind, "get_reward") else {}
-    trajectory.rewards = dict[str, float | None](own)
+class _Logged:
+    """What one call of a reward function logs."""
+
+    def __init__(self) -> None:
+        self.extra: dict[str, list[str]] = {}
+        self.metrics: list[tuple[str, float]] = []
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        self.extra[writable(str(column))] = [writable(str(v)[:MAX_LOGGED]) for v in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        if math.isfinite(value := float(value)):
+            self.metrics.append((writable(str(name)), value))
 
 
-def _fail(trajectory: Trajectory, error: str) -> None:
-    trajectory.stop_reason, trajectory.left_out = StopReason.ENVIRONMENT_ERROR, "reward"
-    trajectory.error, trajectory.reward = error, 0.0
+def columns_of(task: Task) -> dict[str, Any]:
+    """Return a task's columns by name, without the prompt."""
+    row = {"family": task.family, "branch": task.branch, **task.row()}
+    return {name: value for name, value in row.items() if name != "prompt"}
 
 
 def arguments_of(group: Sequence[Completion]) -> dict[str, list[Any]]:
     """Return the lists that a reward function gets, each with one entry per completion."""
-    rows = [completion.task.row() for completion in group]
-    names = {name: None for row in rows for name in row if name != "prompt"}
-    arguments: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
-    arguments["prompts"] = [completion.prompt for completion in group]
-    arguments["completions"] = [completion.completion for completion in group]
-    arguments["completion_ids"] = [list(c.trajectory.completion_ids) for c in group]
-    arguments["environments"] = [completion.environment for completion in group]
-    return arguments
+    rows = [columns_of(completion.task) for completion in group]
+    return {name: [row[name] for row in rows] for name in rows[0]} | {
+        "prompts": [completion.prompt for completion in group],
+        "completions": [completion.completion for completion in group],
+        "completion_ids": [list(c.trajectory.completion_ids) for c in group],
+        "environments": [completion.environment for completion in group],
+    }
 
 
 def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
@@ -217,20 +239,19 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
 
     Raises EnvironmentFault if `returned` is not a list of `count` numbers.
     """
-    if isinstance(returned, (str, bytes)) or not hasattr(returned, "__len__"):
-        raise EnvironmentFault(f"{name} returned {type(returned).__name__}, not a list of numbers")
-    if len(returned) != count:
-        raise EnvironmentFault(f"{name} returned {len(returned)} rewards for {count} completions")
-    rewards: list[float | None] = []
-    for value in returned:
-        try:
-            reward = math.nan if value is None else float(value)
-        except (TypeError, ValueError):
-            raise EnvironmentFault(f"{name} returned {value!r:.80}, not a number") from None
-        if abs(reward) > MAX_REWARD:
-            raise EnvironmentFault(f"{name} returned {reward:g}, the limit is {MAX_REWARD:g}")
-        rewards.append(None if math.isnan(reward) else reward)
-    return rewards
+    where = f"reward function {name} returned"
+    if not isinstance(returned, list) or len(returned) != count:
+        given = f"{len(returned)} rewards" if isinstance(returned, list) else shown(returned)
+        raise EnvironmentFault(f"{where} {given}, not a list of {count} numbers")
+    try:
+        rewards = [math.nan if value is None else float(value) for value in returned]
+        is_good = not any(isinstance(value, str) for value in returned)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        is_good = False
+    if not is_good or any(abs(reward) > MAX_REWARD for reward in rewards):
+        limit = f"not numbers up to {MAX_REWARD:g}"
+        raise EnvironmentFault(f"{where} {shown(returned)}, {limit}")
+    return [None if math.isnan(reward) else reward for reward in rewards]
 
 
 def load_reward_functions(
@@ -241,8 +262,24 @@ def load_reward_functions(
     if not data.reward_funcs:
         return None
     weights = data.reward_weights or [1.0] * len(data.reward_funcs)
-    functions = []
-    for target, weight in zip(data.reward_funcs, weights, strict=True):
-        _, function = imported(f"reward_funcs: got {target!r}", target)
-        functions.append(RewardFunction(name_of(target), function, weight))
+    names = reward_names(data.reward_funcs)
+    functions = [
+        RewardFunction(name, _imported(target), weight)
+        for name, target, weight in zip(names, data.reward_funcs, weights, strict=True)
+    ]
     return RewardFunctions(functions, config.rollout.call_timeout, config.grpo.max_steps, on_call)
+
+
+def _imported(target: str) -> Any:
+    where = f"reward_funcs: got {target!r}"
+    _, function = imported(where, target)
+    if isinstance(function, type) or not callable(function):
+        raise UserError(f"{where}, which is {shown(function)}; name a function or callable object")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise UserError(f"{where}, whose arguments cannot be read; call it in a `def`") from None
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            raise UserError(f"{where}, whose {p.name} cannot be given by name; take out the `/`")
+    return function

@@ -136,6 +136,8 @@ class Rollout:
             played = [e for e in episodes if e.trajectory.stop_reason is not failed]
             found = [Completion(e.request.task, e.environment, e.trajectory) for e in played]
             self.rewards(found)
+            for t in (e.trajectory for e in played if e.trajectory.left_out == "reward"):
+                self.faults.add(t.domain, t.task_id, "reward_funcs", t.error)
             self.environment_s += time.perf_counter() - begun
 
     def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
@@ -201,7 +203,11 @@ class Rollout:
         trajectory.append(sampled.ids, sampled.logprobs)
         trajectory.num_turns += 1
         schemas = tools.tool_schemas(self.environments[trajectory.domain])
-        parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
+        if self.rewards is not None and not schemas:  # reward functions get the whole text
+            text = self.chat.tokenizer.decode(sampled.ids, skip_special_tokens=True)
+            parsed = Parsed(content=text)
+        else:
+            parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
         trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
@@ -220,12 +226,12 @@ class Rollout:
         """Append the replies to the episode's messages; return False if the episode has ended."""
         self._wait(episode)
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
-        most = limits.max_tool_result_tokens
-        for reply in replies:
-            tokens = self.chat.num_content_tokens(reply["content"])
-            if reply["role"] == "tool" and tokens > most:
+        for reply in (reply for reply in replies if reply["role"] == "tool"):
+            if (
+                n := self.chat.num_content_tokens(reply["content"])
+            ) > limits.max_tool_result_tokens:
                 reply["content"] = tools.error_result("result too long")
-                why = f"its result has {tokens} tokens, max_tool_result_tokens is {most}"
+                why = f"its result has {n} tokens, more than max_tool_result_tokens"
                 self.faults.add(*episode.request.task.key, reply["name"], why)
         trajectory.messages += replies
         if not episode.ended and trajectory.num_turns >= limits.max_turns:

@@ -7,6 +7,7 @@ from statistics import fmean
 
 import torch
 
+from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer_metrics import succeeded
@@ -50,7 +51,7 @@ def rollout_metrics(
             mean = total[f"sum {name}"] / count
             variance = max(0.0, total[f"squares {name}"] - count * mean**2) / max(1, count - 1)
             metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
-    left_out = {f"{kind}/{d}": total[f"{kind} {d}"] for kind in LEFT_OUT for d in domains}
+    left_out = {f"{kind}/{d}": total[f"left {kind} {d}"] for kind in LEFT_OUT for d in domains}
     metrics |= {
         "rollout/episodes": episodes,
         "rollout/sampled_tokens": total["tokens"],
@@ -97,7 +98,7 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
             f"played {domain}": len(all_of),
             f"errors {domain}": sum(t.stop_reason is StopReason.ENVIRONMENT_ERROR for t in all_of),
             **{f"{kind} {domain}": sum(map(outcomes.count, of)) for kind, of in ZERO_STD.items()},
-            **{f"{kind} {domain}": sum(t.left_out == kind for t in all_of) for kind in LEFT_OUT},
+            **{f"left {why} {domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
         }
     return counts
 
@@ -113,21 +114,24 @@ def _reward_sums(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:
 
 
 def logged_by_reward_functions(
-    rewards: RewardFunctions, ranks: Ranks
-) -> tuple[dict[str, float], int]:
-    """Return the mean of each name's `log_metric` values over all ranks, and forget the values.
+    rewards: RewardFunctions | None, ranks: Ranks, state: TrainState, prefix: str
+) -> dict[str, float]:
+    """Return means over all ranks of the values of `log_metric`, and forget the values.
 
-    The second result is the number of new calls of async functions on all ranks.
+    Each name gets the `prefix`. The new calls of async functions on all ranks are added to the
+    `state`, whose step becomes the `global_step` that reward functions see.
     """
+    if rewards is None:
+        return {}
     mine = {name: list(values) for name, values in rewards.metrics.items()}, rewards.num_calls
     rewards.metrics.clear()
-    rewards.num_calls = 0
+    rewards.num_calls, rewards.trainer_state.global_step = 0, state.step
     gathered = ranks.all_gather_objects(mine, "reward functions")
+    state.num_reward_calls += sum(count for _, count in gathered)
     found = defaultdict[str, list[float]](list)
     for name, values in chain.from_iterable(of.items() for of, _ in gathered):
-        found[name] += values
-    means = {name: fmean(sorted(values)) for name, values in sorted(found.items())}
-    return means, sum(count for _, count in gathered)
+        found[prefix + name] += values
+    return {name: fmean(values) for name, values in sorted(found.items())}
 
 
 def _outcome(group: Sequence[Trajectory], threshold: float) -> str:

@@ -244,9 +244,14 @@ function episodeCard(episode, shared, texts, mode, scale) {
   for (const message of episode.messages.slice(shared)) {
     card.append(messageBox(message, texts, mode, episode.advantage, scale));
   }
+  const rewards = Object.entries(episode.rewards).map(([name, value]) => [name, value ?? "none"]);
+  if (rewards.length) card.append(element("h5", "", "Rewards by name"), table([], rewards));
+  const extra = Object.entries(episode.extra).map(([name, text]) => [name, texts[text]]);
+  if (extra.length) card.append(element("h5", "", "Logged by reward functions"), table([], extra));
   const parts = Object.entries(episode.parts);
   if (parts.length) card.append(element("h5", "", "Parts of the reward"), table([], parts));
   const differences = Object.entries(episode.difference).map(([what, pair]) => [what, ...pair]);
+  if (rewards.length && !differences.length) return card;
   card.append(element("h5", "", "Database at the end"));
   card.append(differences.length
     ? table(["where", "found", "expected"], differences)

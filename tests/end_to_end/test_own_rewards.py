@@ -1,0 +1,97 @@
+"""The README's dataset and reward functions train on real ranks, within a budget of calls."""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.report.write import write_report
+from pipeline.run import main
+from scripts.proofs.ranks import play_ranks
+from scripts.proofs.runs import Unreported
+from tests.support import ROOT
+
+pytestmark = pytest.mark.whole_run
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTION = README.split("### A dataset and a reward function")[1]
+SHORT = [
+    *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "4"),
+    *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "4", "--eval-trials", "1"),
+    *("--eval-steps", "0", "--report-to", "none", "--num-gpus", "2", "--output-dir", "out"),
+]
+AGAIN = ["--resume-from-checkpoint", "latest", "--max-reward-calls", "99", "--override"]
+
+
+def run(folder: str, argv: list[str]) -> int:
+    """A rank of the run, started in this folder, where it finds the functions; its exit code."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    with (
+        Path(f"rank-{os.environ['RANK']}.txt").open("a") as said,
+        redirect_stdout(said),
+        redirect_stderr(said),
+    ):
+        return main(argv, make_training=Unreported)
+
+
+def episodes(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(folder.glob("trajectories/*/*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            found += list(map(json.loads, file))
+    return found
+
+
+def test_the_readmes_functions_train_and_a_budget_of_calls_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
+    assert len(code.splitlines()) <= 10
+    (tmp_path / "my_rewards.py").write_text(code, encoding="utf-8")
+    making, command, *_ = re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL)[0].splitlines()
+    making = making.replace("python", shlex.quote(sys.executable), 1)
+    subprocess.run(making, shell=True, check=True, cwd=tmp_path)
+    words = shlex.split(command)
+    assert words[:3] == ["PYTHONPATH=.", "python", "pipeline/run.py"]
+    argv = [*words[3:], *SHORT]
+
+    # An evaluation asks 2 * 4 times, sampled and greedily; a step asks for each of its 2 tasks.
+    assert play_ranks(run, 2, str(tmp_path), [*argv, "--max-reward-calls", "9"]) == [2, 2]
+    said = (tmp_path / "rank-0.txt").read_text()
+    assert "sums: the last 4 of 1600 tasks are held out" in said
+    assert "max_reward_calls: got 9, and reward functions were called 10 times" in said
+    assert "Traceback" not in said
+    out = tmp_path / "out"
+    assert [path.name for path in sorted(out.glob("checkpoints/step-*"))] == ["step-000001"]
+    assert play_ranks(run, 2, str(tmp_path), [*argv, *AGAIN]) == [0, 0]
+    state = json.loads((out / "checkpoints" / "stage-1-sums" / "state.json").read_text())
+    assert json.dumps(state).count('"num_reward_calls": 20') == 1
+
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        by_name = line["rewards/correct/mean"] + 0.5 * line["rewards/digits/mean"]
+        assert line["reward/sums"] == pytest.approx(by_name)
+        assert line["rewards/digits/std"] > 0
+    played = episodes(out)
+    assert len(played) == 2 * 4 + 2 * 2 * 4
+    for row in played:
+        assert set(row["rewards"]) == {"correct", "digits"}
+        answer = row["messages"][-1]["content"]
+        assert (row["error"], row["extra"]) == ("", {"characters": str(len(answer))})
+        weighted = row["rewards"]["correct"] + 0.5 * row["rewards"]["digits"]
+        assert row["reward"] == pytest.approx(weighted)
+    monkeypatch.setattr("pipeline.report.write.pictures.pictures_of", lambda run: {})
+    write_report(out)
+    report = (out / "report.md").read_text(encoding="utf-8")
+    assert re.search(r"## Rewards by name\n.*\| sums \| digits \| 0\.\d+ \|", report, re.DOTALL)

@@ -1,0 +1,350 @@
+"""Reward functions are called as TRL calls them, and what they return becomes the reward."""
+
+import asyncio
+import functools
+import json
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config.rules import check
+from pipeline.config.settings import Config
+from pipeline.data.tasks import Task
+from pipeline.environments.single_turn import SingleTurnEnvironment
+from pipeline.rollout import rewards as rewards_module
+from pipeline.rollout.rewards import RewardFunction, RewardFunctions, load_reward_functions
+from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.trajectory import StopReason
+from tests.rollout.test_rollout import LIMITS
+from tests.support.helpers import Desk, ScriptedSampler, chat, say
+from tests.support.messages import refusal, says
+
+
+def task_of(name="0", prompt="2 + 2", **columns):
+    is_text = isinstance(prompt, str)
+    messages = [{"role": "user", "content": prompt}] if is_text else prompt
+    found = {"domain": "sums", "id": name, "prompt": tuple(messages), "payload": "{}"}
+    return Task(**found, columns=json.dumps(columns), is_text=is_text)
+
+
+def play(functions, answers=("4", "5"), tasks=None, weights=None, seconds=5.0, environment=None):
+    """Trajectories of one answer per episode, and the RewardFunctions that scored them."""
+    tasks = tasks or [task_of(answer=4)] * len(answers)
+    weights = weights or [1.0] * len(functions)
+    made = [
+        RewardFunction(getattr(function, "__name__", f"function{number}"), function, weight)
+        for number, (function, weight) in enumerate(zip(functions, weights, strict=True))
+    ]
+    rewards = RewardFunctions(made, seconds)
+    sampler = ScriptedSampler({n: [say(answer)] for n, answer in enumerate(answers)})
+    environments = {"sums": environment or SingleTurnEnvironment}
+    rollout = Rollout(sampler, chat(), environments, LIMITS, rewards=rewards)
+    requests = [RolloutRequest(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
+    return rollout(requests), rewards
+
+
+def numbers(trajectories):
+    return [trajectory.reward for trajectory in trajectories]
+
+
+# The forms of functions that TRL documents
+
+
+def by_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def by_characters(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def by_content(completions, **kwargs):
+    return [float(completion[0]["content"] == "4") for completion in completions]
+
+
+def by_reference(completions, answer, **kwargs):
+    return [float(text == str(wanted)) for text, wanted in zip(completions, answer, strict=True)]
+
+
+async def by_judge(prompts, completions, **kwargs):
+    await asyncio.sleep(0.001)
+    return [float(prompt == "2 + 2") for prompt in prompts]
+
+
+class Judge:
+    """A callable object; `is_strict` is bound by its constructor."""
+
+    def __init__(self, least):
+        self.least = least
+
+    def __call__(self, completions, **kwargs):
+        return [float(len(text) >= self.least) for text in completions]
+
+
+def above(limit, completions, **kwargs):
+    return [float(int(text) > limit) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (by_tokens, [2.0, 3.0]),
+        (by_characters, [1.0, 2.0]),
+        (by_reference, [1.0, 0.0]),
+        (by_judge, [1.0, 1.0]),
+        (Judge(2), [0.0, 1.0]),
+        (functools.partial(above, 5), [0.0, 1.0]),
+        (lambda completions: (float(text) for text in completions), [4.0, 55.0]),
+        (lambda completions, **_: np.array([1, 2]), [1.0, 2.0]),
+        (lambda completions, **_: torch.tensor([1.5, 2.0]), [1.5, 2.0]),
+        (lambda completions, **_: [np.float32(0.5), torch.tensor(2)], [0.5, 2.0]),
+        (lambda completions, **_: [True, False], [1.0, 0.0]),
+    ],
+)
+def test_a_function_of_any_form_scores_the_completions(function, expected):
+    trajectories, _ = play([function], answers=("4", "55"))
+    assert numbers(trajectories) == expected
+    assert {t.stop_reason for t in trajectories} == {StopReason.COMPLETED}
+
+
+def test_conversations_stay_conversations_and_may_be_changed():
+    prompt = [{"role": "system", "content": "sums"}, {"role": "user", "content": "2 + 2"}]
+
+    def spoils(prompts, completions, **_):
+        prompts[0][1]["content"] = completions[0][0]["content"] = "spoiled"
+        return [0.0, 0.0]
+
+    trajectories, _ = play([spoils, by_content], tasks=[task_of(prompt=prompt)] * 2)
+    assert numbers(trajectories) == [1.0, 0.0]
+    assert trajectories[0].messages[1:] == [prompt[1], say("4")]
+
+
+def test_a_completion_without_tools_is_the_whole_text():
+    text = '<think>so</think><answer>4</answer> <tool_call>{"name": 1'
+    seen = []
+    trajectories, _ = play([lambda completions: seen.extend(completions) or [1.0]], [text])
+    assert (seen, trajectories[0].num_malformed_calls, trajectories[0].num_turns) == ([text], 0, 1)
+
+
+def test_arguments_are_lists_with_one_entry_per_completion():
+    seen = {}
+
+    def watch(**kwargs):
+        seen.update(kwargs)
+        return [0.0, 0.0]
+
+    (first, _), made = play([watch], tasks=[task_of(answer=4, level={"deep": [1, None]})] * 2)
+    assert seen.pop("trainer_state") is made.trainer_state
+    assert callable(seen.pop("log_extra"))
+    assert callable(seen.pop("log_metric"))
+    kinds = {type(environment) for environment in seen.pop("environments")}
+    assert kinds == {SingleTurnEnvironment}
+    assert seen.pop("completion_ids")[0] == first.completion_ids
+    assert seen == {
+        **{"prompts": ["2 + 2"] * 2, "completions": ["4", "5"], "answer": [4, 4]},
+        **{"level": [{"deep": [1, None]}] * 2, "domain": ["sums"] * 2, "id": ["0"] * 2},
+        **{"payload": ["{}"] * 2, "family": [""] * 2, "branch": [""] * 2},
+    }
+
+
+# None, weights, own rewards
+
+
+def test_none_and_nan_do_not_count_and_weights_do():
+    def first(completions, **_):
+        return [1.0, None, math.nan]
+
+    def second(completions, **_):
+        return [1.0, 1.0, None]
+
+    answers = ("4", "4", "4")
+    trajectories, _ = play([first, second], answers, weights=[2.0, -0.5])
+    assert numbers(trajectories) == [1.5, -0.5, 0.0]
+    assert [t.left_out for t in trajectories] == ["", "", "reward"]
+    assert trajectories[2].stop_reason is StopReason.COMPLETED  # TRL gives no advantage either
+    says(trajectories[2].error, "every reward function returned None")
+    assert trajectories[1].rewards == {"first": None, "second": 1.0}
+
+
+def test_a_function_is_called_only_for_tasks_with_its_columns():
+    tasks = [task_of("a", task="math"), task_of("b", answer=4)]
+
+    def math_only(completions, task, **_):
+        return [3.0 for _ in task]
+
+    trajectories, _ = play([math_only, by_reference], ("4", "4"), tasks)
+    assert numbers(trajectories) == [3.0, 1.0]
+
+
+class Counter(Desk):
+    """A desk whose reward joins those of functions."""
+
+
+def test_functions_see_environments_and_add_to_their_rewards():
+    def seen(environments, **_):
+        return [10.0 * (environment.final_message == "done") for environment in environments]
+
+    trajectories, made = play([seen], ("done", "no"), environment=Counter)
+    assert numbers(trajectories) == [11.0, 0.0]
+    assert trajectories[0].rewards == {"Counter": 1.0, "seen": 10.0}
+    assert made.names([Counter]) == ["Counter", "seen"]
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (1.0, ("1.0", "not a list")),
+        (np.float64(1.0), ("not a list",)),
+        ("ab", ("'ab'", "not a list")),
+        ({0: 1.0, 1: 2.0}, ("{0: 1.0", "not a list")),
+        ([1.0], ("1 rewards, not a list of 2 numbers",)),
+        (["1", "0"], ("'1'", "not numbers")),
+        ([1.0, math.inf], ("inf", "not numbers")),
+        ([torch.zeros(2), 1.0], ("tensor", "not numbers")),
+        (None, ("None", "not a list of 2")),
+    ],
+)
+def test_a_wrong_result_is_told_and_leaves_the_task_out(returned, words):
+    trajectories, _ = play([lambda completions, **_: returned])
+    assert {(t.left_out, t.reward) for t in trajectories} == {("reward", 0.0)}
+    assert {t.stop_reason for t in trajectories} == {StopReason.ENVIRONMENT_ERROR}
+    says(trajectories[0].error, "reward function", *words)
+
+
+def test_an_exception_leaves_out_its_task_alone():
+    def picky(completions, id, **_):
+        if id[0] == "a":
+            raise KeyError("ledger")
+        return [1.0] * len(completions)
+
+    trajectories, _ = play([picky], ("4", "4"), [task_of("a"), task_of("b")])
+    assert [t.left_out for t in trajectories] == ["reward", ""]
+    says(trajectories[0].error, "reward function picky", "KeyError", "ledger")
+
+
+@pytest.mark.parametrize(("num_failures", "left_out"), [(2, ""), (3, "reward")])
+def test_an_async_call_is_tried_again_and_each_try_is_counted(num_failures, left_out, monkeypatch):
+    monkeypatch.setattr(rewards_module, "BACKOFF_S", 0.001)
+    calls = []
+
+    async def shaky(completions, log_extra, log_metric, **_):
+        calls.append(completions)
+        log_extra(f"call {len(calls)}", completions)
+        log_metric("calls", len(calls))
+        if len(calls) <= num_failures:
+            raise ConnectionError("judge is away")
+        return [1.0, 0.0]
+
+    trajectories, made = play([shaky])
+    assert (trajectories[0].left_out, made.num_calls) == (left_out, len(calls)) == (left_out, 3)
+    assert trajectories[0].extra == ({} if left_out else {"call 3": "4"})
+    assert made.metrics == ({} if left_out else {"calls": [3.0]})
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_late_function_is_stopped(is_async, monkeypatch):
+    monkeypatch.setattr(rewards_module, "ATTEMPTS", 1)
+
+    async def late_judge(completions, **_):
+        await asyncio.sleep(60)
+
+    def late(completions, **_):
+        time.sleep(60)
+
+    trajectories, _ = play([late_judge if is_async else late], seconds=0.05)
+    says(trajectories[0].error, "late", "took more than 0.05 s")
+
+
+# What functions log, and what they draw
+
+
+def test_what_a_function_logs_is_kept_beside_the_episode():
+    def logs(completions, log_extra=None, log_metric=None, **_):
+        log_extra("said", ["x" * 5000, "\ud800"])
+        log_extra("few", [None])
+        log_metric("accuracy", np.float32(0.5))
+        log_metric("lost", math.nan)
+        return [1.0, 0.0]
+
+    (first, second), made = play([logs])
+    assert first.extra == {"said": "x" * 2000, "few": "None"}
+    assert second.extra == {"said": "?", "few": ""}
+    assert made.metrics == {"accuracy": [0.5]}
+
+
+def test_the_task_decides_what_a_function_draws():
+    def draws(completions, **_):
+        return [random.random() + np.random.random() for _ in completions]
+
+    tasks = [task_of("a"), task_of("a"), task_of("b")]
+    random.seed(1)
+    before = random.getstate()
+    together, _ = play([draws], ("4",) * 3, tasks)
+    assert random.getstate() == before
+    alone, _ = play([draws], ("4",), tasks[2:])
+    assert numbers(together)[2:] == numbers(alone)
+    assert len(set(numbers(together))) == 3
+
+
+# Settings
+
+MODULE = """
+import functools
+def correct(completions, **kwargs): return [1.0 for _ in completions]
+def by_place(completions, /): return [1.0 for _ in completions]
+class Judge:
+    def __call__(self, completions, **kwargs): return [1.0 for _ in completions]
+judge, twice, number = Judge(), functools.partial(correct, weight=2), 3
+"""
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("reward_one", "reward_two"):
+        (tmp_path / f"{name}.py").write_text(MODULE)
+
+
+def test_functions_of_one_name_are_told_apart(modules):
+    targets = ["reward_one:correct", "reward_two:correct", "reward_one:judge", "reward_one:twice"]
+    config = Config.model_validate(
+        {"data": {"reward_funcs": targets, "reward_weights": [1, 2, 3, 4]}}
+    )
+    made = load_reward_functions(config)
+    assert made.names([]) == [*targets[:2], "judge", "twice"]
+    assert [function.weight for function in made.functions] == [1.0, 2.0, 3.0, 4.0]
+    assert load_reward_functions(Config()) is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["no_such_module:f"], ("No module named", "module:name")),
+        (["reward_one:absent"], ("absent", "module:name")),
+        (["reward_one:number"], ("which is 3", "name a function")),
+        (["reward_one:Judge"], ("class", "name a function or callable object")),
+        (["reward_one:by_place"], ("completions cannot be given by name", "/")),
+    ],
+)
+def test_what_is_no_function_is_refused(targets, words, modules):
+    config = Config.model_validate({"data": {"reward_funcs": targets}})
+    says(refusal(load_reward_functions, config), "reward_funcs", targets[0], *words)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"reward_funcs": ["f"]}, ("'f'", "module:function")),
+        ({"reward_funcs": ["m:f", "m:f"]}, ("m:f twice",)),
+        ({"reward_funcs": ["m:f"], "reward_weights": [1, 2]}, ("2 weights for 1",)),
+    ],
+)
+def test_contradictory_settings_are_refused(data, words):
+    says(refusal(check, Config.model_validate({"data": data})), *words)
