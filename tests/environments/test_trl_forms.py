@@ -128,13 +128,14 @@ def test_a_tool_result_that_is_too_long_is_one_warning(capsys):
     assert replies(played) == ['{"error": "result too long"}'] * 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: own: turn failed on task t1: its result has ")
-    assert line.endswith(" tokens, more than max_tool_result_tokens")
+    assert line.endswith(" tokens, max_tool_result_tokens is 9")
 
 
 def test_two_environments_of_one_dataset_with_reward_functions(routed):
     config = config_of(BOTH, tasks=routed, reward_funcs=HITS)
     prepared = prepare(config)
-    held_back = "the last 1 of 8 tasks are held out", "tasks 7 to 7 of 8 are for validations"
+    held_back = ["the last 1 of 8 tasks are held out", "tasks 7 to 7 of 8 are for validations"]
+    held_back.append("trains on the first 6 tasks (tasks_per_domain)")
     assert prepared.notes == [
         *(f"{name}: {note}" for name in BOTH for note in held_back),
         "strict: the tool lower has no docstring, so a model sees only its name",
