@@ -19,7 +19,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "distributed": 900,
     "config": 1000,
     "data": 780,
-    "environments": 1430,
+    "environments": 1465,
     "embedded": 1090,
     "chat": 660,
     "models": 800,
@@ -28,7 +28,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "checkpoints": 710,
     "grpo": 1330,
     "evaluation": 1065,
-    "preflight": 1015,
+    "preflight": 1025,
     "doctor": 290,
     "tracking": 1060,
     "plots": 570,
@@ -38,7 +38,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "train": 200,
     "run": 170,
 }
-MOST_LINES = {"environments": 1430}  # of rooms that may be larger than others
+MOST_LINES = {"environments": 1465}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40

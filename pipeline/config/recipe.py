@@ -91,13 +91,18 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        errors = error.errors(include_url=False)
+        same = [e for e in errors if e["loc"][:3] == errors[0]["loc"][:3]]
+        first = max(same, key=lambda e: len(e["loc"]))  # of the types that a setting may have
         location = tuple(str(part) for part in first["loc"])
         where = flags.get(location[:2], f"{path}: {'.'.join(location)}")
         reason = first["msg"].replace("Input", "it", 1)
+        if first["type"] in ("missing", "extra_forbidden") and len(location) > 2:
+            reason = f"{location[-1]}: {reason}"
         raise UserError(one_line(f"{where}: got {shown(first['input'])}; {reason}")) from None
+    plain = config.model_dump()
     for section, name in SETTINGS:
-        value = getattr(getattr(config, section), name)
+        value = plain[section][name]
         value = str(value) if isinstance(value, Path) else value
         where = flags.get((section, name), f"{path}: {section}.{name}")
         if not is_plain(value):

@@ -43,8 +43,11 @@ def open_tasks(
 
 
 def has_split(source: str, split: str) -> bool:
-    """Return whether a source is a dataset with the split `split`; a file has no splits."""
-    if Path(source).is_file():
+    """Return whether a source is a dataset with the split `split`.
+
+    A file and a folder from `Dataset.save_to_disk` have no splits.
+    """
+    if Path(source).is_file() or (Path(source) / "state.json").is_file():
         return False
     try:
         _dataset(source, split)

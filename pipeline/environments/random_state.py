@@ -15,13 +15,14 @@ _numpy: Any = np.random  # mypy does not know the functions for the global bit g
 class RandomState:
     """The state of the global random number generators while one episode's environment runs.
 
-    The task alone decides the initial state, so all episodes of a task draw the same numbers, on
-    any rank and after a resume. Inside the context the global generators have the episode's state;
-    after the context the generators have their earlier state. Only the main thread may enter.
+    The task (with `further` numbers) alone decides the initial state, so all episodes of a task
+    draw the same numbers, on any rank and after a resume. Inside the context the global generators
+    have the episode's state; after the context the generators have their earlier state. Only the
+    main thread may enter.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._key = stream_key("environment", *task.key)
+    def __init__(self, task: Task, *further: int) -> None:
+        self._key = stream_key("environment", *task.key, *further)
         self._state: Any = None  # state of `random`, or None before the first use
         self._bits = np.random.MT19937(self._key)
 

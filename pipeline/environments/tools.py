@@ -54,11 +54,16 @@ def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]
 
 @_once_a_class
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
-    """Return a class's tools: all public methods except `reset` and `get_reward`, as in TRL."""
+    """Return a class's tools: all public methods except `reset` and `get_reward`, as in TRL.
+
+    Static methods are no tools.
+    """
     return {
         name: member
         for name, member in inspect.getmembers(environment_class, inspect.isfunction)
-        if not name.startswith("_") and name not in ("reset", "get_reward")
+        if not name.startswith("_")
+        and name not in ("reset", "get_reward")
+        and not isinstance(inspect.getattr_static(environment_class, name), staticmethod)
     }
 
 
@@ -122,7 +127,8 @@ def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps
             raise
         is_error, raised = True, describe(error)
         content = error_result(text_of(error) or type(error).__name__)
-    return ToolAnswer(content, is_error, raised, bool(getattr(environment, "done", False)))
+    done = getattr(environment, "done", False)
+    return ToolAnswer(content, is_error, raised, bool(done) and not callable(done))
 
 
 def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:

@@ -74,6 +74,11 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     else:
         tokenizer = _tokenizer(config, domains, resumed)
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
+    for name, of in sets.items():
+        tokens = max(map(chat.num_content_tokens, of.texts), default=0)
+        if tokens > (most := limits.max_tool_result_tokens):
+            limit = f"tool results of more than max_tool_result_tokens ({most}) become errors"
+            notes.append(f"{name}: reset returns {tokens} tokens; {limit}")
     prepared = Prepared(
         domains=domains,
         train=train,

@@ -4,7 +4,7 @@ import heapq
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.config.settings import Config
@@ -25,13 +25,14 @@ HELD_BACK_SHARE = 5  # at most a fifth of the rows are held out or validate
 
 @dataclass(kw_only=True)
 class TaskSets:
-    """The tasks of a domain. `longest` has the training tasks with the most text."""
+    """The tasks of a domain. `longest` has tasks with the most text, some with that of `reset`."""
 
     train: Sequence[Task]
     validation: list[Task]
     held_out: list[Task]
     longest: list[Task]
     notes: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # what `reset` returned for some tasks
 
 
 def task_sets(config: Config, domain: Domain) -> TaskSets:
@@ -61,11 +62,17 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
         sets = _last_rows_held_back(config, domain, held_out)
     where, remedy = name, ""
     if source is None and domain.generate_tasks is None:
-        where, remedy = f"{name} has no generate_tasks(...) or tasks", "add generate_tasks or tasks"
+        where, remedy = (
+            f"{name} has no generate_tasks(...) or tasks",
+            "add generate_tasks, or give tasks",
+        )
     made = [*([] if source else [sets.train]), sets.validation, sets.held_out]
     for tasks in made:
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_GENERATED)]:
-            try_task(domain, task, where, config.rollout.call_timeout, remedy=remedy)
+            text = try_task(domain, task, where, config.rollout.call_timeout, remedy=remedy)
+            if text:
+                sets.texts.append(text)
+                sets.longest.append(_with_request(task, text))
     if source is not None and name in data.own_domains and len(sets.train) == data.tasks_per_domain:
         sets.notes.append(f"{name}: trains on the first {len(sets.train)} tasks (tasks_per_domain)")
     for tool in undocumented(domain.environment):
@@ -73,6 +80,12 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
             f"{name}: the tool {tool} has no docstring, so a model sees only its name"
         )
     return sets
+
+
+def _with_request(task: Task, text: str) -> Task:
+    """Return a task whose request ends with the text that `reset` returned."""
+    *rest, request = task.prompt
+    return replace(task, prompt=(*rest, {**request, "content": request["content"] + text}))
 
 
 def _last_rows_held_back(

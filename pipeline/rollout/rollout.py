@@ -39,8 +39,7 @@ class RolloutRequest:
 class _Episode:
     def __init__(self, request: RolloutRequest, environment_class: type[Any]) -> None:
         self.request, task = request, request.task
-        # True if the environment works in the background
-        self.in_background = tools.may_wait(environment_class)
+        self.in_background = tools.may_wait(environment_class)  # whether calls run there
         self.environment: Any = None
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
@@ -226,10 +225,12 @@ class Rollout:
         """Append the replies to the episode's messages; return False if the episode has ended."""
         self._wait(episode)
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
-        most = limits.max_tool_result_tokens
-        for reply in replies:
-            if reply["role"] == "tool" and self.chat.num_content_tokens(reply["content"]) > most:
+        count, most = self.chat.num_content_tokens, limits.max_tool_result_tokens
+        for reply in (reply for reply in replies if reply["role"] == "tool"):
+            if (num_tokens := count(reply["content"])) > most:
                 reply["content"] = tools.error_result("result too long")
+                why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
+                self.faults.add(*episode.request.task.key, reply["name"], why)
         trajectory.messages += replies
         if not episode.ended and trajectory.num_turns >= limits.max_turns:
             episode.end(StopReason.MAX_TURNS)

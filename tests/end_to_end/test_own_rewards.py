@@ -1,5 +1,6 @@
 """The README's dataset and reward functions train on real ranks, within a budget of calls."""
 
+import base64
 import gzip
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.report.reader_data import read_episodes
 from pipeline.report.write import write_report
 from pipeline.run import main
 from scripts.proofs.ranks import play_ranks
@@ -61,8 +63,8 @@ def test_the_readmes_functions_train_and_a_budget_of_calls_ends_the_run(
     making = making.replace("python", shlex.quote(sys.executable), 1)
     subprocess.run(making, shell=True, check=True, cwd=tmp_path)
     words = shlex.split(command)
-    assert words[:3] == ["PYTHONPATH=.", "python", "pipeline/run.py"]
-    argv = [*words[3:], *SHORT]
+    assert words[:2] == ["python", "pipeline/run.py"]
+    argv = [*words[2:], *SHORT]
 
     # An evaluation asks 2 * 4 times, sampled and greedily; a step asks for each of its 2 tasks.
     assert play_ranks(run, 2, str(tmp_path), [*argv, "--max-reward-calls", "9"]) == [2, 2]
@@ -95,3 +97,7 @@ def test_the_readmes_functions_train_and_a_budget_of_calls_ends_the_run(
     write_report(out)
     report = (out / "report.md").read_text(encoding="utf-8")
     assert re.search(r"## Rewards by name\n.*\| sums \| digits \| 0\.\d+ \|", report, re.DOTALL)
+    chunk = json.loads(gzip.decompress(base64.b64decode(read_episodes(out).chunks[0])))
+    shown = chunk["groups"][0][0]
+    assert set(shown["rewards"]) == {"correct", "digits"}
+    assert chunk["texts"][shown["extra"]["characters"]].isdigit()

@@ -61,7 +61,7 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
     assert said.startswith("recipe three_domain_tiny: model tiny\n")
     assert "  airline: 800 to train (bags 266, cancel 267, move 267), 120 test\n" in said
     assert "stages (sequential; groups of 8 episodes)\n" in said
-    assert re.search(r"  retail: \d+ steps of 7 airline \+ 17 retail groups\n", said)
+    assert re.search(r"  retail: \d+ steps of 7 airline \+ 2 telecom \+ 15 retail groups\n", said)
     assert "prompts (limits: 256 tokens an episode, 40 a turn)\n" in said
     for domain in ("airline", "retail", "telecom"):
         assert re.search(rf"  {domain}: longest prompt \d\d tokens\n", said)

@@ -1,0 +1,280 @@
+"""Environments written for TRL's `environment_factory` train here as they are."""
+
+import gzip
+import json
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config
+from pipeline.environments import load_domains
+from pipeline.environments.random_state import RandomState
+from pipeline.environments.tools import reset_arguments, tool_methods, tool_schemas
+from pipeline.environments.trials import try_task
+from pipeline.errors import UserError
+from pipeline.preflight.prepare import prepare
+from pipeline.preflight.tasks import task_sets
+from pipeline.rollout.rewards import load_reward_functions
+from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.trajectory import StopReason
+from tests.support import trl_forms
+from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.warm import play
+
+FORMS = "tests.support.trl_forms"
+LIMITS = {"max_tokens": 1500, "max_tokens_per_turn": 100, "max_tool_result_tokens": 200}
+ROWS = [
+    *({"environment": "total", "prompt": f"Add up to {n}.", "target": n} for n in range(1, 9)),
+    *({"environment": "strict", "prompt": f"Lower {n}.", "target": n} for n in range(1, 9)),
+]
+BOTH = {
+    "total": f"{FORMS}:Total",
+    "strict": {"factory": f"{FORMS}:make_strict", "arguments": {"limit": 2}},
+}
+HITS = [f"{FORMS}:hits", f"{FORMS}:lowered"]
+
+
+def config_of(environments, rollout=LIMITS, **data):
+    data = {"tasks_per_domain": 6, "eval_tasks_per_domain": 3, **data}
+    data |= {"domains": list(environments), "environments": environments}
+    return Config.model_validate(
+        {"data": data, "rollout": rollout, "warm_start": {"steps": 0}}, strict=False
+    )
+
+
+def domain_of(name, **data):
+    return load_domains(config_of({"own": f"{FORMS}:{name}"}, **data).data)["own"]
+
+
+def refusal(function, *arguments):
+    with pytest.raises(UserError) as refused:
+        function(*arguments)
+    return str(refused.value)
+
+
+@pytest.fixture
+def routed(tmp_path):
+    """A folder with a dataset of two domains, without splits."""
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "rows"))
+    return dict.fromkeys(BOTH, str(tmp_path / "rows"))
+
+
+# Episodes
+
+
+def episodes(config, tasks, script, group=2):
+    """Play `script` in each episode of a group of each task."""
+    requests = [RolloutRequest(task=t, trial=n, key=0) for t in tasks for n in range(group)]
+    keyed = [RolloutRequest(task=r.task, trial=r.trial, key=k) for k, r in enumerate(requests)]
+    classes = {name: domain.environment for name, domain in load_domains(config.data).items()}
+    sampler = ScriptedSampler({request.key: script for request in keyed})
+    rewards = load_reward_functions(config)
+    return Rollout(sampler, chat(), classes, config.rollout, rewards=rewards)(keyed)
+
+
+def replies(trajectory):
+    return [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+
+
+def test_a_group_of_a_self_sampling_environment_has_one_task_and_one_course():
+    config = config_of({"own": f"{FORMS}:Safe"})
+    tasks = task_sets(config, load_domains(config.data)["own"]).train
+    script = [call("turn", number=0, way="right"), call("turn", number=0), say("no")]
+    played = episodes(config, tasks, script)
+    of_task = defaultdict(set)
+    for t in played:
+        of_task[t.task_id].add((t.messages[0]["content"], *replies(t)))
+    assert {len(seen) for seen in of_task.values()} == {1}
+    assert len(of_task) == len(set.union(*of_task.values())) == 6
+    assert played[0].messages[0]["content"].startswith("Open safe ")
+    assert replies(played[0])[0].startswith("right 0.")
+    assert replies(played[0])[1].startswith("left 0.")
+    backwards = episodes(config, tasks[::-1], script, group=1)
+    assert [replies(t) for t in backwards] == [replies(t) for t in played[::-2]]
+
+
+def test_a_tool_that_raises_is_shown_to_the_model_and_done_ends_the_episode():
+    config = config_of({"own": f"{FORMS}:Safe"})
+    task = task_sets(config, load_domains(config.data)["own"]).train[0]
+    with RandomState(task):
+        number = random.randint(1, 50)
+    wrong = call("turn", number=0, way="up")
+    opened = call("turn", number=number)
+    opened["tool_calls"] *= 2
+    (played,) = episodes(config, [task], [wrong, opened], group=1)
+    assert json.loads(replies(played)[0])["error"].startswith("wrong arguments: way: ")
+    assert len(replies(played)) == 2  # the call after the last one is not made
+    assert (played.stop_reason, played.reward) == (StopReason.COMPLETED, 1.0)
+
+
+def test_an_error_of_a_tool_is_no_failure_of_the_environment():
+    config = config_of({"total": f"{FORMS}:Total"}, reward_funcs=HITS[:1])
+    task = make_task(domain="total", columns='{"target": 3}')
+    script = [call("add", numbers=[101]), call("add", numbers=[3]), say("3")]
+    (played,) = episodes(config, [task], script, group=1)
+    assert replies(played) == ['{"error": "More than 100."}', "3"]
+    assert (played.stop_reason, played.error, played.left_out) == (StopReason.COMPLETED, "", "")
+    assert played.reward == 1.0
+
+
+def test_a_tool_result_that_is_too_long_is_one_warning(capsys):
+    config = config_of({"own": f"{FORMS}:Safe"}, {**LIMITS, "max_tool_result_tokens": 9})
+    script = [call("turn", number=0), call("turn", number=0), say("no")]
+    (played,) = episodes(config, [make_task(domain="own")], script, group=1)
+    assert replies(played) == ['{"error": "result too long"}'] * 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: own: turn failed on task t1: its result has ")
+    assert line.endswith(" tokens, max_tool_result_tokens is 9")
+
+
+def test_two_environments_of_one_dataset_with_reward_functions(routed):
+    config = config_of(BOTH, tasks=routed, reward_funcs=HITS)
+    prepared = prepare(config)
+    held_back = ["the last 1 of 8 tasks are held out", "tasks 7 to 7 of 8 are for validations"]
+    held_back.append("trains on the first 6 tasks (tasks_per_domain)")
+    assert prepared.notes == [
+        *(f"{name}: {note}" for name in BOTH for note in held_back),
+        "strict: the tool lower has no docstring, so a model sees only its name",
+    ]
+    script = [call("add", numbers=[1, 1]), call("done"), say("2")]
+    (total,) = episodes(config, prepared.train["total"][1:2], script, group=1)
+    assert replies(total) == ["2", "noted"]  # a tool `done` does not end the episode
+    assert (total.reward, total.rewards) == (1.0, {"hits": 1.0, "lowered": None})
+    script = [call("lower", step=9), say("ok")]
+    (strict,) = episodes(config, prepared.train["strict"][:1], script, group=1)
+    assert strict.messages[0]["content"] == "Lower 1. Limit 2."
+    assert replies(strict) == ["-1"]
+    assert strict.rewards == {"hits": None, "lowered": 1.0}
+
+
+# Tasks that cannot be repeated
+
+
+def is_kept(name):
+    domain = domain_of(name)
+    return try_task(domain, make_task(domain="own", request=""), "own", 10.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Secret", "its text differs"),
+        ("Server", "its text differs"),
+        ("OwnGenerator", "self.number differs"),
+        ("KeptGenerator", "self.rng differs"),
+        ("NumpyGenerator", "self.board differs"),
+        ("Inside", "self.game differs"),
+        ("Background", "its text differs"),
+    ],
+)
+def test_a_reset_that_no_task_decides_is_refused(name, what):
+    message = refusal(is_kept, name)
+    assert message.startswith(f"own: task 't1': reset starts another episode each time ({what}")
+    assert "let reset(self, id, **kwargs) draw from " in message
+    assert ("numpy.random" in message) == (name != "Background")
+
+
+def test_a_reset_that_the_task_decides_is_kept():
+    assert is_kept("KeyedBackground") == is_kept("KeyedBackground")
+    assert is_kept("Session") == "Guess."
+    assert is_kept("Safe").startswith("Open safe ")
+
+
+def test_long_texts_of_reset_are_measured_before_a_run():
+    message = refusal(prepare, config_of({"own": f"{FORMS}:Safe"}, {"max_tokens": 50}))
+    assert message.startswith("max_tokens: got 50, but a prompt of own has ")
+    notes = prepare(config_of({"own": f"{FORMS}:Safe"}, {**LIMITS, "max_tool_result_tokens": 9}))
+    (note,) = notes.notes
+    assert note.startswith("own: reset returns ")
+    assert note.endswith("tool results of more than max_tool_result_tokens (9) become errors")
+
+
+# Parts
+
+
+def test_random_numbers_belong_to_the_task():
+    random.seed(1)
+    np.random.seed(1)
+    outside = random.random(), np.random.random()
+    random.seed(1)
+    np.random.seed(1)
+    state, other = RandomState(make_task("a")), RandomState(make_task("b"))
+    drawn = []
+    for _ in range(2):
+        with state:
+            drawn.append((random.random(), np.random.random()))
+        with other:
+            drawn.append((random.random(), np.random.random()))
+    assert (random.random(), np.random.random()) == outside
+    assert len(set(drawn)) == 4  # the second use goes on after the first
+    with RandomState(make_task("a")):
+        again = [(random.random(), np.random.random()) for _ in range(2)]
+    assert again == drawn[::2]
+
+
+def test_reset_gets_the_columns_that_it_takes():
+    row = {"id": "1", "target": 3, "other": 4}
+    assert reset_arguments(trl_forms.Safe().reset, row) == row
+    assert reset_arguments(trl_forms.Strict().reset, row) == {"target": 3}
+    with pytest.raises(TypeError, match="reset needs target, and the task has id, other"):
+        reset_arguments(trl_forms.Strict().reset, {"id": "1", "other": 4})
+
+
+def test_a_factory_makes_environments_of_its_class():
+    assert domain_of("Safe").environment is trl_forms.Safe
+    for factory in ("Strict", "make_strict"):
+        environments = {"own": {"factory": f"{FORMS}:{factory}", "arguments": {"limit": 7}}}
+        config = config_of(environments, reward_funcs=HITS)
+        made = load_domains(config.data)["own"].environment()
+        assert type(made) is trl_forms.Strict
+        assert made.limit == 7
+    assert "TypeError" in refusal(domain_of, "make_strict")
+    assert refusal(domain_of, "Strict") == (
+        f"environments: own: got '{FORMS}:Strict', which has no get_reward(); "
+        "add it, or give reward_funcs"
+    )
+    assert "name a class or a function" in refusal(domain_of, "np")
+
+
+def test_static_methods_are_no_tools():
+    assert list(tool_methods(trl_forms.Safe)) == ["turn"]
+    (schema,) = tool_schemas(trl_forms.Safe)
+    assert schema["function"]["parameters"]["properties"]["way"]["enum"] == ["left", "right"]
+    assert schema["function"]["parameters"]["required"] == ["number"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"factry": "m:f"}', "got {'factry': 'm:f'}; factory: Field required"),
+        ('{"factory": "m:f", "args": {}}', "got {}; args: Extra inputs are not permitted"),
+        ('{"factory": "m"}', "got own: 'm'; write module:Class"),
+    ],
+)
+def test_a_wrong_factory_is_named(given, message):
+    assert message in refusal(parse, ["--environments", f'{{"own": {given}}}'])
+
+
+# A run
+
+
+def test_a_run_of_two_environments_on_two_ranks(tmp_path, routed):
+    flags = ["--domains", "total,strict", "--environments", json.dumps(BOTH)]
+    flags += ["--tasks", json.dumps(routed), "--reward-funcs", ",".join(HITS)]
+    flags += ["--curriculum", "mixed", "--max-steps", "1", "--tasks-per-step", "4"]
+    flags += ["--num-generations", "2", "--validation-steps", "0", "--warm-start-steps", "0"]
+    flags += ["--eval-tasks-per-domain", "2", "--eval-trials", "1", "--report-to", "none"]
+    play(*flags, "--output-dir", "out", cwd=tmp_path)
+    seen = defaultdict(list)
+    for path in (tmp_path / "out").glob("trajectories/mixed/step-*.jsonl.gz"):
+        for episode in map(json.loads, gzip.decompress(path.read_bytes()).splitlines()):
+            assert not episode["error"]
+            assert set(episode["rewards"]) == {"hits", "lowered"}
+            seen[episode["domain"], episode["task_id"]].append(episode["messages"][0]["content"])
+    assert {len(texts) for texts in seen.values()} == {2}
+    assert {len(set(texts)) for texts in seen.values()} == {1}
+    assert sorted(domain for domain, _ in seen) == ["strict", "strict", "total", "total"]
