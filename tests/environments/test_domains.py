@@ -334,7 +334,22 @@ def test_words_come_from_the_demonstrations_of_a_module_without_words(own, tmp_p
     read = prepare(from_file.model_copy(update={"data": data})).tokenizer
     spelled = list(map(read.decode, read.encode("Which account?acc-17", add_special_tokens=False)))
     assert spelled == ["Which account?", "acc", "-", "1", "7"]
-    assert len(read) < len(parts.tokenizer)
+    assert len(parts.tokenizer.encode("acc", add_special_tokens=False)) == 3
+
+
+def test_the_id_of_a_session_is_no_part_of_a_task(own):
+    """But another random number is."""
+
+    def keep(text: str) -> str:
+        return BANK.replace(
+            '        return " now"', f'        self.kept = {text}\n        return " now"'
+        )
+
+    uuids = '__import__("uuid").uuid4().hex, f"http://bank/{__import__(\'uuid\').uuid4()}"'
+    prepare(own(keep(uuids), "session_bank"))
+    said = refusal(prepare, own(keep('__import__("os").urandom(4).hex()'), "random_bank"))
+    assert "reset starts another episode each time" in said
+    assert "self.kept" in said
 
 
 def test_a_resumed_run_keeps_the_words_of_its_checkpoint(own, tmp_path):
