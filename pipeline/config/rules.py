@@ -73,12 +73,14 @@ def _names(config: Config) -> Iterator[str]:
     known, used = list(data.factories), data.domains
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
+    own = "known domains, or give its class in `environments`, or its `tasks` with `reward_funcs`"
+    of_run = "domains of the run, as `domains` lists them"
     for setting, given, choices, kind in (
-        ("domains", used, known, "known domains, or give environments, or tasks and reward_funcs"),
-        ("tasks", data.tasks, used, "domains of the run"),
-        ("eval_tasks", data.eval_tasks, used, "domains of the run"),
-        ("demonstrations", data.demonstrations, used, "domains of the run"),
-        ("order", curriculum.order, used, "domains of the run"),
+        ("domains", used, known, own),
+        ("tasks", data.tasks, used, of_run),
+        ("eval_tasks", data.eval_tasks, used, of_run),
+        ("demonstrations", data.demonstrations, used, of_run),
+        ("order", curriculum.order, used, of_run),
         ("domain_weights", curriculum.domain_weights, known, "domains"),
         ("domain_advantage_scale", scales, known, "domains"),
         ("stage_weights", curriculum.stage_weights, stages, "stages"),
