@@ -23,21 +23,13 @@ CONFIGS = ROOT / "accelerate_configs"
 FLAGS = [
     *("--domains", "airline,retail", "--tasks-per-step", "4", "--num-generations", "4"),
     *("--max-turns", "5", "--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "1"),
-    *(
-        "--eval-trials",
-        "1",
-        "--validation-steps",
-        "2",
-        "--validation-tasks",
-        "2",
-        "--report-to",
-        "none",
-    ),
+    *("--eval-trials", "1", "--validation-steps", "2", "--validation-tasks", "2"),
+    *("--report-to", "none"),
     *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--max-steps", "4"),
     *("--save-steps", "1", "--num-gpus", "2"),
     # Untrained, it earns nothing: entropy and divergence are what there is to learn from.
-    *("--num-iterations", "2", "--no-drop-zero-std-groups", "--entropy-coef", "0.05", "--beta"),
-    *("0.1"),
+    *("--num-iterations", "2", "--no-drop-zero-std-groups", "--entropy-coef", "0.05"),
+    *("--beta", "0.1"),
 ]
 LAST = "checkpoints/stage-2-retail/model.safetensors"
 
