@@ -23,11 +23,8 @@ from pipeline.evaluation.evaluate import (
     evaluation_metrics,
     failed_trials,
     in_words,
-    plateau,
     refuse_failed_trials,
-    scored,
     success,
-    validation_metrics,
 )
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.results import write_results
@@ -142,42 +139,6 @@ class RunState:
         self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
         if self.ranks.is_main:
             self._write_results(is_final=False)
-
-    def validate_when_due(self, stage: Stage) -> None:
-        """Validate the policy if `validation_steps` divides the step, but only once per step."""
-        every, step = self.config.evaluation.validation_steps, self.state.step
-        if not every or step % every or self.state.validated(step):
-            return
-        begun, seed = time.perf_counter(), self.config.run.seed
-        tasks = [task for tasks in self.parts.validation.values() for task in tasks]
-        updater = self.policy.updater
-        assert updater is not None
-        with self.ranks.phase("validate", stage.name, step):
-            records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
-            kl = self.kl_probe.divergences(updater)
-        rewards, keys = scored(records), {"stage": stage.name, "step": step}
-        self.state.validations.append({**keys, "success": rewards, "kl": kl})
-        metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
-        logged = self._logged("validation/")
-        self.log.metrics({**logged, "kind": "validation", **keys, **metrics})
-        seconds = {"perf/validation_s": time.perf_counter() - begun}
-        self.log.timings({"kind": "validation", **keys, **seconds})
-        rates = ErrorRates(records)
-        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
-
-    def ends_early(self, stage: Stage) -> bool:
-        """Return True and store the stage's length if validation success no longer rises."""
-        best = plateau(self.state.validations, stage, self.config)
-        if best is None:
-            return False
-        settings, done = self.config.curriculum, self.state.step - stage.first_step
-        self.state.ended_early[stage.name] = done
-        self.say(
-            f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
-            f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
-            f"success (best {best:.2f})"
-        )
-        return True
 
     def save(self, name: str) -> None:
         """Write a checkpoint."""

@@ -1,6 +1,7 @@
 """The Trainer: the methods of stages and steps that the training loop in `train.py` calls."""
 
 import gc
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -9,7 +10,8 @@ from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
 from pipeline.errors import RunError, UserError
 from pipeline.evaluation.dead_domains import lost_domains
-from pipeline.evaluation.error_rates import stop_on_errors
+from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
+from pipeline.evaluation.evaluate import evaluate, plateau, scored, validation_metrics
 from pipeline.evaluation.results import training_summary
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.run_state import RunState
@@ -129,7 +131,8 @@ class Trainer(RunState):
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        self.log.metrics({**self._logged("train/"), **keys, **statistics, **metrics})
+        logged = {} if rewards is None else self._logged("train/")
+        self.log.metrics({**logged, **keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         self.dead.add(stage, metrics)
         self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
@@ -153,3 +156,39 @@ class Trainer(RunState):
             raise UserError(f"max_reward_calls: got {given}; resume with more and --override")
         for line in lines:
             self.say(f"warning: step {self.state.step}: {line}")
+
+    def validate_when_due(self, stage: Stage) -> None:
+        """Validate the policy if `validation_steps` divides the step, but only once per step."""
+        every, step = self.config.evaluation.validation_steps, self.state.step
+        if not every or step % every or self.state.validated(step):
+            return
+        begun, seed = time.perf_counter(), self.config.run.seed
+        tasks = [task for tasks in self.parts.validation.values() for task in tasks]
+        updater = self.policy.updater
+        assert updater is not None
+        with self.ranks.phase("validate", stage.name, step):
+            records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
+            kl = self.kl_probe.divergences(updater)
+        rewards, keys = scored(records), {"stage": stage.name, "step": step}
+        self.state.validations.append({**keys, "success": rewards, "kl": kl})
+        metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
+        logged = self._logged("validation/")
+        self.log.metrics({**logged, "kind": "validation", **keys, **metrics})
+        seconds = {"perf/validation_s": time.perf_counter() - begun}
+        self.log.timings({"kind": "validation", **keys, **seconds})
+        rates = ErrorRates(records)
+        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
+
+    def ends_early(self, stage: Stage) -> bool:
+        """Return True and store the stage's length if validation success no longer rises."""
+        best = plateau(self.state.validations, stage, self.config)
+        if best is None:
+            return False
+        settings, done = self.config.curriculum, self.state.step - stage.first_step
+        self.state.ended_early[stage.name] = done
+        self.say(
+            f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
+            f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
+            f"success (best {best:.2f})"
+        )
+        return True

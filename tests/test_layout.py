@@ -33,8 +33,8 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "tracking": 1060,
     "plots": 570,
     "report": 790,
-    "run_state": 240,
-    "trainer": 200,
+    "run_state": 200,
+    "trainer": 210,
     "train": 200,
     "run": 170,
 }
@@ -56,7 +56,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 4930
+MOST_LINES_OF_THE_CORE = 4950
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

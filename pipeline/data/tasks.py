@@ -110,7 +110,9 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
             visit(full)
     if not seen:
         of_domain = f" of {domain}" if has_columns else ""
-        raise UserError(f"{rows.name}: holds no tasks{of_domain}; give one JSON object per line")
+        raise UserError(
+            f"{rows.name}: holds no tasks{of_domain}; expected one JSON object per line"
+        )
 
     further = sorted(names.keys() - KEYS)
 

@@ -38,11 +38,3 @@ class RandomState:
         self._state = random.getstate()
         random.setstate(self._outer[0])
         _numpy.set_bit_generator(self._outer[1])
-
-
-def uses_random_state(environment_class: type[Any]) -> bool:
-    """Return whether an environment may draw from the global generators.
-
-    A class with the attribute `uses_random_state = False` saves the time of the change of state.
-    """
-    return bool(getattr(environment_class, "uses_random_state", True))

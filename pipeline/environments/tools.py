@@ -178,6 +178,14 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> Mappin
     return {name: row[name] for name in names if name in row}
 
 
+def uses_random_state(environment_class: type[Any]) -> bool:
+    """Return whether an environment may draw from the global generators.
+
+    A class with the attribute `uses_random_state = False` saves the time of the change of state.
+    """
+    return bool(getattr(environment_class, "uses_random_state", True))
+
+
 def method_of(environment: Any, *path: str) -> Any:
     """Look up a method, such as `environment.user.reply`, without running environment code."""
     for name in path:

@@ -11,9 +11,9 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.random_state import RandomState, uses_random_state
+from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import guarded
-from pipeline.environments.tools import Started, may_wait, reward_of, started
+from pipeline.environments.tools import Started, may_wait, reward_of, started, uses_random_state
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 

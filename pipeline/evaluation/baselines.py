@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain
-from pipeline.environments.random_state import RandomState, uses_random_state
+from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
@@ -19,6 +19,7 @@ from pipeline.environments.tools import (
     reward_of,
     started,
     tool_schemas,
+    uses_random_state,
 )
 
 LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing

@@ -16,7 +16,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.faults import FaultLog
-from pipeline.environments.random_state import RandomState, uses_random_state
+from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.models.weights import trained_weights
 from pipeline.rollout.rewards import Completion, RewardFunctions
@@ -45,7 +45,7 @@ class _Episode:
         self.replies: list[Message] = []  # replies to the model's last message
         self.wait: Callable[[], None] | None = None  # function that waits for the environment
         # In the background, episodes would change the global state of each other.
-        is_used = uses_random_state(environment_class) and not self.in_background
+        is_used = tools.uses_random_state(environment_class) and not self.in_background
         self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
         self.excused = ""  # value of `left_out` if the environment's current call fails
         self.raised: list[tuple[str, str]] = []  # (tool, exception) of the environment's last work

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import train, trainer
+from pipeline import run_state, train
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
@@ -181,7 +181,9 @@ def test_baselines_are_played_once_and_only_the_last_results_have_transfer_numbe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: list[Any] = []
-    monkeypatch.setattr(trainer, "baselines", lambda *_: played.append("baselines") or {"lamp": {}})
+    monkeypatch.setattr(
+        run_state, "baselines", lambda *_: played.append("baselines") or {"lamp": {}}
+    )
     monkeypatch.setattr(results, "summary", lambda runs: {"points": len(runs)})
     ranks, log = SimpleNamespace(is_main=True, num_ranks=1), SimpleNamespace()
     run = Finished(tmp_path, ranks, log)

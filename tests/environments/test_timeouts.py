@@ -4,6 +4,7 @@ A call "hangs" where it waits for an event that the test sets only at its end.
 """
 
 import asyncio
+import gc
 import linecache
 import re
 import signal
@@ -271,6 +272,7 @@ def awaits(function):
     ],
 )
 def test_whatever_a_call_raises_is_a_fault_of_one_line(function, text, last, kind):
+    gc.collect()  # garbage of other tests must not be collected at the depth limit
     with pytest.raises(EnvironmentFault) as caught:
         guarded("look", LONG_S, kind(function))
     assert str(caught.value) == text + place(last)

@@ -94,7 +94,7 @@ class Page:
         self.browser = browser
         browser.get("about:blank")  # a new fragment alone would not load the page again
         browser.get(path.as_uri() + fragment)
-        self.wait(lambda: self.script("return !!document.getElementById('group').dataset.shown"))
+        self.wait(lambda: self.script("return !!document.getElementById('group')?.dataset.shown"))
 
     def script(self, text, *arguments):
         return self.browser.execute_script(text, *arguments)
