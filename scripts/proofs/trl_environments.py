@@ -33,6 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from datasets import disable_progress_bars  # noqa: E402
+
 from pipeline.config.cli import parse  # noqa: E402
 from pipeline.data.tasks import Task  # noqa: E402
 from pipeline.environments import Domain, load_domains  # noqa: E402
@@ -388,6 +390,7 @@ def flags_of(example: Example, folder: Path, module: str) -> list[str]:
         factories[name] = target if is_class else {**factory, "factory": target}
     flags = ["--domains", ",".join(domains), "--environments", json.dumps(factories)]
     if example.arguments is not None:
+        disable_progress_bars()
         made = __import__(module).dataset()
         made.save_to_disk(str(folder / "dataset"))
         flags += ["--tasks", json.dumps(dict.fromkeys(domains, str(folder / "dataset")))]
