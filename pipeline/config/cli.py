@@ -138,9 +138,13 @@ def _value(text: str | bool, annotation: Any) -> Any:
     if base in (str, Path) or get_origin(base) is Literal:
         return text
     try:
-        return yaml.load(text, recipe.Loader)
+        value = yaml.load(text, recipe.Loader)
     except (ValueError, yaml.YAMLError):
         return text  # `recipe.resolve` raises UserError for text that is not YAML.
+    if isinstance(value, dict) and any(":" in str(k) and v is None for k, v in value.items()):
+        hint = "write a space after each colon, as in {bank: FILE}"
+        raise UserError(one_line(f"got {shown(text)}; {hint}"))
+    return value
 
 
 def _without_null(annotation: Any) -> Any:

@@ -185,7 +185,7 @@ class GRPOSettings(Section):
     importance_sampling_level: RatioLevel = field("token", "a ratio per token, or episode (GSPO)")
     scale_rewards: Literal["group", "batch", "none"] = field("group", "divisor of the advantages")
     domain_advantage_scale: Weights = field({}, "factors of advantages, by domain; missing: 1")
-    num_iterations: PositiveInt = field(1, "updates per batch of trajectories")
+    num_iterations: PositiveInt = field(1, "updates per step, on the same trajectories")
     entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
     max_tokens_per_microbatch: PositiveInt = field(2048, "tokens per forward pass, with padding")
     padding_free: bool = field(False, "join sequences in one row, without padding")

@@ -42,8 +42,8 @@ INSTEAD = {  # what to set instead of names that have no equal here
     "max_tool_calling_iterations": "set `max_turns`, the assistant messages of an episode",
     "use_vllm vllm_* use_transformers_* transformers_* cache_implementation": _SAMPLER,
     "generation_kwargs min_p repetition_penalty": "set `temperature`, `top_k` and `top_p`",
-    "dataset dataset_name dataset_config dataset_test_split dataset_streaming": (
-        "write `tasks` '{DOMAIN: SOURCE}', a file, a folder or a hub id"
+    "dataset dataset_name dataset_config dataset_streaming": (
+        "write `domains` DOMAIN and `tasks` '{DOMAIN: SOURCE}', a file, a folder or a hub id"
     ),
     "data_seed": "`task_seed` generates the tasks, and `seed` draws all else",
     "logging_* log_*": "each step is logged in the run folder; see `report_to`",

@@ -92,7 +92,7 @@ def lost_domains(
             lines.append(
                 f"{domain}: success fell from {fmean(before):.2f} after the warm start to "
                 f"{fmean(now):.2f} before its own stage (change {change:+.2f} "
-                f"[{change - spread:+.2f}, {change + spread:+.2f}]); put it earlier in `order`, or "
-                "train all domains together (curriculum mixed)"
+                f"[{change - spread:+.2f}, {change + spread:+.2f}]); raise `preview`, put it "
+                "earlier in `order`, or train all domains together (curriculum mixed)"
             )
     return lines

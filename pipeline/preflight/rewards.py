@@ -6,6 +6,7 @@ from functools import partial
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain
+from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import guarded
 from pipeline.environments.tools import started
@@ -69,8 +70,12 @@ def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config
     seconds = config.rollout.call_timeout
     messages = [*map(dict, task.prompt), {"role": "assistant", "content": ""}]
     trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
-    with RandomState(task):
-        made = guarded("reset", seconds, partial(started, domain.environment, task.row()))
+    try:
+        with RandomState(task):
+            made = guarded("reset", seconds, partial(started, domain.environment, task.row()))
+    except EnvironmentFault as fault:
+        failed = f"reset failed on task {shown(task.id)}: {one_line(str(fault))}"
+        raise UserError(f"{domain.name}: {failed}; mend the environment or the task") from None
     RewardFunctions(functions, seconds)([Completion(task, made.environment, trajectory)])
     if any(function.name not in trajectory.rewards for function in functions):
         raise UserError(

@@ -253,6 +253,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         (["--group-size", "1"], ("--num-generations: got 1", "greater than or equal to 2")),
         (["--num-gpus", "0"], ("--num-gpus: got 0", "greater than 0")),
         (["--replay", "1"], ("--replay: got 1", "less than 1")),
+        (["--tasks", "{airline:a.jsonl}"], ("{airline:a.jsonl}", "a space after each colon")),
         (
             ["--warm-start-steps", "-1"],
             ("--warm-start-steps: got -1", "greater than or equal to 0"),
@@ -457,7 +458,7 @@ ANSWERS = [  # a flag of TRL or of an earlier version, and what its error names
     ("--use-vllm", "--use-vllm: the pipeline has its own sampler"),
     ("--use_vllm", "--use_vllm: the pipeline has its own sampler"),
     ("--vllm-mode", "the pipeline has its own sampler"),
-    ("--dataset-name", "write --tasks '{DOMAIN: SOURCE}'"),
+    ("--dataset-name", "write --domains DOMAIN and --tasks '{DOMAIN: SOURCE}'"),
     ("--num-train-epochs", "set --max-steps"),
     ("--epochs", "set --max-steps"),
     ("--steps", "write --max-steps for GRPO, or --warm-start-steps"),
