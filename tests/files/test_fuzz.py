@@ -419,11 +419,20 @@ def shallow() -> Iterator[None]:
     sys.setrecursionlimit(before)
 
 
-@pytest.mark.parametrize(
+def proofs(*values: str) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.proof) for value in values]
+
+
+@pytest.mark.parametrize(  # recipes are trusted: what no person writes is tried by the proof
     "piece",
-    ["[", "{a: ", "a: 1, ", "- ", "? ", "&a ", "*a ", "'", "| ", "!", "#", "\n", "--- a\n", "a"],
+    [
+        "a: 1, ",
+        "\n",
+        "a",
+        *proofs("[", "{a: ", "- ", "? ", "&a ", "*a ", "'", "| ", "!", "#", "--- a\n"),
+    ],
 )
-@pytest.mark.parametrize("before", ["", "{", "a: &a "])
+@pytest.mark.parametrize("before", ["", *proofs("{", "a: &a ")])
 def test_reading_a_recipe_takes_time_and_memory_that_follow_its_length(
     before, piece, tmp_path, shallow
 ):
