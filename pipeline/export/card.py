@@ -88,7 +88,7 @@ def model_card(
     has_tools = any(config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)
     kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
     base = base_of_adapters or checkpoint.config.model.model
-    card = ModelCard.from_template(
+    card: ModelCard = ModelCard.from_template(
         ModelCardData(
             base_model=base if _is_hub_id(base) else None,
             library_name="peft" if base_of_adapters else "transformers",

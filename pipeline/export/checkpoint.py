@@ -63,6 +63,6 @@ def open_checkpoint(run: Path, name: str = "latest") -> RunCheckpoint:
     elif not path.is_dir() or path.parent != run / "checkpoints":
         known = ", ".join(sorted(p.name for p in newest_first(run / "checkpoints"))) or "none"
         raise UserError(f"--checkpoint: got {name!r}; checkpoints of {run}: {known}")
-    elif why := problem(path):
-        raise UserError(f"--checkpoint: {path.name} is damaged ({why}); give another one")
+    elif damage := problem(path):
+        raise UserError(f"--checkpoint: {path.name} is damaged ({damage}); give another one")
     return RunCheckpoint(run=run, path=path, config=config, state=read_state(path))

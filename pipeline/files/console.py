@@ -1,5 +1,6 @@
 """Prints messages, and turns failures after training into warnings."""
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -7,9 +8,18 @@ from contextlib import contextmanager
 
 from pipeline.files.untrusted import printable, reason_of
 
+STYLES = {"bold": 1, "dim": 2, "cyan": 36}  # ANSI codes
+
 
 def say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
+
+
+def styled(text: str, style: str) -> str:
+    """Return a text in a style, or the plain text if stdout is no terminal or has no colours."""
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\033[{STYLES[style]}m{text}\033[0m"
 
 
 @contextmanager
