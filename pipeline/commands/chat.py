@@ -7,6 +7,7 @@ from pipeline.config.cli import Parser
 from pipeline.config.settings import MAX_SEED
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import open_checkpoint
+from pipeline.files.console import command
 from pipeline.files.imports import importing
 from pipeline.files.untrusted import shown
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="three-domain-grpo chat", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog=command("chat"), description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--domain", help="a domain of the run [the first]")
     parser.add_argument("--task", metavar="ID", help="id of a task [a held-out task]")

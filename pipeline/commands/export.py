@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.config.cli import Parser
 from pipeline.export.checkpoint import open_checkpoint
 from pipeline.export.folder import base_of, export, is_portable
+from pipeline.files.console import command
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="three-domain-grpo export", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog=command("export"), description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
     parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into the model")

@@ -154,7 +154,7 @@ def recipe_of(config: Config) -> str:
 
 def command_of(config: Config) -> str:
     """Return a command that makes a run with the settings of `config`."""
-    words = ["python", "pipeline/run.py", "--config", recipe_of(config)]
+    words = ["three-domain-grpo", "train", "--config", recipe_of(config)]
     for (section, name), (_, value) in changes_of(config).items():
         option = flag(section, name)
         if isinstance(value, bool):
