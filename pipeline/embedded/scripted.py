@@ -46,6 +46,12 @@ _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | No
 MAX_STEPS = 1024  # largest number of tasks for which `_STEPS` holds the expert's steps
 _STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (class, payload) -> expert's steps
 LOOKUPS = ("find_", "get_")  # name prefixes of lookups (tools that only read the database)
+PARTS = {  # meaning of the parts of the reward; a part is 0 or 1, and the reward is 1 if all are 1
+    "ended": "the agent ended the episode, by a last message or a transfer",
+    "facts": "the last message contains every fact that the customer must be told",
+    "database": "the database at the end is the expected one",
+    "steps": "the steps are the expert's, in the same order; more look-ups are allowed",
+}
 # Arguments: agent, goal, {kind of record: the record's id}, the expert's first decision. Result:
 # the final message, or the reason for a transfer to a person.
 Serve = Callable[[Agent, dict[str, str], dict[str, str], str], str]

@@ -104,7 +104,8 @@ def success(
     """Return each domain's success rates in a sampled and in a greedy evaluation.
 
     An episode is a success if its reward is at least `threshold`. For a domain with a reward other
-    than 0 and 1, the result also has the domain's mean rewards.
+    than 0 and 1, the result also has the domain's mean rewards. With reward functions,
+    `rewards` has the mean sampled reward of each source by name, without weights.
     """
 
     def rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
@@ -123,6 +124,11 @@ def success(
         if is_graded(record.reward for record in (*sampled, *greedy)):
             found["reward"] = fmean(record.reward for record in sampled)
             found["greedy_reward"] = fmean(record.reward for record in greedy)
+        by_name: dict[str, list[float]] = {}
+        for name, reward in chain(*(record.rewards.items() for record in sampled)):
+            by_name.setdefault(name, []).extend([] if reward is None else [reward])
+        if by_name:
+            found["rewards"] = {name: fmean(of) for name, of in by_name.items() if of}
         tools: dict[str, dict[str, list[int]]] = {}
         for task, records in tasks.items():
             for tool, counts in tool_counts(records).items():

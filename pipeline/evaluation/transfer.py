@@ -204,6 +204,31 @@ def points_of(results: Results) -> list[dict[str, Any]]:
     return [*before[-1:], *(e for e in results["evaluations"] if e["after"] not in BEFORE_GRPO)]
 
 
+def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float) -> Number | None:
+    """Return [value, low, high] of a domain's success rate, or of the `mean` over all domains.
+
+    `kind` is `mean` (sampled) or `greedy`. The numbers of sampled trials are those of `summary`.
+    Evaluations of old runs, which have no rewards of trials, have None as bounds. Returns None for
+    a domain that was not evaluated.
+    """
+    success = evaluation["success"]
+    used = {d: of for d, of in success.items() if domain in (d, "mean")}
+    if not used:
+        return None
+    tasks = [of for d in used.values() for of in d.get("tasks", {"": None}).values()]
+    if not all(isinstance(of, list) for of in tasks):
+        return [fmean(of[kind] for of in used.values()), None, None]
+    samples = []
+    for name, of in used.items():
+        solved = np.arange(len(of["tasks"])) < round(of["greedy"] * len(of["tasks"]))
+        if kind == "mean":
+            trials = [of["tasks"][task] for task in sorted(of["tasks"])]
+            solved = [fmean(succeeded(reward, threshold) for reward in task) for task in trials]
+        totals = np.array([[solved]], dtype=np.float64)
+        samples.append(resampled(totals, np.ones_like(totals), name)[:, 0])
+    return _cell(np.mean(samples, axis=0), sum(len(of["tasks"]) for of in used.values()))
+
+
 def threshold_of(runs: Sequence[Results]) -> float:
     """Return the least reward of a success. Raises UserError if runs have different thresholds."""
     first, *others = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})

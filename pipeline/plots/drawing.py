@@ -22,6 +22,9 @@ DARK_INK, LIGHT_INK = "#010101", "#fffffe"
 
 BELOW: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
 
+NO_INTERVAL = "-"
+HUGE = 1e6  # numbers above this size are written with an exponent
+
 Number = Sequence[float | None]  # a value and both bounds of the interval
 Handle = Sequence[Any]  # text and line style of a legend entry
 
@@ -50,9 +53,16 @@ def panels_over_steps(
     return figure, panels
 
 
-def percent(number: Number | None) -> list[float]:
-    """Return value, low and high in per cent, or [] if one of the three is missing."""
-    return [] if number is None or None in number else [100 * (x or 0.0) for x in number]
+def complete(number: Number | None) -> list[float]:
+    """Return value, low and high, or [] if one of the three is missing."""
+    return [] if number is None or None in number else [x or 0.0 for x in number]
+
+
+def shown(number: Number | None, sign: str = "", digits: int = 2) -> str:
+    """Format (value, low, high) as `+0.55 [+0.47, +0.63]`, or as a dash if a number is missing."""
+    rounded = [round(x, digits) + 0.0 for x in complete(number)]  # adding zero removes the - of -0
+    texts = [f"{x:{sign}.{digits}{'g' if abs(x) > HUGE else 'f'}}" for x in rounded]
+    return "{} [{}, {}]".format(*texts) if texts else NO_INTERVAL
 
 
 def error_bar(value: float, low: float, high: float) -> list[list[float]]:

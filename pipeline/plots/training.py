@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.evaluation.transfer_metrics import wilson
+from pipeline.evaluation.transfer import points_of, rate
 from pipeline.plots import drawing
-from pipeline.plots.drawing import COLOURS, Axes, Figure, Handle
+from pipeline.plots.drawing import COLOURS, Axes, Figure, Handle, Number
 from pipeline.tracking.run_files import RunData
 
 SMOOTHED_OVER = 9  # number of steps in the window of the moving average
@@ -20,7 +20,7 @@ SMOOTHED: dict[str, Any] = {"linewidth": 2}
 VALIDATION: dict[str, Any] = {"marker": "s", "markersize": 4.5, "mfc": "white", "linestyle": "none"}
 HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 8, "mec": "black", "linestyle": "none"}
 KL: dict[str, Any] = {"marker": "v", "markersize": 4, "linewidth": 1, "linestyle": "--"}
-BASELINE: Handle = ("best policy that never reads the record", {"linestyle": ":", "linewidth": 1})
+BASELINE: Handle = ("best baseline (a fixed policy)", {"linestyle": ":", "linewidth": 1})
 SQUARE: dict[str, Any] = {"marker": "s", "markersize": 9, "linestyle": "none"}
 STOP = "rollout/stop/"
 
@@ -76,14 +76,20 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
             rewards.plot(steps, raw, color=colour, **STEP)
             rewards.plot(steps, smooth(raw), color=colour, **SMOOTHED)
     draw_baseline(rewards, run, domain, colour)
-    validations = run.results.get("validations", [])
-    counts = {v["step"]: len(v["success"].get(domain, ())) for v in validations}
+    intervals = {v["step"]: _validated(run, v, domain) for v in run.results.get("validations", [])}
     for step, mean in _points(run.validation, f"validation/{domain}/success"):
-        draw_rate(axes, step, mean, counts.get(step, 0), color=colour, **VALIDATION)
-    for evaluation in run.evaluations:
-        if of := evaluation["success"].get(domain):
+        draw_rate(axes, step, intervals.get(step) or [mean, None, None], color=colour, **VALIDATION)
+    for evaluation in points_of(run.results):
+        if number := rate(evaluation, domain, "mean", run.success_threshold):
             style = {"color": colour, "zorder": 5, **HELD_OUT}
-            draw_rate(axes, evaluation["step"], of["mean"], of["num_tasks"], **style)
+            draw_rate(axes, evaluation["step"], number, **style)
+
+
+def _validated(run: RunData, validation: Mapping[str, Any], domain: str) -> Number | None:
+    """Return the rate of a validation, which has one sampled trial of each task."""
+    tasks = {task: [reward] for task, reward in validation["success"].get(domain, {}).items()}
+    success = {domain: {"greedy": 0.0, "tasks": tasks}} if tasks else {}
+    return rate({"success": success}, domain, "mean", run.success_threshold)
 
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -101,10 +107,10 @@ def draw_baseline(axes: Axes, run: RunData, domain: str, colour: str) -> None:
         axes.axhline(max(rates.values()), color=colour, **BASELINE[1])
 
 
-def draw_rate(axes: Axes, x: float, mean: float, num_tasks: int, **style: Any) -> None:
-    is_rate = num_tasks > 0 and 0 <= mean <= 1  # older runs have mean rewards instead of rates
-    low, high = wilson(mean, num_tasks) if is_rate else (mean, mean)
-    axes.errorbar(x, mean, drawing.error_bar(mean, low, high), capsize=2, elinewidth=1, **style)
+def draw_rate(axes: Axes, x: float, number: Number, **style: Any) -> None:
+    bar = drawing.error_bar(*whole) if (whole := drawing.complete(number)) else None
+    style = {"capsize": 2, "elinewidth": 1, "clip_on": False, **style}
+    axes.errorbar(x, number[0] or 0.0, bar, **style)
 
 
 def stop_reasons(run: RunData) -> Figure | None:
@@ -122,7 +128,7 @@ def zero_std_groups(run: RunData) -> Figure | None:
     layers = {"all failed": failed, "with a signal": signal, "all solved": solved}
     panels = {"share of groups": {**layers, "fewer than two left": few}}
     colours = (COLOURS[1], COLOURS[0], COLOURS[5], PALE)
-    return _stacked(run, "groups without a signal", records, panels, colours, top=1)
+    return _stacked(run, "zero-std groups (equal rewards)", records, panels, colours, top=1)
 
 
 def time_and_memory(run: RunData) -> Figure | None:

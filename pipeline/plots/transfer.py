@@ -6,15 +6,15 @@ from itertools import cycle
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from pipeline.evaluation.transfer import BEFORE_GRPO
+from pipeline.evaluation.transfer import BEFORE_GRPO, rate
 from pipeline.plots import drawing
-from pipeline.plots.drawing import COLOURS, WIDTH, Axes, Figure, Number, error_bar, percent
+from pipeline.plots.drawing import COLOURS, WIDTH, Axes, Figure, Number, complete, error_bar, shown
 from pipeline.plots.training import BASELINE, SQUARE, draw_baseline, draw_rate
 from pipeline.tracking.run_files import RunData
 
 INTERVAL: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "elinewidth": 1}
 DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "linestyle": "none"}
-RATES = [("sampled, 95 % interval (pale: before GRPO)", SQUARE), ("greedy", DIAMOND)]
+RATES = [("sampled (pale: before GRPO)", SQUARE), ("greedy, always the likeliest token", DIAMOND)]
 FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
 DIRECTIONS = {  # for each metric: title of the panel, meaning of negative and positive values
     "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
@@ -22,7 +22,14 @@ DIRECTIONS = {  # for each metric: title of the panel, meaning of negative and p
     "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
 }
 MARKERS = "osD^vPX<>ph"
-MIXED: dict[str, Any] = {"marker": "*", "color": "black", "markersize": 13}
+# Petroff's ten colours (arXiv 2107.02270), distinct also for colour-blind readers. Markers have
+# black edges, so that light and dark colours stand out from any page.
+OF_CONFIGURATIONS = (
+    *("#3F90DA", "#FFA90E", "#BD1F01", "#94A4A2", "#832DB6"),
+    *("#A96B59", "#E76300", "#B9AC70", "#717581", "#92DADD"),
+)
+EDGED: dict[str, Any] = {"mec": "black", "mew": 0.8, "linestyle": "none", "zorder": 4}
+LEGEND_CHARACTERS = 56  # maximum length of a line of the legend
 
 Bar = tuple[str, Number | None, str]  # name, value with interval, colour
 
@@ -33,15 +40,17 @@ def stage_performance(run: RunData) -> Figure:
     columns = min(3, len(run.domains))
     rows = math.ceil(len(run.domains) / columns)
     width = max(WIDTH / columns, 0.28 * len(names) + 0.4)
-    words = "held-out success after each stage"
+    words = "held-out success after each stage, with 95 % intervals"
     figure = drawing.new_figure(run, words, columns * width, rows * 3.0 + 1.2)
     for index, (domain, colour) in enumerate(zip(run.domains, cycle(COLOURS), strict=False), 1):
         axes = figure.add_subplot(rows, columns, index)
         axes.set_ylim(-0.03, 1.03)
         drawing.tidy(axes)
         for x, evaluation in enumerate(run.evaluations):
-            if of := evaluation["success"].get(domain):
-                _draw_rates(axes, x, of, colour, pale=evaluation["after"] in BEFORE_GRPO)
+            if domain in evaluation["success"]:
+                kinds, is_pale = ("mean", "greedy"), evaluation["after"] in BEFORE_GRPO
+                numbers = [rate(evaluation, domain, k, run.success_threshold) for k in kinds]
+                _draw_rates(axes, x, numbers, colour, is_pale)
         if not run.is_graded(domain):  # a mean of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
@@ -53,23 +62,25 @@ def stage_performance(run: RunData) -> Figure:
     return figure
 
 
-def _draw_rates(axes: Axes, x: float, of: Mapping[str, Any], colour: str, pale: bool) -> None:
-    axes.bar(x, of["mean"], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
-    if of["mean"] >= 0.15:
+def _draw_rates(axes: Axes, x: float, numbers: Sequence[Any], colour: str, pale: bool) -> None:
+    sampled, greedy = numbers
+    axes.bar(x, sampled[0], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
+    if sampled[0] >= 0.2:
         ink = drawing.LIGHT_INK if colour in drawing.DARK and not pale else "black"
-        axes.text(x, 0.02, f"{of['mean']:.2f}", ha="center", size="small", color=ink)
-    draw_rate(axes, x - 0.15, of["mean"], of["num_tasks"], fmt="none", ecolor="black")
-    axes.plot(x + 0.2, of["greedy"], clip_on=False, **DIAMOND)
+        style: dict[str, Any] = {"ha": "center", "size": "small", "color": ink, "rotation": 90}
+        axes.text(x, 0.02, f"{sampled[0]:.2f}", **style)
+    draw_rate(axes, x - 0.15, sampled, fmt="none", ecolor="black")
+    draw_rate(axes, x + 0.2, greedy, ecolor="black", **DIAMOND)
 
 
 def accuracy_matrix(run: RunData) -> Figure | None:
-    """Draw the success of each domain (columns) after each stage (rows), in per cent."""
+    """Draw the success of each domain (columns) after each stage (rows)."""
     if not run.transfer:
         return None
     of, points = run.transfer["domains"], run.transfer["points"]
     trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
     framed = [(points.index(stage), of["names"].index(name)) for stage, name in trained]
-    words = "success of sampled trials, %, with 95 % interval\nframed: trained in that stage"
+    words = "success of sampled trials, with 95 % interval\nframed: trained in that stage"
     title, rows = "accuracy matrix", run.points
     return _heat_map(run, title, rows, of["names"], of["matrix"], words, height=0.5, framed=framed)
 
@@ -82,7 +93,7 @@ def tools(run: RunData) -> Figure | None:
         return None
     columns = [point.replace(" the ", " ") for point in run.points]
     numbers = [[row[c] for row in of["matrix"]] for c in known]
-    words = "held-out calls answered without an error, %, with 95 % interval"
+    words = "share of held-out calls without an error, with 95 % interval"
     title, names = "success of tool calls", [of["names"][c] for c in known]
     return _heat_map(run, title, names, columns, numbers, words, height=0.25)
 
@@ -107,12 +118,11 @@ def _heat_map(
     for r, row in enumerate(numbers):
         for c, number in enumerate(row):
             text, ink = "-", "black"
-            if points := percent(number):
-                value, low, high = points
-                fill_colour = colormaps["cividis"](value / 100)
+            if points := complete(number):
+                fill_colour = colormaps["cividis"](points[0])
                 axes.add_patch(patches.Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
-                ink = drawing.DARK_INK if value > 55 else drawing.LIGHT_INK
-                text = f"{value:.0f}{apart}[{low:.0f}, {high:.0f}]"
+                ink = drawing.DARK_INK if points[0] > 0.55 else drawing.LIGHT_INK
+                text = shown(points).replace(" [", f"{apart}[")
             axes.text(c, r, text, ha="center", va="center", color=ink, fontsize=size)
     for r, c in framed:
         axes.add_patch(patches.Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **FRAME))
@@ -153,25 +163,24 @@ def transfer(run: RunData) -> Figure | None:
         _draw_bars(axes, bars)
         # A title aligned with the right edge may extend over the names of the bars on the left.
         axes.set_title(words_above, loc="right", fontsize="medium", fontweight="bold")
-        axes.set_xlabel(f"percentage points; {directions}", fontsize="small")
+        axes.set_xlabel(f"difference of success rates; {directions}", fontsize="small")
     return figure
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     for y, (_, number, colour) in enumerate(bars):
-        if not (points := percent(number)):
+        if not (points := complete(number)):
             axes.text(0, y, "no interval", va="center", fontsize="small")
             continue
         axes.barh(y, points[0], height=0.7, color=colour)
         axes.errorbar(points[0], y, xerr=error_bar(*points), **INTERVAL)
-        words = "{} [{}, {}]".format(*(f"{round(x, 1) + 0.0:+.1f}" for x in points))
         beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": "x-small"}
-        axes.text(1.02, y, words, va="center", **beside)
+        axes.text(1.02, y, shown(points, "+"), va="center", **beside)
     axes.axvline(0, color="black", linewidth=1)
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize="small")
     axes.set_ylim(len(bars) - 0.4, -0.6)
     low, high = axes.get_xlim()
-    axes.set_xlim(min(low, -1.0), max(high, 1.0))
+    axes.set_xlim(min(low, -0.01), max(high, 0.01))
     drawing.tidy(axes, grid="x")
 
 
@@ -190,32 +199,32 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
 
     A configuration without the metric `forgetting` is drawn at a forgetting of zero.
     """
-    shown = [c for c in configurations if percent(c.transfer["metrics"].get("stage_gain"))]
-    words = "gain against forgetting, 95 % intervals over tasks and seeds"
-    figure = drawing.new_figure(None, words, WIDTH, 3.6 + 0.17 * len(shown))
+    drawn = [c for c in configurations if complete(c.transfer["metrics"].get("stage_gain"))]
+    names = [fill(c.label, LEGEND_CHARACTERS) for c in drawn]
+    words = "new-domain gain against forgetting, 95 % intervals over tasks and seeds"
+    height = 3.5 + 0.19 * sum(name.count("\n") + 1 for name in names)
+    figure = drawing.new_figure(None, words, WIDTH, height)
     axes = figure.subplots()
-    styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
-    for configuration in shown:
+    styles = zip(cycle(OF_CONFIGURATIONS), cycle(MARKERS), strict=False)
+    for configuration, name in zip(drawn, names, strict=True):
         numbers = configuration.transfer["metrics"]
-        gain, forgetting = percent(numbers["stage_gain"]), percent(numbers.get("forgetting"))
-        style = MIXED
+        gain, forgetting = complete(numbers["stage_gain"]), complete(numbers.get("forgetting"))
+        colour, marker, size = "black", "*", 13
         if configuration.is_mixed:
-            axes.axhline(gain[0], color="black", linestyle=":", linewidth=1)
+            axes.axhline(gain[0], color=colour, linestyle=":", linewidth=1)
         else:
-            colour, marker = next(styles)
-            style = {"marker": marker, "color": colour, "markersize": 6}
+            (colour, marker), size = next(styles), 7
         point = (forgetting[0] if forgetting else 0.0, gain[0])
         across = error_bar(*forgetting) if forgetting else None
-        lines = {**INTERVAL, "ecolor": style["color"], "zorder": 3}
+        lines = {**INTERVAL, "ecolor": colour, "zorder": 3, "elinewidth": 1.4}
         axes.errorbar(*point, yerr=error_bar(*gain), xerr=across, **lines)
-        axes.plot(*point, label=configuration.label, linestyle="none", zorder=4, **style)
+        axes.plot(*point, label=name, marker=marker, color=colour, markersize=size, **EDGED)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.update_datalim([(-2.5, 0), (2.5, 0)])  # the x axis spans at least 5 percentage points
+    axes.update_datalim([(-0.025, 0), (0.025, 0)])  # the least width of the x axis
     axes.autoscale_view()
     axes.margins(0.08)
-    axes.set_xlabel("forgetting, percentage points (+ lost, - gained)")
-    axes.set_ylabel("new-domain gain, percentage points")
+    axes.set_xlabel("forgetting, difference of success rates (+ lost, - gained)")
+    axes.set_ylabel("new-domain gain, difference of success rates")
     drawing.tidy(axes, grid="both")
-    columns = 2 if max((len(c.label) for c in shown), default=0) < 34 else 1
-    figure.legend(ncols=columns, **drawing.BELOW)
+    figure.legend(**drawing.BELOW | {"fontsize": "medium"})
     return figure

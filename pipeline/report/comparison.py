@@ -72,11 +72,13 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
     settings = [json.loads(key) for key in groups]
     pairs = sorted(zip(settings, groups.values(), strict=True), key=lambda p: not _is_mixed(p[0]))
     mixed = [group for mine, group in pairs if _is_mixed(mine)]
-    configurations = []
+    configurations: list[Configuration] = []
     for mine, group in pairs:
         transfer, is_mixed = summary([run.results for run in group]), _is_mixed(mine)
         against_mixed = None if is_mixed else _against(group, transfer["episodes"], mixed)
-        label = _label(mine, settings)
+        label = _label(mine, settings) + " (reference)" * is_mixed
+        if any(label == other.label for other in configurations):  # long values are cut off
+            label += f" ({group[0].folder.resolve().name})"
         configurations.append(Configuration(label, group, transfer, is_mixed, against_mixed))
     return configurations
 

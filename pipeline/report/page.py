@@ -26,6 +26,7 @@ from pipeline.tracking.run_files import after_name, number
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # patterns and HTML elements of `code`, **importance** and *emphasis*
 MARKS = ((r"`([^`]+)`", "code"), (r"\*\*([^*]+)\*\*", "strong"), (r"\*([^*]+)\*", "em"))
+COLUMN_CHARACTERS = 84  # a table with longer rows takes the width of both columns of the page
 PICTURE = re.compile(r"!\[(?P<caption>.*)\]\((?P<name>\w+)\.png\)")
 
 
@@ -72,7 +73,10 @@ def _parsed(block: str) -> tuple[str, Any]:
         cells = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in lines]
         header, aligned, *rows = [[cell.replace("\\|", "|") for cell in row] for row in cells]
         is_left = [cell == ":--" for cell in aligned]
-        return "table", {"header": header, "is_left": is_left, "rows": rows}
+        columns = zip(is_left, *rows, strict=True)
+        widths = [max(14 * left, *map(len, cells)) for left, *cells in columns]
+        is_wide = sum(widths) + 3 * len(widths) > COLUMN_CHARACTERS
+        return "table", {"header": header, "is_left": is_left, "rows": rows, "is_wide": is_wide}
     lines = [line.replace("\\|", "|") for line in lines]
     if block.startswith("- "):
         return "list", [line.removeprefix("- ") for line in lines]
@@ -127,6 +131,6 @@ def row(*cells: Any, left: int | None = None) -> Markdown:
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
-def table(rows: Sequence[Sequence[str]]) -> Markdown:
-    """Return a table as Markdown; the first of `rows` is the header."""
-    return Markdown("\n".join([row(rows[0], left=1), *map(row, rows[1:])]))
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> Markdown:
+    """Return a table as Markdown; the first of `rows` is the header (see `row`)."""
+    return Markdown("\n".join([row(rows[0], left=left), *map(row, rows[1:])]))

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from pipeline.config.settings import EMBEDDED_DOMAINS
+from pipeline.embedded.scripted import PARTS
 from pipeline.files.durable import whole_lines
 from pipeline.tracking.run_files import transcripts_in
 
@@ -59,6 +61,7 @@ def read_episodes(
         shown, num_characters = sum(sizes[group] for group in chosen), sum(map(len, chunks))
         if num_characters <= max_characters or len(chosen) < 2:
             index |= {"shown": shown, "total": sizes.total()}
+            index["meanings"] = dict.fromkeys(EMBEDDED_DOMAINS, PARTS)
             return Reader({**index, "success_threshold": success_threshold}, chunks)
         max_episodes = int(0.9 * shown * max_characters / num_characters)
 

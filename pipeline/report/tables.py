@@ -9,16 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from math import ceil
 from statistics import fmean
+from textwrap import fill
 from typing import Any
 
-from pipeline.evaluation.transfer_metrics import wilson
+from pipeline.evaluation.transfer import rate, threshold_of
+from pipeline.plots.drawing import NO_INTERVAL, shown
 from pipeline.tracking.run_files import (
     Evaluation,
     RunData,
+    after_name,
     before_and_after,
     domains_of,
     number,
-    rate,
 )
 
 METRICS = {  # key in `results.json` -> name in reports
@@ -34,22 +36,19 @@ METRICS = {  # key in `results.json` -> name in reports
 UNSIGNED = ("average_accuracy", "area_under_curve")
 AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
-NO_INTERVAL = "-"
-HUGE = 1e6  # numbers above this size are written with an exponent
-
+ENDS = ("before GRPO", "after GRPO")
+MOST_CHARACTERS = 100  # maximum length of a line in the terminal
+TOTAL = "rollout/frac_reward_zero_std"
+ZERO_STD = {  # key in `metrics.jsonl` -> name in reports
+    "rollout/all_failed": "all failed",
+    "rollout/all_solved": "all solved",
+    "rollout/too_few_left": "fewer than two left",
+    TOTAL: "in all",
+}
 STOP, LEFT_OUT = "rollout/stop/", "rollout/left_out/"
 BY_COLUMN = ("backward_transfer", "forward_transfer", "forgetting", "area_under_curve")
 
 Rows = list[list[str]]  # cells of a table; the first row is the header
-
-
-def shown(number: Sequence[Any] | None, sign: str = "", digits: int = 2) -> str:
-    """Format (value, low, high) as `+0.55 [+0.47, +0.63]`, or as a dash if a number is missing."""
-    if number is None or None in number:
-        return NO_INTERVAL
-    rounded = [round(x, digits) + 0.0 for x in number]  # adding zero turns -0.00 into 0.00
-    value, low, high = (f"{x:{sign}.{digits}{'g' if abs(x) > HUGE else 'f'}}" for x in rounded)
-    return f"{value} [{low}, {high}]"
 
 
 def metric(number: Sequence[Any] | None, name: str, sign: str = "") -> str:
@@ -68,24 +67,41 @@ def number_table(
     return [header, *(row for row in rows if {*row[1:]} - {NO_INTERVAL})]
 
 
-def change(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> Rows:
-    """Return a table: success before GRPO, success after GRPO, and the change with its interval.
+def success_tables(results: Mapping[str, Any]) -> list[Rows]:
+    """Return a table of sampled success, with its change, and a table of greedy success.
 
-    If all evaluations are before GRPO, or all are after GRPO, the table has no column for a change.
+    Both show success before and after GRPO. If there are no evaluations before GRPO, or none after
+    GRPO, there is one table with a column for sampled and a column for greedy success.
     """
-    before, after = before_and_after(evaluations)
-    found = [before, after] if before and after else [before or after]
-    rates = {
-        domain: [number(rate(e, domain, kind)) for kind in KINDS for e in found]
-        for domain in [*domains_of(evaluations), "mean"]
-    }
-    if len(found) < 2:
-        return [["success", *KINDS.values()], *([d, *of] for d, of in rates.items())]
-    mean = transfer.get("metrics", {}).get("total_gain")
-    gains = {**transfer.get("domains", {}).get("gain", {}), "mean": mean}
-    kinds = ["sampled before", "sampled after", "change [95 %]", "greedy before", "greedy after"]
-    rows = [[d, *of[:2], shown(gains.get(d), "+"), *of[2:]] for d, of in rates.items()]
-    return [["success", *kinds], *rows]
+    ends, transfer = [e for e in before_and_after(results["evaluations"]) if e], results["transfer"]
+    names, threshold = [*domains_of(results["evaluations"]), "mean"], threshold_of([results])
+
+    def cells(name: str, kind: str) -> list[str]:
+        return [with_interval(rate(e, name, kind, threshold)) for e in ends]
+
+    if len(ends) < 2:
+        header = ["success", *KINDS.values()]
+        return [[header, *([n, *(c for kind in KINDS for c in cells(n, kind))] for n in names)]]
+    gains = {**transfer.get("domains", {}).get("gain", {})}
+    gains["mean"] = transfer.get("metrics", {}).get("total_gain")
+    changes = {name: shown(gains.get(name), "+") for name in names}
+    sampled = [[name, *cells(name, "mean"), change] for name, change in changes.items()]
+    greedy = [[name, *cells(name, "greedy")] for name in names]
+    headers = ["success, sampled", *ENDS, "change"], ["success, greedy", *ENDS]
+    return [[headers[0], *sampled], [headers[1], *greedy]]
+
+
+def ends_in_words(evaluations: Sequence[Evaluation]) -> str:
+    """Return which evaluations `before GRPO` and `after GRPO` mean."""
+    ends = zip(ENDS, before_and_after(evaluations), strict=True)
+    return "; ".join(f"{name} = {after_name(of['after'])}" for name, of in ends if of)
+
+
+def with_interval(values: Sequence[Any] | None) -> str:
+    """Format (value, low, high); without bounds, as in results of old runs, the value alone."""
+    if values is None or None not in values:
+        return shown(values)
+    return number(values[0])
 
 
 def failures(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> dict[str, str]:
@@ -96,7 +112,10 @@ def failures(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> 
     before, after = before_and_after(evaluations)
     gains, found = transfer.get("domains", {}).get("gain", {}), dict[str, str]()
     for domain in domains_of(evaluations) if after else ():
-        first, last = rate(before, domain, "mean"), rate(after, domain, "mean")
+        first, last = (
+            e["success"][domain]["mean"] if e and domain in e["success"] else None
+            for e in (before, after)
+        )
         high = (gains.get(domain) or [None] * 3)[2]
         if last == 0:
             found[domain] = f"{domain} failed: no sampled episode succeeds at the end of the run"
@@ -110,17 +129,18 @@ def final_table(results: Mapping[str, Any]) -> str:
 
     `(!)` marks a domain that failed, and a line below the table has the reason.
     """
-    transfer, evaluations = results.get("transfer", {}), results["evaluations"]
-    failed = failures(evaluations, transfer)
-    rows = [
-        [f"{name} (!)" if name in failed else name, *cells]
-        for name, *cells in change(evaluations, transfer)
-    ]
-    columns = []
-    for i, column in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, column))
-        columns.append([cell.rjust(width) if i else cell.ljust(width) for cell in column])
-    lines = ["  ".join(row) for row in zip(*columns, strict=True)]
+    results = {"transfer": {}, **results}
+    transfer, evaluations = results["transfer"], results["evaluations"]
+    failed, tables, lines = failures(evaluations, transfer), success_tables(results), list[str]()
+    for table in tables:
+        rows = [[f"{name} (!)" if name in failed else name, *cells] for name, *cells in table]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, *cells in rows:
+            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *right]))
+        lines.append("")
+    words = [ends_in_words(evaluations)] if tables[1:] else []
+    lines[-1] = fill("; ".join([*words, "in brackets: 95 % intervals"]), MOST_CHARACTERS)
     lines += [f"(!) {line}" for line in failed.values()]
     if rewards := transfer.get("rewards", {}):
         ends = {domain: map(shown, [*of[:1], *of[1:][-1:]]) for domain, of in rewards.items()}
@@ -143,15 +163,17 @@ def data_of(run: RunData) -> dict[str, Any]:
         "run": run,
         "ends": [e for e in before_and_after(run.evaluations) if e],
         "kinds": KINDS,
-        "change": change(run.evaluations, run.transfer),
+        "success_tables": success_tables({**run.results, "transfer": run.transfer}),
+        "ends_in_words": ends_in_words(run.evaluations),
         "failures": failures(run.evaluations, run.transfer),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "tools": _tools(run),
         "stop_reasons": {key: key.removeprefix(STOP) for key in metrics if key.startswith(STOP)},
         "left_out": _left_out(run),
         "rewards_by_name": _rewards_by_name(run),
-        "rate_with_interval": rate_with_interval,
-        "rates_of_group": rates_of_group,
+        "rate_of": lambda e, d, kind: with_interval(rate(e, d, kind, run.success_threshold)),
+        "by_family": _by_family(run),
+        "zero_std": _zero_std(run),
     }
 
 
@@ -160,26 +182,36 @@ def duration(seconds: float) -> str:
 
 
 def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
-    """Return the mean of a metric over training steps, as text, in per cent."""
-    return f"{fmean(record.get(key) or 0.0 for record in records):.1%}"
+    """Return the mean of a metric over training steps, as text."""
+    return f"{fmean(record.get(key) or 0.0 for record in records):.3f}"
 
 
-def rate_with_interval(evaluation: Evaluation, domain: str, kind: str) -> str:
-    """Format a success rate with Wilson's interval; a mean over domains has no interval."""
-    value = rate(evaluation, domain, kind)
-    # Older runs have mean rewards instead of success rates; rewards may lie outside 0 to 1.
-    if value is None or domain == "mean" or not 0 <= value <= 1:
-        return number(value)
-    low, high = wilson(value, evaluation["success"][domain]["num_tasks"])
-    return f"{value:.3f} [{low:.2f}, {high:.2f}]"
+def _zero_std(run: RunData) -> Rows:
+    """Return a row per stage and domain: shares of the groups with equal rewards."""
+    keys = [key for key in ZERO_STD if any(line.get(key) for line in run.train)]
+    rows = [["stage", "domain", *map(ZERO_STD.__getitem__, keys)]]
+    for stage in run.stages:
+        for domain in ("", *(f"/{domain}" for domain in run.domains)):
+            # A step without groups of a domain has no metrics of the domain.
+            lines = [line for line in run.of_stage(stage) if TOTAL + domain in line]
+            cells = [stage["name"], domain.removeprefix("/") or "all"]
+            rows += [[*cells, *(share(lines, key + domain) for key in keys)]] if lines else []
+    return rows
 
 
-def rates_of_group(
-    evaluations: Sequence[Evaluation], domain: str, level: str, name: str
-) -> list[str]:
-    """Return a family's or branch's number of tasks and success rates, for each evaluation."""
-    of = [e["success"].get(domain, {}).get(level, {}).get(name, {}) for e in evaluations]
-    return [str(of[-1]["num_tasks"]), *(number(group.get(kind)) for kind in KINDS for group in of)]
+def _by_family(run: RunData) -> list[Rows]:
+    """Return a table per domain: number of tasks and success rates of its families and branches."""
+    ends, tables = [e for e in before_and_after(run.evaluations) if e], list[Rows]()
+    names = [f"{kind}, {end}" for kind in KINDS.values() for end in ENDS]
+    for domain in run.domains if ends else ():
+        success = [e["success"].get(domain, {}) for e in ends]
+        found = [{**of.get("families", {}), **of.get("branches", {})} for of in success]
+        rows = [[domain, "tasks", *(names if ends[1:] else KINDS.values())]]
+        for name, last in sorted(found[-1].items()):
+            rates = [number(of.get(name, {}).get(kind)) for kind in KINDS for of in found]
+            rows.append([name, str(last["num_tasks"]), *rates])
+        tables += [rows] if rows[1:] else []
+    return tables
 
 
 def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
@@ -202,7 +234,7 @@ def _tools(run: RunData) -> list[list[Any]]:
     for c, name in enumerate(tools["names"]):
         held_out = [shown(tools["matrix"][p][c]) for p in ends]
         backward = shown(tools["backward_transfer"].get(name), "+")
-        solved = f"{1 - errors[name] / calls[name]:.1%}" if calls[name] else "-"
+        solved = number(1 - errors[name] / calls[name] if calls[name] else None)
         rows.append([name, *held_out, backward, f"{calls[name]:,}", solved])
     return rows
 

@@ -54,9 +54,10 @@ class RunRecord:
     left_out: str = ""  # one of LEFT_OUT, or empty if training may use the episode
     tools: dict[str, list[int]] = field(default_factory=dict)  # {tool name: [calls, failed calls]}
     error: str = ""  # text of the environment's failure, or empty
+    rewards: dict[str, float | None] = field(default_factory=dict)  # with reward functions, by name
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "rewards"}
 
 
 @dataclass(kw_only=True)
@@ -69,7 +70,6 @@ class Trajectory(RunRecord):
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
-    rewards: dict[str, float | None] = field(default_factory=dict)  # with reward functions, by name
     extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column
     difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
 

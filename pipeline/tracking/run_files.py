@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
@@ -19,7 +18,7 @@ from pipeline.files.durable import whole_lines
 Evaluation = Mapping[str, Any]
 MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers of steps and episodes in `episode_rows`
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
-COLUMNS = ["stage", "step", *(name.removesuffix("_id") for name in FIELDS), "conversation"]
+COLUMNS = ["stage", "step", *(n.removesuffix("_id") for n in FIELDS), "rewards", "conversation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,9 @@ def episode_rows(folder: Path) -> list[list[Any]]:
         every = ceil(len(lines) * len(steps) / MAX_EPISODES) or 1
         for episode in map(json.loads, lines[::every]):
             conversation = "\n\n".join(map(_text, episode["messages"]))
-            rows.append([*key, *map(episode.get, FIELDS), conversation])
+            parts = episode.get("rewards") or episode.get("reward_breakdown") or {}
+            rewards = ", ".join(f"{name} {value}" for name, value in parts.items())
+            rows.append([*key, *map(episode.get, FIELDS), rewards, conversation])
     return rows
 
 
@@ -176,18 +177,10 @@ def before_and_after(evaluations: Sequence[Evaluation]) -> list[Evaluation | Non
     return [of[-1] if of else None for of in (before, after)]
 
 
-def rate(evaluation: Evaluation | None, domain: str, kind: str) -> float | None:
-    """Return the success rate of a domain, or the mean over domains if `domain` is "mean"."""
-    success = evaluation["success"] if evaluation else {}
-    if domain == "mean":
-        return fmean(of[kind] for of in success.values()) if success else None
-    return success[domain][kind] if domain in success else None
-
-
 def after_name(after: str) -> str:
     names = {"start": "at the start", "warm_start": "after the warm start"}
     return names.get(after, f"after {after}")
 
 
-def number(value: float | None, sign: str = "") -> str:
-    return "-" if value is None else f"{value:{sign}.3f}"
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -200,6 +200,16 @@ def record(task_id, reward, domain="airline", family="cancel", branch="flex", tr
     ).record()
 
 
+def test_reward_functions_have_means_by_name_without_what_does_not_apply():
+    sampled = [record("a", 1.0, trial=trial) for trial in range(3)]
+    rewards = [{"exact": 1, "style": None}, {"exact": 0, "style": 0.5}, {"exact": 1, "none": None}]
+    for of, by_name in zip(sampled, rewards, strict=True):
+        of.rewards = by_name
+    found = success(sampled, [record("a", 1.0)], num_trials=3)["airline"]
+    assert found["rewards"] == {"exact": pytest.approx(2 / 3), "style": 0.5}
+    assert "rewards" not in success([record("a", 1.0)], [record("a", 1.0)], 1)["airline"]
+
+
 def test_sampled_and_greedy_success_stand_side_by_side():
     sampled = [
         record("a", 1.0, trial=0),

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.evaluation.transfer import differences, points_of, summary
+from pipeline.evaluation.transfer import differences, points_of, rate, summary
 
 TASKS = [f"t{i}" for i in range(8)]
 
@@ -200,6 +200,21 @@ def test_a_cell_where_all_tasks_came_out_alike_has_wilsons_interval():
     matrix = summary([results()])["domains"]["matrix"]
     assert matrix[2][1] == pytest.approx([1.0, 0.675592, 1.0], abs=1e-5)  # 8 of 8
     assert matrix[2][0][1] < 0.5 < matrix[2][0][2]
+
+
+def test_a_rate_of_any_evaluation_has_the_intervals_of_the_matrix():
+    run = results()
+    found = summary([run])
+    for row, entry in zip(found["domains"]["matrix"], points_of(run), strict=True):
+        assert row == [rate(entry, domain, "mean", 1.0) for domain in ("airline", "retail")]
+    last = run["evaluations"][-1]
+    assert rate(last, "mean", "mean", 1.0) == found["metrics"]["average_accuracy"]
+    value, low, high = rate(last, "airline", "greedy", 1.0)
+    assert (value, low < 0.5 < high) == (0.5, True)
+    assert rate(last, "retail", "greedy", 1.0) == found["domains"]["matrix"][2][1]  # Wilson's
+    assert rate(last, "bank", "mean", 1.0) is None
+    last["success"]["airline"]["tasks"] = dict.fromkeys(TASKS, 0.5)  # an old run's means
+    assert rate(last, "mean", "mean", 1.0) == [0.75, None, None]
 
 
 def test_a_family_of_one_task_has_no_interval():

@@ -8,9 +8,11 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
+from pipeline.plots.drawing import shown
+from pipeline.plots.pictures import draw
+from pipeline.plots.transfer import pareto
 from pipeline.report import comparison
 from pipeline.report.page import render
-from pipeline.report.tables import shown
 from pipeline.report.write import main
 from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 
@@ -50,7 +52,7 @@ def configurations(sweep):
 
 def test_seeds_of_equal_settings_are_one_configuration_and_mixed_is_the_first(configurations):
     assert [(c.label, len(c.runs)) for c in configurations] == [
-        ("mixed", 2),
+        ("mixed (reference)", 2),
         ("replay 0.05", 2),
         ("replay 0.5", 2),
     ]
@@ -92,6 +94,24 @@ def test_a_configuration_is_named_by_the_settings_in_which_it_differs_from_most(
         "beta 0.05",
         "replay 0.5",
     ]
+
+
+def test_names_are_equal_in_tables_and_plot_and_never_the_same_for_two_configurations(tmp_path):
+    for name in "ab":
+        long = {"model": {"model": 60 * "x" + name}, "grpo": {"reference_per_stage": name == "b"}}
+        long["curriculum"] = {"preview": 0.05 * (name == "a"), "replay": 0.1 + 0.1 * (name == "a")}
+        make_run(tmp_path / name, THREE, settings=long)
+    found = configurations_of(tmp_path)
+    assert len({c.label for c in found}) == 2
+    (legend,) = draw({"pareto": pareto}, found)["pareto"].legends
+    names = [" ".join(text.get_text().split()) for text in legend.get_texts()]
+    assert names == [c.label for c in found]
+    lines = [line for text in legend.get_texts() for line in text.get_text().split("\n")]
+    assert len(lines) > 2
+    assert max(map(len, lines)) < 60
+    assert len({line.get_markerfacecolor() for line in legend.legend_handles}) == 2
+    text = markdown_of(found)
+    assert all(f"| {name} | 1 |" in text for name in names)
 
 
 def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path, capsys):

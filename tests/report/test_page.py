@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from pipeline.plots.drawing import shown
 from pipeline.report.page import rich, sections_of, table
 from pipeline.report.reader_data import choose, read_episodes, token_texts_of
-from pipeline.report.tables import shown
 from pipeline.report.write import write_report
 from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
@@ -247,11 +247,36 @@ def test_a_phone_needs_not_scroll_sideways(run_folder, browser, scheme):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     page = Page(browser, run_folder / "report.html")
     width = page.script("return document.documentElement.scrollWidth")
+    hints = page.script(
+        "return [...document.querySelectorAll('.scroll')].map(box => "
+        "[box.scrollWidth > box.clientWidth, box.classList.contains('cut')])"
+    )
     paper = page.script("return getComputedStyle(document.body).backgroundColor")
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert width == 390
+    assert {*map(tuple, hints)} == {(True, True), (False, False)}, "what scrolls is marked"
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 26)"}[scheme]
+
+
+def test_a_wide_window_shows_all_columns_and_the_episodes_come_after_success(run_folder, browser):
+    screen = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    page = Page(browser, run_folder / "report.html")
+    cut = page.texts(".cut th:first-child")
+    lefts = page.script(
+        "return [...document.querySelectorAll('#success .columns > *')]"
+        ".map(box => box.getBoundingClientRect().left > 700)"
+    )
+    sections = page.script("return [...document.querySelectorAll('section[id]')].map(s => s.id)")
+    page.choose(stage="retail", domain="airline")
+    parts = page.texts("#group details")[-1]
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert cut == []
+    assert {*lefts} == {False, True}, "both columns are used"
+    assert sections[:3] == ["success", "episodes", "transfer-and-forgetting"]
+    assert parts.startswith("The parts of the reward (the reward is 1 if every part is 1, else 0)")
+    assert "endedthe agent ended the episode" in parts
 
 
 def test_the_page_points_at_nothing_outside_of_it(run_folder):
@@ -291,9 +316,9 @@ def test_a_picture_shows_every_number_of_the_matrix(run_folder):
     text = (run_folder / "report.html").read_text()
     [picture] = re.findall(r'aria-label="Accuracy matrix[^"]*">(.*?)</figure>', text, re.DOTALL)
     for row in load_run(run_folder).transfer["domains"]["matrix"]:
-        for value, low, high in row:
-            assert f">{100 * value:.0f}<" in picture
-            assert f"[{100 * low:.0f}, {100 * high:.0f}]" in picture
+        for value, interval in (shown(number).split(" ", 1) for number in row):
+            assert f">{value}<" in picture
+            assert interval in picture
 
 
 def test_ten_thousand_episodes_load_and_a_choice_shows_at_once(tmp_path, browser, monkeypatch):

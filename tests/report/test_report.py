@@ -7,9 +7,10 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
+from pipeline.plots.drawing import shown
 from pipeline.plots.pictures import pictures_of
 from pipeline.report.page import render
-from pipeline.report.tables import data_of, final_table, shown
+from pipeline.report.tables import data_of, final_table
 from pipeline.report.write import main, write_report
 from pipeline.tracking.run_files import load_run
 from tests.support.messages import says
@@ -51,28 +52,39 @@ def test_the_report_of_a_sequential_run(sequential):
 
 ## Success
 
-| success | sampled before | sampled after | change [95 %] | greedy before | greedy after |
-| :-- | --: | --: | --: | --: | --: |
-| airline | 0.375 | 0.875 | +0.50 [+0.41, +0.60] | 0.500 | 1.000 |
-| retail | 0.375 | 0.875 | +0.50 [+0.40, +0.59] | 0.500 | 1.000 |
-| telecom | 0.375 | 0.875 | +0.50 [+0.41, +0.60] | 0.500 | 1.000 |
-| mean | 0.375 | 0.875 | +0.50 [+0.45, +0.56] | 0.500 | 1.000 |
+| success, sampled | before GRPO | after GRPO | change |
+| :-- | --: | --: | --: |
+| airline | 0.38 [0.28, 0.47] | 0.88 [0.81, 0.94] | +0.50 [+0.41, +0.60] |
+| retail | 0.38 [0.28, 0.47] | 0.88 [0.81, 0.94] | +0.50 [+0.40, +0.59] |
+| telecom | 0.38 [0.28, 0.47] | 0.88 [0.81, 0.94] | +0.50 [+0.41, +0.60] |
+| mean | 0.38 [0.32, 0.43] | 0.88 [0.84, 0.91] | +0.50 [+0.45, +0.56] |
 
-On 100 tasks of each domain (test split); before: after the warm start, after: after telecom. """
+| success, greedy | before GRPO | after GRPO |
+| :-- | --: | --: |
+| airline | 0.50 [0.40, 0.59] | 1.00 [0.96, 1.00] |
+| retail | 0.50 [0.40, 0.60] | 1.00 [0.96, 1.00] |
+| telecom | 0.50 [0.40, 0.60] | 1.00 [0.96, 1.00] |
+| mean | 0.50 [0.44, 0.56] | 1.00 [0.99, 1.00] |
+
+On 100 tasks of each domain (test split); before GRPO = after the warm start; after GRPO = after \
+telecom. """
     )
     for part in (
-        "| after retail | 20 |" + 3 * " 0.750 [0.66, 0.82] |" + " 0.750 |",
-        "| airline | refund | all | 100 | 0.375 | 0.875 | 0.500 | 1.000 |\n"
-        "|  |  | paid | 50 | 0.375 | 0.875 | 0.500 | 1.000 |\n"
-        "|  |  | refused | 50 | 0.000 | 0.000 | 0.500 | 1.000 |",
-        "| retail | 0.000 | 0.110 | 0.020 |",
+        "| refund | 100 | 0.38 | 0.88 | 0.50 | 1.00 |\n"
+        "| refund/paid | 50 | 0.38 | 0.88 | 0.50 | 1.00 |\n"
+        "| refund/refused | 50 | 0.00 | 0.00 | 0.50 | 1.00 |",
+        "| retail | 0.00 | 0.11 | 0.02 |",
         "| retail | 11 to 20 | 8 airline, 8 retail |",
-        "Replay: after the first stage 30% of a step's groups, in whole groups, come from the "
-        "domains of earlier stages.",
+        "Replay: after the first stage a share of 0.3 of a step's groups, in whole groups, comes "
+        "from the domains of earlier stages.",
         "| reason | airline | retail | telecom |\n"
         "| :-- | --: | --: | --: |\n"
-        "| completed | 75.0% | 75.0% | 75.0% |\n"
-        "| max_turns | 25.0% | 25.0% | 25.0% |\n\n",
+        "| completed | 0.750 | 0.750 | 0.750 |\n"
+        "| max_turns | 0.250 | 0.250 | 0.250 |\n\n",
+        "| stage | domain | all failed | all solved | in all |\n| :-- | :-- | --: | --: | --: |\n"
+        "| airline | all | 0.375 | 0.125 | 0.500 |\n"
+        "| airline | airline | 0.250 | 0.250 | 0.500 |\n"
+        "| retail | all | 0.375 | 0.125 | 0.500 |\n",
         "- `results.json`: ",
         "![Training reward and held-out success over the steps](learning_curves.png)",
         "(stage_performance.png)",
@@ -90,10 +102,10 @@ def test_an_evaluation_only_is_reported_without_before_and_after(tmp_path, witho
     text = (folder / "report.md").read_text()
     assert "GRPO: not used; this run evaluates only." in text
     assert (
-        "## Success\n\n| success | sampled | greedy |\n| :-- | --: | --: |\n| airline | 0.000"
+        "## Success\n\n| success | sampled | greedy |\n| :-- | --: | --: |\n| airline | 0.00 ["
         in text
     )
-    assert "| domain | family | branch | tasks | sampled | greedy |" in text
+    assert "| airline | tasks | sampled | greedy |" in text
     for absent in ("before GRPO", "Curriculum", "episodes ended"):
         assert absent not in text
 
@@ -120,7 +132,8 @@ def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = render("run.md.jinja", title="run", drawn=(), **data_of(load_run(folder)))
     assert "| airline | outage | 4 |\n| retail | reset | 2 |" in text
-    assert "| fewer than two left | 5.0% |\n| in all | 50.0% |" in text
+    assert "| stage | domain | all failed | all solved | fewer than two left | in all |" in text
+    assert "| mixed | all | 0.375 | 0.125 | 0.050 | 0.500 |" in text
 
 
 def test_rewards_of_any_size_have_an_interval_and_a_table(tmp_path, without_pictures):
@@ -133,8 +146,8 @@ def test_rewards_of_any_size_have_an_interval_and_a_table(tmp_path, without_pict
     assert re.fullmatch(r"\| airline \| 0\.51 \[-0\.\d+, 1\.\d+\] \| 3\.19 \[.*\] \|", airline)
     assert retail.startswith("| retail | -2.5e+29 [")
     assert telecom == "| telecom | 5.00 [5.00, 5.00] | 5.00 [5.00, 5.00] |"
-    assert "| sampled success | airline | retail | telecom |" in text
-    assert "| after the warm start | 0.38 [" in text  # shares of 1, as ever
+    assert "| success, sampled | step | airline | retail | telecom | mean |" in text
+    assert "| after the warm start | 0 | 0.38 [" in text  # shares of 1, as ever
 
 
 def test_the_control_with_permuted_rewards_says_so(tmp_path, without_pictures):
@@ -162,15 +175,15 @@ def test_every_transfer_number_is_that_of_the_summary_with_its_interval(sequenti
         assert low < value < high
         assert f"| {words} | {value:+.2f} [{low:+.2f}, {high:+.2f}] |" in text
     matrix = found["domains"]["matrix"]
-    for row, point in zip(matrix, ("the warm start", *THREE), strict=True):
-        assert f"| after {point} | " + " | ".join(map(shown, row)) + " |" in text
+    for row, point, step in zip(matrix, ("the warm start", *THREE), (0, 10, 20, 30), strict=True):
+        assert f"| after {point} | {step} | " + " | ".join(map(shown, row)) + " |" in text
     assert (
         f"| airline/refund | {shown(found['families']['backward_transfer']['airline/refund'], '+')}"
         in text
     )
     first, last = (shown(found["tools"]["matrix"][p][0]) for p in (0, -1))
     assert f"| airline/look_up | {first} | {last} | " in text
-    assert "| 120 | 75.0% |" in text, "calls in training"
+    assert "| 120 | 0.75 |" in text, "calls in training"
     assert f"| airline | pass^2 | {shown(found['passes']['airline']['pass^2'][0])} |" in text
 
 
@@ -184,7 +197,7 @@ def test_a_run_of_one_stage_has_a_matrix_and_no_transfer(tmp_path, without_pictu
     folder = make_run(tmp_path / "run", ("mixed",))
     write_report(folder)
     text = (folder / "report.md").read_text()
-    assert "| after mixed | 0.62 [" in text
+    assert "| after mixed | 10 | 0.62 [" in text
     assert "| total gain | +0.25 [" in text
     assert "backward transfer |" not in text.split("## Tools")[0]
     assert "No replay: a stage draws nothing from the domains of earlier stages." in text
@@ -216,17 +229,25 @@ def test_the_table_for_the_terminal():
     transfer = {"domains": {"gain": gains}, "metrics": {"total_gain": [0.1875, 0.1, 0.275]}}
     table = final_table({"evaluations": evaluations, "transfer": transfer})
     assert table.splitlines() == [
-        "success  sampled before  sampled after         change [95 %]  greedy before  greedy after",
-        "airline           0.250          0.125  -0.12 [-0.20, -0.05]          0.375         0.250",
-        "retail            0.250          0.750  +0.50 [+0.38, +0.62]          0.375         0.875",
-        "mean              0.250          0.438  +0.19 [+0.10, +0.28]          0.375         0.562",
+        "success, sampled        before GRPO         after GRPO                change",
+        "airline           0.25 [0.17, 0.34]  0.12 [0.07, 0.19]  -0.12 [-0.20, -0.05]",
+        "retail            0.25 [0.17, 0.34]  0.75 [0.66, 0.83]  +0.50 [+0.38, +0.62]",
+        "mean              0.25 [0.19, 0.31]  0.44 [0.38, 0.49]  +0.19 [+0.10, +0.28]",
+        "",
+        "success, greedy        before GRPO         after GRPO",
+        "airline          0.38 [0.28, 0.47]  0.25 [0.17, 0.34]",
+        "retail           0.38 [0.29, 0.48]  0.88 [0.81, 0.94]",
+        "mean             0.38 [0.32, 0.45]  0.56 [0.51, 0.62]",
+        "before GRPO = after the warm start; after GRPO = after retail; in brackets: 95 % "
+        "intervals",
     ]
-    assert final_table({"evaluations": evaluations[:1]}) == (
-        "success  sampled  greedy\n"
-        "airline    0.000   0.125\n"
-        "retail     0.000   0.125\n"
-        "mean       0.000   0.125"
-    )
+    assert final_table({"evaluations": evaluations[:1]}).splitlines() == [
+        "success            sampled             greedy",
+        "airline  0.00 [0.00, 0.04]  0.12 [0.06, 0.19]",
+        "retail   0.00 [0.00, 0.04]  0.12 [0.06, 0.18]",
+        "mean     0.00 [0.00, 0.02]  0.12 [0.07, 0.17]",
+        "in brackets: 95 % intervals",
+    ]
 
 
 def test_a_domain_that_failed_is_marked_and_named():
@@ -238,8 +259,9 @@ def test_a_domain_that_failed_is_marked_and_named():
     transfer = {"domains": {"gain": gains}}
     lines = final_table({"evaluations": evaluations, "transfer": transfer}).splitlines()
     names = [line.split("  ")[0] for line in lines]
-    assert names[:6] == ["success", "airline", "bank (!)", "desk (!)", "shop", "mean"]
-    assert lines[6:] == [
+    domains = ["airline", "bank (!)", "desk (!)", "shop", "mean"]
+    assert names[:13] == ["success, sampled", *domains, "", "success, greedy", *domains]
+    assert lines[14:] == [
         "(!) bank failed: no sampled episode succeeds at the end of the run",
         "(!) desk failed: success fell from 0.50 to 0.12 in GRPO",
     ]
@@ -274,7 +296,8 @@ def test_before_is_the_start_where_there_was_no_warm_start():
     ]
     gains = {"domains": {"gain": {"retail": [0.25, 0.125, 0.375]}}}
     table = final_table({"evaluations": evaluations, "transfer": gains})
-    assert "retail            0.250          0.500  +0.25 [+0.12, +0.38]" in table
+    assert "retail            0.25 [0.17, 0.34]  0.50 [0.40, 0.60]  +0.25 [+0.12, +0.38]" in table
+    assert "before GRPO = at the start; after GRPO = after mixed;" in table
 
 
 def test_the_command_makes_a_report_again_or_says_why_not(tmp_path, capsys, without_pictures):

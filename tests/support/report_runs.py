@@ -110,7 +110,9 @@ def make_run(
         for step in range(first + 1, first + 11):
             record = {"kind": "train", "stage": stage, "step": step}
             rewards = {f"reward/{domain}": 0.5 + 0.01 * step for domain in of}
-            metrics.append({**record, **rewards, **STOPS, **DEAD})
+            of_last = {f"{key}/{of[-1]}": 0.25 for key in list(DEAD)[1:]}
+            of_last[f"rollout/frac_reward_zero_std/{of[-1]}"] = 0.5
+            metrics.append({**record, **rewards, **STOPS, **DEAD, **of_last})
             timings.append({**record, **TIMES})
         if validation:
             learned = dict.fromkeys(of[:-1], 0.01 * index)

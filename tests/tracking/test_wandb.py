@@ -492,13 +492,14 @@ def test_results_make_no_row_and_their_numbers_are_the_summary(tmp_path, server,
 
 def test_the_table_holds_few_episodes_of_all_steps(tmp_path):
     for step in range(1, 101):
-        transcript(tmp_path, "airline", step, 16, advantage=0.5)
+        rewards = {"exact": 1, "format": None}
+        transcript(tmp_path, "airline", step, 16, advantage=0.5, rewards=rewards)
     found = episode_rows(tmp_path)
     assert len(found) == 200
     assert [row[1] for row in found[::40]] == [1, 21, 41, 61, 81]
     assert [(row[5], row[8]) for row in found[:4]] == [(0, 0.5), (4, 0.5), (8, 0.5), (12, 0.5)]
     assert found[0] == [
-        *("airline", 1, "airline", "book", "t1", 0, 1.0, "completed", 0.5),
+        *("airline", 1, "airline", "book", "t1", 0, 1.0, "completed", 0.5, "exact 1, format None"),
         'user: a flight, please\n\nassistant: book({"flight": "F1"})\n\ntool: booked',
     ]
 

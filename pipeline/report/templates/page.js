@@ -32,12 +32,20 @@ const NAMES = Object.keys(FILTERS);
 // Which choices make way, first to last, where nothing has all of them.
 const GIVEN_UP = ["task", "step", "family", "domain", "episode", "outcome", "stage"];
 
+for (const box of document.querySelectorAll(".scroll")) {
+  const mark = () => box.classList.toggle("cut", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  box.addEventListener("scroll", mark);
+  new ResizeObserver(mark).observe(box);
+}
+
 let successThreshold = 1; // the reward from which an episode is solved
+let meanings = {}; // domain -> meaning of each part of the reward
 const isSuccess = (reward) => reward >= successThreshold - 1e-9 * Math.abs(successThreshold);
 
 function readIndex() {
   const index = JSON.parse(byId("index").textContent);
   successThreshold = index.success_threshold;
+  meanings = index.meanings;
   const places = new Map();
   return index.groups.map(([stage, step, chunk, domain, family, branch, task, rewards, stops]) => {
     const place = places.get(chunk) ?? 0;
@@ -194,6 +202,7 @@ function groupParts(group, episodes, texts, mode, matches) {
   const title = [stageName(group.stage), `step ${group.step}`, group.domain, where, group.task, group.outcome];
   const parts = [element("h3", "", title.filter(Boolean).join(" \u00b7 "))];
   if (shared) parts.push(sharedContext(episodes[0].messages.slice(0, shared), texts));
+  if (meanings[group.domain]) parts.push(partsBox(Object.entries(meanings[group.domain])));
   const strip = element("div", "strip");
   strip.tabIndex = 0;
   episodes.forEach((episode, i) => {
@@ -227,6 +236,13 @@ function sharedContext(messages, texts) {
   return whole;
 }
 
+function partsBox(entries) {
+  const box = element("details", "shared");
+  box.append(element("summary", "", "The parts of the reward (the reward is 1 if every part is 1, else 0)"));
+  box.append(table([], entries));
+  return box;
+}
+
 function signed(value) {
   return `${value < 0 ? "-" : "+"}${Math.abs(value).toFixed(2)}`;
 }
@@ -245,7 +261,7 @@ function episodeCard(episode, shared, texts, mode, scale) {
     card.append(messageBox(message, texts, mode, episode.advantage, scale));
   }
   const rewards = Object.entries(episode.rewards).map(([name, value]) => [name, value ?? "none"]);
-  if (rewards.length) card.append(element("h5", "", "Rewards by name"), table([], rewards));
+  if (rewards.length) card.append(element("h5", "", "Rewards by name; their weighted sum is the reward"), table([], rewards));
   const extra = Object.entries(episode.extra).map(([name, text]) => [name, texts[text]]);
   if (extra.length) card.append(element("h5", "", "Logged by reward functions"), table([], extra));
   const parts = Object.entries(episode.parts);
