@@ -20,10 +20,10 @@ RUN if [ -n "$TORCH_INDEX_URL" ]; then \
             "$(grep '^torch==' constraints.txt)"; \
     fi \
     && pip install --no-cache-dir -c constraints.txt . \
-    && useradd --create-home user \
+    && useradd --create-home --uid 1000 user \
     && install -d -o user /work
 
-USER user
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["three-domain-grpo"]
 CMD ["--help"]
