@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,10 +35,15 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
     `entry` is the script that starts a rank (default: this file). `hooks` are keyword
     arguments of `pipeline.train.main`.
     """
+    return guarded(lambda: _run(argv, entry, hooks))
+
+
+def guarded(call: Callable[[], int]) -> int:
+    """Return the exit code of `call`; print an exception as one line of text or as a traceback."""
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         with _keyboard():
-            return _run(argv, entry, hooks)
+            return call()
     except (UserError, RunError) as error:
         if not is_main and not error.is_first:
             time.sleep(SILENT_S)  # most user and machine errors occur on every rank
@@ -153,9 +158,14 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-if __name__ == "__main__":
+def start(command: Callable[[list[str]], int]) -> NoReturn:
+    """Run `command` with the command line of this process, and end the process."""
     if "LOCAL_RANK" in os.environ:
         from pipeline.distributed.launch import end_with_the_launcher
 
         end_with_the_launcher()
-    leave(main(sys.argv[1:]))
+    leave(command(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    start(main)

@@ -23,7 +23,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Interrupted, Ranks, meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
-from pipeline.files.console import may_fail
+from pipeline.files.console import command, may_fail
 from pipeline.models.loading import load_folder, on_gpu, uses_bf16
 from pipeline.report.tables import final_table
 from pipeline.report.write import write_report
@@ -112,10 +112,11 @@ class Training(Trainer):
         """Write the results and the report on rank 0, and print the table of results."""
         if self.ranks.is_main:
             self._write_results()
-            with may_fail("report", f"python -m pipeline.report {self.folder} makes it again"):
+            again = f"{command('report')} {self.folder}"
+            with may_fail("report", f"{again} makes it again"):
                 write_report(self.folder)
             self.log.results = self.folder
-            with may_fail("table", f"python -m pipeline.report {self.folder} has it"):
+            with may_fail("table", f"{again} has it"):
                 results = json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
                 print(final_table(results))
             print(f"report, plots and checkpoints: {self.folder}")

@@ -30,8 +30,8 @@ from statistics import fmean
 from typing import Any, NoReturn
 
 import psutil
-from sweep import flags_of, meant, name_of, split_values
 
+from pipeline.commands.sweep import flags_of, meant, name_of, split_values
 from pipeline.config.cli import parse
 from pipeline.config.recipe import SETTINGS
 from pipeline.errors import INTERRUPTED, UserError

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
-    "files": 335,
-    "distributed": 900,
+    "files": 350,
+    "distributed": 905,
     "config": 1000,
     "data": 780,
     "environments": 1465,
@@ -36,7 +36,9 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "run_state": 200,
     "trainer": 210,
     "train": 200,
-    "run": 170,
+    "run": 180,
+    "commands": 600,
+    "__main__": 20,
 }
 MOST_LINES = {"environments": 1465}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
@@ -183,7 +185,7 @@ def test_ground_and_report_import_no_torch(room):
 def test_reading_the_command_line_or_a_run_folder_loads_no_torch():
     modules = {name for name, path in MODULES.items() if room_of(path) in WITHOUT_TORCH}
     modules |= {"pipeline.checkpoints.run_folder", "pipeline.tracking.run_files", "pipeline.run"}
-    modules -= {"pipeline.report.__main__"}  # which is the command itself
+    modules |= {"pipeline.commands.main"}
     code = f"import sys, {', '.join(sorted(modules))}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

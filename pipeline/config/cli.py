@@ -11,6 +11,7 @@ from pipeline.config import former, recipe
 from pipeline.config.recipe import SECTIONS, SETTINGS
 from pipeline.config.settings import Config
 from pipeline.errors import UserError, nearest
+from pipeline.files.console import command
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.files.untrusted import one_line, shown
 
@@ -24,9 +25,9 @@ values in brackets are the recipe's. Flags without a value are switches; --no-FL
 off. Flags may be written with underscores: --learning_rate is --learning-rate.
 
 examples:
-  python pipeline/run.py --num-gpus 2                  train the tiny model on two ranks
-  python pipeline/run.py --model FOLDER --check        what a run of your model would do and need
-  python pipeline/run.py --no-grpo --model runs/NAME   evaluate the latest checkpoint of a run"""
+  {train} --num-gpus 2                  train the tiny model on two ranks
+  {train} --model FOLDER --check        what a run of your model would do and need
+  {train} --no-grpo --model runs/NAME   evaluate the latest checkpoint of a run"""
 
 
 def parse(argv: list[str]) -> Config:
@@ -68,8 +69,8 @@ def flag(section: str, name: str) -> str:
 def build_parser(shown: Config) -> argparse.ArgumentParser:
     """Return the parser of all flags. The help shows the settings in `shown` as defaults."""
     parser = _Parser(
-        usage="python pipeline/run.py [--config RECIPE] [--FLAG VALUE ...]",
-        description=ABOUT,
+        usage=f"{command('train')} [--config RECIPE] [--FLAG VALUE ...]",
+        description=ABOUT.format(train=command("train")),
         add_help=False,
         allow_abbrev=False,
         formatter_class=lambda prog: _Help(prog, max_help_position=34, width=100),

@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
+from pipeline.files.console import command
 from pipeline.files.imports import importing
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 RANKS_CONFIG = RUN.parent.parent / "accelerate_configs" / "multi_gpu.yaml"
-COMMAND = "python pipeline/run.py --num-gpus"
 
 # Environment variables that a launcher sets for one rank, and that `start_ranks` removes.
 # Accelerate's value of KMP_AFFINITY would bind every rank to the same cores.
@@ -49,7 +49,7 @@ def resolve(num_gpus: int | None) -> World:
     if num_launched > 1 and num_ranks != num_launched:
         raise UserError(
             f"--num-gpus: got {num_ranks}, but {num_launched} ranks were launched; "
-            f"give --num-gpus {num_launched}, or start them with: {COMMAND} {num_ranks}"
+            f"give --num-gpus {num_launched}, or start them with: {_with_ranks(num_ranks)}"
         )
     if num_launched == 1:
         _refuse_lost_processes(num_gpus)
@@ -61,7 +61,7 @@ def resolve(num_gpus: int | None) -> World:
         gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
         raise UserError(
             f"--num-gpus: got {num_here} ranks for this machine, but {gpus} visible; "
-            f"use: {COMMAND} {num_visible}, or set ACCELERATE_USE_CPU=true for ranks on CPU"
+            f"use: {_with_ranks(num_visible)}, or set ACCELERATE_USE_CPU=true for ranks on CPU"
         )
     rank = _integer("RANK", 0) if num_launched > 1 else 0
     return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched)
@@ -120,12 +120,16 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
     return 0
 
 
+def _with_ranks(num_ranks: int) -> str:
+    return f"{command('train')} --num-gpus {num_ranks}"
+
+
 def _num_launched() -> int:
     size = max(_integer(name, 1) for name in SIZES_OF_MPI)
     if size > 1 and "WORLD_SIZE" not in os.environ:
         raise UserError(
             f"MPI started {size} processes, which is not supported; "
-            f"start the ranks with: {COMMAND} {size}"
+            f"start the ranks with: {_with_ranks(size)}"
         )
     size = _integer("WORLD_SIZE", 1)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -133,7 +137,7 @@ def _num_launched() -> int:
     if size > 1 and missing:
         raise UserError(
             f"WORLD_SIZE is {size} without {', '.join(missing)}, so the processes would not find "
-            f"each other; start the ranks with: {COMMAND} {size}"
+            f"each other; start the ranks with: {_with_ranks(size)}"
         )
     return size
 
@@ -167,7 +171,7 @@ def _refuse_other_number(num_gpus: int | None) -> None:
     if asked and int(asked[1]) not in (1, num_gpus):
         raise UserError(
             f"--num-gpus: got {num_gpus}, but accelerate launch was asked for {asked[1]} "
-            f"processes; give --num-gpus {asked[1]}, or start the ranks with: {COMMAND} {num_gpus}"
+            f"processes; give --num-gpus {asked[1]}, or use: {_with_ranks(num_gpus)}"
         )
 
 

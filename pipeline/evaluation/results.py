@@ -13,7 +13,7 @@ from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
 from pipeline.evaluation.evaluate import grouped, tool_counts
 from pipeline.evaluation.transfer import summary
-from pipeline.files.console import may_fail
+from pipeline.files.console import command, may_fail
 from pipeline.files.durable import write_text
 from pipeline.rollout.trajectory import RunRecord, StopReason
 
@@ -48,7 +48,7 @@ def write_results(
         "transfer": {},
     }
     if is_final:
-        with may_fail("transfer numbers", f"python -m pipeline.report {folder} tries again"):
+        with may_fail("transfer numbers", f"{command('report')} {folder} tries again"):
             results["transfer"] = summary([results])
     write_text(folder / "results.json", json.dumps(results))
 

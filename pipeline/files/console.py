@@ -1,11 +1,23 @@
 """Prints messages, and turns failures after training into warnings."""
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.files.untrusted import printable, reason_of
+
+# Name of the environment variable for how the user calls the commands; ranks inherit the variable.
+STARTED_AS = "PIPELINE_STARTED_AS"
+
+
+def command(name: str) -> str:
+    """Return the words that call a command such as `train`, in the form that the user used."""
+    form = os.environ.get(STARTED_AS)
+    if form is None and name == "train":
+        return "python pipeline/run.py"
+    return f"{form or 'python -m pipeline'} {name}"
 
 
 def say(line: str) -> None:

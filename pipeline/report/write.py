@@ -1,8 +1,8 @@
 """Write `report.md`, `report.html` and pictures of a run, or compare several runs.
 
-A report needs only the files of a run folder. `python -m pipeline.report FOLDER` writes the report
-of a run again. `python -m pipeline.report RUN RUN ... --output FOLDER` compares runs.
-`python -m pipeline.report FOLDER_OF_RUNS` compares all runs in a folder.
+A report needs only the files of a run folder. `three-domain-grpo report FOLDER` writes the report
+of a run again. `three-domain-grpo report RUN RUN ... --output FOLDER` compares runs.
+`three-domain-grpo report FOLDER_OF_RUNS` compares all runs in a folder.
 """
 
 import argparse
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.files.console import command
 from pipeline.files.untrusted import printable
 from pipeline.plots import pictures
 from pipeline.report import comparison
@@ -42,7 +43,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog=command("report"), description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of runs")
     parser.add_argument("--output", type=Path, help="folder for the comparison of several runs")
     options = parser.parse_args(arguments)

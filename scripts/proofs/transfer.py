@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from pipeline.commands import sweep
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Number, differences, summary
-from scripts import sweep
 from scripts.bench.common import machine, parser_of, write_json
 
 Runs = list[dict[str, Any]]

@@ -172,7 +172,7 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     what = {"results": "results.json", "transfer": "transfer numbers"}.get(broken, broken)
     assert line.startswith(f"warning: {what}: ZeroDivisionError: no ink (")
     assert f"{os.path.basename(__file__)}, line " in line and str(folder) in line
-    assert ("pipeline.report" in line) == (broken != "results")
+    assert ("python -m pipeline report" in line) == (broken != "results")
     assert f"report, plots and checkpoints: {folder}" in said
     assert (folder / "report.md").is_file() == (broken != "report")
 

@@ -47,7 +47,6 @@ sys.exit(1 if "--broken" in sys.argv else 0)
 
 @pytest.fixture
 def optuna_study(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "scripts")  # where it finds the sweep's functions
     return import_module("scripts.optuna_study")
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from pipeline.commands import sweep
 from pipeline.config.cli import parse
-from scripts import sweep
 from scripts.proofs import transfer
 from tests.support.warm_process import warm_subprocess
 

@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from pipeline import train
 from pipeline.distributed import launch
-from pipeline.report import write
 from scripts.proofs import ranks
 
 END_S = 20  # for the ranks beside one that failed to end by themselves
@@ -183,14 +182,7 @@ def warm_subprocess() -> Any:
     """In place of the module `subprocess`, where a script starts Python scripts with it."""
     return SimpleNamespace(
         Popen=WarmRun,
-        run=_report,
         PIPE=subprocess.PIPE,
         STDOUT=subprocess.STDOUT,
         TimeoutExpired=subprocess.TimeoutExpired,
     )
-
-
-def _report(command: Sequence[str], **_: Any) -> Any:
-    """`python -m pipeline.report FOLDER`."""
-    assert list(command[1:3]) == ["-m", "pipeline.report"]
-    return SimpleNamespace(returncode=write.main(command[3:]))

@@ -1,6 +1,6 @@
 """Run one recipe over a grid of settings and several seeds, and compare the runs on one page.
 
-    python scripts/sweep.py --recipe forgetting --grid beta=0,0.05 replay=0,0.1,0.2 --seeds 1 2 3
+    three-domain-grpo sweep --recipe forgetting --grid beta=0,0.05 --seeds 1 2 3
 
 Each combination of settings and seed is a run. `--side-by-side` runs start at a time. On a machine
 with GPUs, each run has its own GPUs, and by default all GPUs are used. A run with mixed training on
@@ -32,9 +32,10 @@ from typing import Any
 from pipeline.config.cli import flag, parse
 from pipeline.config.former import instead
 from pipeline.config.recipe import SETTINGS
+from pipeline.distributed.launch import RUN
 from pipeline.errors import UserError, nearest
-
-ROOT = Path(__file__).resolve().parents[1]
+from pipeline.files.console import command
+from pipeline.report import write
 
 # Settings of the reference run with mixed training.
 MIXED = {"curriculum": "mixed", "order": "none", "stage_steps": "{}", "stage_tasks": "{}"}
@@ -60,31 +61,27 @@ def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     options = parser().parse_args(argv[:place])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The exit also ends the runs.
-    try:
-        grid = parse_grid(options.grid)
-        configurations = expand(grid)
-        refuse_doubles([label(settings) for settings in configurations], "--grid")
-        refuse_doubles([str(seed) for seed in options.seeds], "--seeds")
-        common = ["--config", options.recipe, *refuse_own(argv[place + 1 :])]
-        for settings in configurations:
-            parse([*common, *flags_of(settings)])  # refuses wrong settings before the first run
-        folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
-        side_by_side = options.side_by_side or max(1, num_gpus() // options.num_gpus)
-        sweep = Sweep(folder, options.num_gpus, side_by_side)
-        shares_warm_start = not any(is_of(name, FIXED) for name in grid)
-        failed = sweep.run(configurations, options.seeds, common, shares_warm_start)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    code = subprocess.run(
-        [sys.executable, "-m", "pipeline.report", str(folder.resolve())], cwd=ROOT, check=False
-    ).returncode
+    grid = parse_grid(options.grid)
+    configurations = expand(grid)
+    refuse_doubles([label(settings) for settings in configurations], "--grid")
+    refuse_doubles([str(seed) for seed in options.seeds], "--seeds")
+    common = ["--config", options.recipe, *refuse_own(argv[place + 1 :])]
+    for settings in configurations:
+        parse([*common, *flags_of(settings)])  # refuses wrong settings before the first run
+    folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
+    side_by_side = options.side_by_side or max(1, num_gpus() // options.num_gpus)
+    sweep = Sweep(folder, options.num_gpus, side_by_side)
+    shares_warm_start = not any(is_of(name, FIXED) for name in grid)
+    failed = sweep.run(configurations, options.seeds, common, shares_warm_start)
+    code = write.main([str(folder.resolve())])
     return 1 if failed else code
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=command("sweep"),
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     made.add_argument("--recipe", default="forgetting", help="a recipe file, or a shipped one")
     made.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
@@ -274,7 +271,7 @@ class Sweep:
         try:
             with log.open("ab") as file:
                 process = subprocess.Popen(
-                    [sys.executable, str(ROOT / "pipeline" / "run.py"), *job.flags, *flags],
+                    [sys.executable, str(RUN), *job.flags, *flags],
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **self._place(slot)},
@@ -305,7 +302,3 @@ class Sweep:
             return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
         threads = max(1, (os.cpu_count() or 1) // (self.side_by_side * self.ranks))
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,8 +5,9 @@ import json
 import pytest
 import yaml
 
+from pipeline.commands import sweep
+from pipeline.commands.main import main
 from pipeline.errors import UserError
-from scripts import sweep
 from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
@@ -94,20 +95,20 @@ def test_what_is_no_setting_is_refused_by_name(word, message):
 def test_what_would_run_something_else_is_refused(words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
-    assert sweep.main(words) == 2
+    assert main(["sweep", *words]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def run_sweep(tmp_path, monkeypatch, capsys):
-    """The script in this process, its runs in processes that have imported the pipeline."""
+    """The command in this process, its runs in processes that have imported the pipeline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
     monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
 
     def run(*arguments, code=0):
-        found = sweep.main(list(arguments))
+        found = main(["sweep", *arguments])
         said = capsys.readouterr()
         assert found == code, said
         return said
