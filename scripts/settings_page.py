@@ -95,9 +95,7 @@ def _variables() -> str:
     lines.append("\n## Environment variables of a run\n")
     lines += ["| variable | what it does |", "| --- | --- |"]
     lines += [f"| {name} | {about} |" for name, about in VARIABLES.items()]
-    lines.append(
-        "\nVariables that would change what is computed are refused, unless they are off:\n"
-    )
+    lines.append("\nVariables that would change the results are refused, unless they are off:\n")
     lines += [f"- `{name}`" for name in REFUSED]
     return "\n".join([*lines, ""])
 
