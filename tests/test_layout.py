@@ -23,7 +23,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "embedded": 1090,
     "chat": 660,
     "models": 800,
-    "rollout": 1600,
+    "rollout": 1620,
     "sft": 190,
     "checkpoints": 710,
     "grpo": 1330,
@@ -33,14 +33,15 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "tracking": 1060,
     "plots": 570,
     "report": 790,
+    "export": 500,
     "run_state": 200,
     "trainer": 210,
     "train": 200,
     "run": 180,
-    "commands": 600,
+    "commands": 900,
     "__main__": 20,
 }
-MOST_LINES = {"environments": 1465}  # of rooms that may be larger than others
+MOST_LINES = {"environments": 1465, "rollout": 1620}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40
@@ -58,7 +59,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 4950
+MOST_LINES_OF_THE_CORE = 4975
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

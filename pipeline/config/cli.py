@@ -68,7 +68,7 @@ def flag(section: str, name: str) -> str:
 
 def build_parser(shown: Config) -> argparse.ArgumentParser:
     """Return the parser of all flags. The help shows the settings in `shown` as defaults."""
-    parser = _Parser(
+    parser = Parser(
         usage=f"{command('train')} [--config RECIPE] [--FLAG VALUE ...]",
         description=ABOUT.format(train=command("train")),
         add_help=False,
@@ -96,7 +96,7 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         raise UserError(one_line(f"{message}; --help shows what each flag takes"))

@@ -10,6 +10,7 @@ from pipeline.files.untrusted import printable, reason_of
 
 # Name of the environment variable for how the user calls the commands; ranks inherit the variable.
 STARTED_AS = "PIPELINE_STARTED_AS"
+STYLES = {"bold": 1, "dim": 2, "cyan": 36}  # ANSI codes
 
 
 def command(name: str) -> str:
@@ -22,6 +23,13 @@ def command(name: str) -> str:
 
 def say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
+
+
+def styled(text: str, style: str) -> str:
+    """Return a text in a style, or the plain text if stdout is no terminal or has no colours."""
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\033[{STYLES[style]}m{text}\033[0m"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pipeline.files.untrusted import one_line, parse_json, read_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MAX_JSON_BYTES = 64 << 20
-_HUB_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w.-]{1,96})?")
+HUB_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
 def problem_of_name(name: str) -> str:
@@ -20,7 +20,7 @@ def problem_of_name(name: str) -> str:
         return "" if has_config else "a folder without config.json"
     if os.path.lexists(name):
         return "which is no folder"
-    return "" if _HUB_ID.fullmatch(name) else "there is no such folder"
+    return "" if HUB_ID.fullmatch(name) else "there is no such folder"
 
 
 def check_name(name: str) -> None:

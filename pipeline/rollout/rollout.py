@@ -15,6 +15,7 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
+from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
@@ -34,6 +35,20 @@ class RolloutRequest:
     task: Task
     trial: int
     key: int  # 64-bit key that selects the episode's random numbers
+
+
+class Customer:
+    """Talks with the model. A subclass may replace the simulated user of the environments."""
+
+    def begin(self, environment: Any, messages: list[Message]) -> None:
+        """See the prompt before the model does; may change the request, the last message."""
+
+    def watch(self, messages: Sequence[Message]) -> None:
+        """See new messages of the model or of tools, before the next message is made."""
+
+    def reply(self, environment: Any, message: str) -> Steps[str | None] | str | None:
+        """Answer a message without tool calls, or return None to end the conversation."""
+        return tools.reply_of(environment, message)
 
 
 class _Episode:
@@ -89,7 +104,7 @@ class Rollout:
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
-        self.rewards = rewards
+        self.rewards, self.customer = rewards, Customer()
         self.faults = faults or FaultLog()
         self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
         self.environment_s = 0.0  # total time spent in environments, or waiting for environments
@@ -166,6 +181,7 @@ class Rollout:
             self._wait(episode)
             if not episode.ended:
                 trajectory = episode.trajectory
+                self.customer.begin(episode.environment, trajectory.messages)
                 schemas = tools.tool_schemas(self.environments[trajectory.domain])
                 trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
                 if trajectory.num_tokens >= self.limits.max_tokens:
@@ -210,6 +226,7 @@ class Rollout:
         trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
+        self.customer.watch(trajectory.messages[-1:])
         if not sampled.finished:
             episode.end(StopReason.MAX_TOKENS)
         elif parsed.malformed:
@@ -219,7 +236,7 @@ class Rollout:
             content = tools.error_result(f"malformed call: {parsed.malformed}")
             episode.replies = [{"role": "tool", "name": "error", "content": content}]
         else:
-            self._begin(episode, partial(_answer, parsed))
+            self._begin(episode, partial(_answer, parsed, self.customer))
 
     def _continue(self, episode: _Episode) -> bool:
         """Append the replies to the episode's messages; return False if the episode has ended."""
@@ -232,6 +249,7 @@ class Rollout:
                 why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
                 self.faults.add(*episode.request.task.key, reply["name"], why)
         trajectory.messages += replies
+        self.customer.watch(replies)
         if not episode.ended and trajectory.num_turns >= limits.max_turns:
             episode.end(StopReason.MAX_TURNS)
         if not episode.ended:
@@ -285,8 +303,8 @@ async def _score(episode: _Episode, guard: Guard) -> None:
     trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
 
 
-async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
-    """Let the environment answer tool calls; without tool calls, let the simulated user answer."""
+async def _answer(parsed: Parsed, customer: Customer, episode: _Episode, guard: Guard) -> None:
+    """Let the environment answer tool calls; without tool calls, let the customer answer."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     methods = tools.tool_methods(type(environment))
     for name, arguments in parsed.calls:
@@ -305,7 +323,7 @@ async def _answer(parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     if not parsed.calls:
         episode.excused = "reply"
         method = tools.method_of(environment, "user", "reply")
-        reply = await guard("reply", partial(tools.reply_of, environment, parsed.content), method)
+        reply = await guard("reply", partial(customer.reply, environment, parsed.content), method)
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return

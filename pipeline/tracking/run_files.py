@@ -86,7 +86,7 @@ def load_run(folder: Path) -> RunData:
         train=train,
         validation=[line for line in metrics if line["kind"] == "validation"],
         timings=_of_training(timings),
-        transfer=results.get("transfer") or _transfer(results),
+        transfer=results.get("transfer") or transfer_of(results),
     )
 
 
@@ -102,7 +102,8 @@ def _of_training(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [of_steps[step] for step in sorted(of_steps)]
 
 
-def _transfer(results: dict[str, Any]) -> dict[str, Any]:
+def transfer_of(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the transfer numbers of results, or {} for results of versions without them."""
     successes = [of for e in results["evaluations"] for of in e["success"].values()]
     rewards = [task for of in successes for task in of.get("tasks", {"": None}).values()]
     per_trial = all(isinstance(task, list) for task in rewards)

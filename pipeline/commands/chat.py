@@ -1,0 +1,60 @@
+"""Lets a checkpoint of a run serve a customer in the terminal, with the run's own settings."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.config.cli import Parser
+from pipeline.config.settings import MAX_SEED
+from pipeline.errors import UserError
+from pipeline.export.checkpoint import open_checkpoint
+from pipeline.files.console import command
+from pipeline.files.imports import importing
+from pipeline.files.untrusted import shown
+
+
+def main(argv: list[str]) -> int:
+    """Run `chat RUN`; raises UserError for a mistake of the user."""
+    options = _parser().parse_args(argv)
+    checkpoint = open_checkpoint(options.run, options.checkpoint)
+    config, names = checkpoint.config, checkpoint.config.data.domains
+    name = options.domain or names[0]
+    if name not in names:
+        raise UserError(f"--domain: got {shown(name)}; domains of the run: {', '.join(names)}")
+    seed = config.run.seed if options.seed is None else options.seed
+    with importing():
+        from pipeline.commands.terminal import find_task, load_rollout, play, tell
+        from pipeline.environments.domains import load_domains
+
+    domain = load_domains(config.data)[name]
+    task = find_task(config, domain, options.task, seed)
+    how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
+    of = ", ".join(names)
+    tell("model", f"{checkpoint}; {how}, seed {seed}")
+    tell("domain", name if options.domain or not names[1:] else f"{name}, the first of {of}")
+    tell("task", f"{task.id}{f' ({task.family})' if task.family else ''}")
+    try:
+        play(load_rollout(checkpoint, domain, options.human), task, seed, options)
+    except (KeyboardInterrupt, EOFError):
+        print("\nended before the conversation did")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog=command("chat"), description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--domain", help="a domain of the run [the first]")
+    parser.add_argument("--task", metavar="ID", help="id of a task [a held-out task]")
+    about = "you type the customer's messages; an empty line ends the conversation"
+    parser.add_argument("--human", action="store_true", help=about)
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    about = "chooses the task and the random numbers [the run's seed]"
+    parser.add_argument("--seed", type=_seed, metavar="N", help=about)
+    about = "name of a checkpoint, or latest [latest]"
+    parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
+    return parser
+
+
+def _seed(text: str) -> int:
+    if not 0 <= (number := int(text)) <= MAX_SEED:
+        raise argparse.ArgumentTypeError(f"got {number}; give 0 to {MAX_SEED}")
+    return number

@@ -1,0 +1,36 @@
+"""Writes a checkpoint of a run as a plain Hugging Face folder with a model card."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.config.cli import Parser
+from pipeline.export.checkpoint import open_checkpoint
+from pipeline.export.folder import base_of, export, is_portable
+from pipeline.files.console import command
+
+
+def main(argv: list[str]) -> int:
+    """Run `export RUN OUT`; raises UserError for a mistake of the user."""
+    options = _parser().parse_args(argv)
+    checkpoint = open_checkpoint(options.run, options.checkpoint)
+    export(checkpoint, options.out, options.merge)
+    files = [path for path in options.out.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e6
+    print(f"{options.out}: {checkpoint}, {len(files)} files, {size:.1f} MB")
+    if not checkpoint.is_adapter and options.merge:
+        print("note: the checkpoint has no LoRA adapters, so --merge changes nothing")
+    elif checkpoint.is_adapter and not options.merge and not is_portable(checkpoint):
+        base = base_of(checkpoint)
+        print(f"note: the adapters need their base model, {base}; --merge writes a whole model")
+    print("README.md there is the model card")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog=command("export"), description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
+    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into the model")
+    about = "name of a checkpoint, or latest [latest]"
+    parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
+    return parser

@@ -1,0 +1,218 @@
+"""An episode in the terminal: the rollout of one task, whose customer may be a person."""
+
+import json
+import shutil
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from pipeline.chat.template import Chat
+from pipeline.config.settings import Config
+from pipeline.data.rng import generator, stream_key
+from pipeline.data.tasks import Message, Task
+from pipeline.embedded.scripted import difference
+from pipeline.environments.domains import Domain
+from pipeline.environments.tools import tool_schemas
+from pipeline.errors import UserError
+from pipeline.export.checkpoint import RunCheckpoint
+from pipeline.files.console import styled
+from pipeline.files.untrusted import printable, shown
+from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
+from pipeline.models.rotary import fix_rotary
+from pipeline.preflight.tasks import task_sets
+from pipeline.rollout.rewards import load_reward_functions
+from pipeline.rollout.rollout import Customer, Rollout, RolloutRequest
+from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.trajectory import StopReason, Trajectory
+
+NO_DEADLINE_S = 1e6  # a person may think for long
+MOST_LINES = 25  # largest number of shown lines of rules, or of the database
+INDENT = 10  # characters of the first column
+STYLES = {"customer": "bold", "agent": "cyan"}  # other lines are dim
+# Attributes of an environment that describe the episode, and not what the tools can see.
+OF_THE_EPISODE = {"user", "done", "final_message", "reward_breakdown", "difference"}
+
+
+def find_task(config: Config, domain: Domain, task_id: str | None, seed: int) -> Task:
+    """Return the task with this id, or a held-out task that the seed chooses.
+
+    Raises UserError for an unknown id.
+    """
+    for count in (1, config.data.tasks_per_domain):  # training tasks are made only if needed
+        data = config.data.model_copy(update={"tasks_per_domain": count})
+        sets = task_sets(config.model_copy(update={"data": data}), domain)
+        if task_id is None:
+            return generator(seed, "chat", domain.name).choice(sets.held_out)
+        for tasks in (sets.held_out, sets.validation, sets.train):
+            if (found := next((task for task in tasks if task.id == task_id), None)) is not None:
+                return found
+    some = ", ".join(task.id for task in sets.held_out[:3])
+    raise UserError(f"--task: got {shown(task_id)}; tasks of {domain.name} are {some} and others")
+
+
+def load_rollout(checkpoint: RunCheckpoint, domain: Domain, human: bool) -> Rollout:
+    """Return the run's rollout with a checkpoint's weights, on the GPU if there is one.
+
+    With `human`, no call has a deadline. Raises UserError for files that cannot be loaded.
+    """
+    config, limits = checkpoint.config, checkpoint.config.rollout
+    settings = config.model.model_copy(update={"model": str(checkpoint.path)})
+    tokenizer = load_tokenizer(settings)
+    chat = Chat(tokenizer, settings.chat_template_kwargs, settings.tool_call_format)
+    model = load_folder(checkpoint.path, settings)
+    fix_rotary(model, limits.max_tokens)
+    dtype = torch.bfloat16 if uses_bf16(settings) else torch.float32
+    sampler = make_sampler(model.to("cuda" if on_gpu() else "cpu"), chat, limits, dtype, True)
+    if human:
+        limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S})
+    rewards = load_reward_functions(config)
+    return Rollout(sampler, chat, {domain.name: domain.environment}, limits, rewards=rewards)
+
+
+def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Trajectory:
+    """Play an episode of a task, print the conversation and the outcome, return the episode.
+
+    The random numbers are those of the task's first trial in an evaluation with this seed.
+    """
+    customer = Terminal(options.human)
+    rollout.customer = customer
+    key = stream_key(seed, "evaluation", *task.key, 0)
+    (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], greedy=options.greedy)
+    print()
+    limits, reason = rollout.limits, trajectory.stop_reason
+    why = {
+        StopReason.MAX_TURNS: f" (max_turns {limits.max_turns})",
+        StopReason.MAX_TOKENS: f" (max_tokens_per_turn {limits.max_tokens_per_turn}, "
+        f"max_tokens {limits.max_tokens})",
+        StopReason.MALFORMED_CALL: f" (max_malformed_calls {limits.max_malformed_calls})",
+    }.get(reason, "")
+    counts = f"{trajectory.num_turns} message(s) of the agent, {trajectory.num_tokens} tokens"
+    tell("ended", f"{reason}{why}, {counts}")
+    if trajectory.error:
+        tell("error", trajectory.error)
+    if customer.before:
+        changes = difference(customer.before, state_of(customer.environment)).items()
+        tell("changed", [f"{name}: {was} -> {now}" for name, (was, now) in changes] or "nothing")
+    parts = trajectory.rewards or trajectory.reward_breakdown
+    told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+    goal = " for the task's own goal" if options.human else ""
+    tell("reward", f"{trajectory.reward:g}{goal}{f' ({told})' if told else ''}")
+    wrong = trajectory.difference.items()
+    tell("expected", [f"{name}: {right}, found {found}" for name, (found, right) in wrong])
+    return trajectory
+
+
+class Terminal(Customer):
+    """Prints a conversation. With `is_human`, a person types the customer's messages."""
+
+    def __init__(self, is_human: bool) -> None:
+        self.is_human = is_human
+        self.environment: Any = None
+        self.before: dict[str, Any] = {}  # the database before the first message of the model
+
+    def begin(self, environment: Any, messages: list[Message]) -> None:
+        """Print rules, tools, database and request; a person may type another request.
+
+        Raises EOFError if the input has ended.
+        """
+        self.environment, self.before = environment, state_of(environment)
+        *rules, request = messages
+        for message in rules:
+            tell("rules", message["content"].splitlines())
+        tell(
+            "tools", [_signature(schema["function"]) for schema in tool_schemas(type(environment))]
+        )
+        tell("database", list(_rows(self.before)))
+        print()
+        if self.is_human:
+            print(styled(f"The task's request, which Enter sends: {request['content']}", "dim"))
+            request["content"] = _typed() or request["content"]
+        else:
+            self.watch([request])
+
+    def watch(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            role = message["role"]
+            if role == "user":
+                if not self.is_human:
+                    tell("customer", message["content"])
+            else:
+                calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
+                name = "agent" if role == "assistant" else "tool"
+                tell(name, [*filter(None, [message["content"]]), *calls] or [""])
+
+    def reply(self, environment: Any, message: str) -> Any:
+        if not self.is_human:
+            return super().reply(environment, message)
+        try:
+            return _typed() or None
+        except EOFError:
+            return None
+
+
+def state_of(environment: Any) -> dict[str, Any]:
+    """Return what the tools of an environment can see, as nested dicts.
+
+    Read are an attribute `_db` and the public attributes with plain data.
+    """
+    attributes = getattr(environment, "__dict__", {})
+    public = {k: v for k, v in attributes.items() if k[0] != "_" and k not in OF_THE_EPISODE}
+    found = {**public, **_plain(attributes.get("_db", {}))}
+    return {name: plain for name, value in found.items() if (plain := _plain(value)) is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return plain data, in which texts stand for what is no dict; None for other objects."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    is_data = isinstance(value, str | bool | int | float | list | tuple | set)
+    return "-" if value is None else str(value) if is_data else None
+
+
+def _rows(state: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """Yield a line for each nested dict with values: its path, and the values by name."""
+    values = {name: value for name, value in state.items() if not isinstance(value, Mapping)}
+    if values:
+        yield f"{where}: " * bool(where) + ", ".join(f"{name} {v}" for name, v in values.items())
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{where}.{name}".lstrip("."))
+
+
+def _signature(function: Mapping[str, Any]) -> str:
+    return f"{function['name']}({', '.join(function['parameters'].get('properties', {}))})"
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", {}).items()
+    texts = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments)
+    return f"{function['name']}({', '.join(texts)})"
+
+
+def _typed() -> str:
+    """Return a line that a person types; raises EOFError at the end of the input."""
+    text = input(styled("customer".ljust(INDENT), "bold"))
+    if not sys.stdin.isatty():
+        print(printable(text))  # the terminal has not shown the line
+    return text.strip()
+
+
+def tell(name: str, content: str | Sequence[str]) -> None:
+    """Print a text or lines beside a name in the first column; print nothing for no lines."""
+    lines = content.splitlines() if isinstance(content, str) else list(content)
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    width = max(40, columns - INDENT)
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    wrapped = [part for line in lines for part in textwrap.wrap(printable(line), width, **options)]
+    for number, line in enumerate(wrapped or lines):
+        heading = (name if number == 0 else "").ljust(INDENT)
+        print(styled(f"{heading}{line}", STYLES.get(name, "dim")), flush=True)

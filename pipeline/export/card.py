@@ -1,0 +1,262 @@
+"""The model card: what the model is, its results with intervals, its limits, and how it was made.
+
+All numbers come from the files of the run, through the functions that write the run's report.
+"""
+
+import json
+import platform
+import shlex
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from pipeline.checkpoints.run_folder import HARMLESS
+from pipeline.config.cli import flag
+from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe
+from pipeline.config.settings import EMBEDDED_DOMAINS, SINGLE_TURN, Config
+from pipeline.export.checkpoint import RunCheckpoint
+from pipeline.files.untrusted import masked, printable
+from pipeline.models.files import HUB_ID
+from pipeline.report.page import table
+from pipeline.report.tables import METRICS, change, metric
+from pipeline.tracking.run_files import RunData, after_name, load_run, transfer_of
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
+# Settings that say where a run writes and what follows training.
+ELSEWHERE = {"output_dir", "resume_from_checkpoint", "override", "check", "doctor"}
+ELSEWHERE |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
+
+CARD = """\
+---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ kind }}, made from {{ base }} with {{ warm_start }}{{ step }} steps of GRPO.
+Domains: {{ domains }}.
+
+## Results
+
+{{ results }}
+
+## How to use it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{{ place }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ place }}")
+messages = [{"role": "system", "content": RULES}, {"role": "user", "content": "..."}]
+inputs = tokenizer.apply_chat_template(
+    messages, {{ options }}add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)
+output = model.generate(**inputs, max_new_tokens={{ limits.max_tokens_per_turn }}, do_sample=False)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+```
+
+`RULES` is the system message of a domain's tasks, if the tasks have one.{{ tools }} An episode
+had at most {{ limits.max_turns }} messages and {{ limits.max_tokens }} tokens in all.
+
+## Limits
+
+{{ warnings }}
+
+## How it was made
+
+```bash
+{{ command }}
+```
+
+Recipe `{{ config.recipe }}`, seed {{ config.run.seed }}; {{ made }}.{{ differing }}
+"""
+TOOLS = " `TOOLS` are the JSON schemas of the domain's tools; the model saw these tools alone."
+
+
+def model_card(
+    checkpoint: RunCheckpoint, base_of_adapters: str | None = None, repo_id: str | None = None
+) -> ModelCard:
+    """Return the card of an exported checkpoint.
+
+    `base_of_adapters` is the base model if the folder holds LoRA adapters, and `repo_id` the place
+    on the hub. Raises UserError if the run's files cannot be read.
+    """
+    run, config = load_run(checkpoint.run), without_places(checkpoint.config)
+    has_tools = any(config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)
+    kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
+    base = base_of_adapters or checkpoint.config.model.model
+    card: ModelCard = ModelCard.from_template(
+        ModelCardData(
+            base_model=base if _is_hub_id(base) else None,
+            library_name="peft" if base_of_adapters else "transformers",
+            pipeline_tag="text-generation",
+            tags=["grpo", "reinforcement-learning", "tool-use"],
+        ),
+        template_str=CARD,
+        title=(repo_id or checkpoint.run.resolve().name).rpartition("/")[2],
+        kind="LoRA adapters (PEFT)" if base_of_adapters else "A language model",
+        base=_base(config),
+        warm_start=_warm_start(config),
+        step=checkpoint.step,
+        domains=", ".join(config.data.domains),
+        results=_results(run, checkpoint),
+        place=repo_id or "FOLDER",
+        options="".join(["tools=TOOLS, " * has_tools, *kwargs]),
+        tools=TOOLS * has_tools,
+        config=config,
+        limits=config.rollout,
+        warnings=_limits(config),
+        command=command_of(config),
+        made=_made(run),
+        differing=_differing(config),
+    )
+    card.content = printable(card.content)
+    return card
+
+
+def without_places(config: Config) -> Config:
+    """Return the settings with the last part of each absolute path alone, and without secrets."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if isinstance(value, str):
+            return masked(Path(value).name if value.startswith("/") else value)
+        return value
+
+    return Config.model_validate(plain(config.model_dump(mode="json")))
+
+
+def changes_of(config: Config) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """Return {(section, setting): (value in the recipe, value in the run)} for other values.
+
+    A recipe of the user's is compared with the default recipe. Trackers and places do not count.
+    """
+    old, new = (of.model_dump(mode="json") for of in (load_recipe(recipe_of(config)), config))
+    return {
+        (section, name): (old[section][name], new[section][name])
+        for section, name in SETTINGS
+        if section != "tracking" and name not in ELSEWHERE
+        if old[section][name] != new[section][name]
+    }
+
+
+def recipe_of(config: Config) -> str:
+    """Return the name of the shipped recipe that a run's settings are compared with."""
+    is_shipped = (SHIPPED / f"{config.recipe}.yaml").is_file()
+    return config.recipe if is_shipped else "three_domain_tiny"
+
+
+def command_of(config: Config) -> str:
+    """Return a command that makes a run with the settings of `config`."""
+    words = ["three-domain-grpo", "train", "--config", recipe_of(config)]
+    for (section, name), (_, value) in changes_of(config).items():
+        option = flag(section, name)
+        if isinstance(value, bool):
+            plain = option.removeprefix("--").removeprefix("use-")
+            words.append(option if value else f"--no-{plain}")
+        elif isinstance(value, list):
+            words += [option, ",".join(map(str, value)) or "none"]
+        elif isinstance(value, str):
+            words += [option, value]
+        else:
+            words += [option, json.dumps(value, ensure_ascii=False)]
+    return shlex.join(words)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name != "tiny" and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _base(config: Config) -> str:
+    if config.model.model == "tiny":
+        return "random weights (a Qwen3 of half a million parameters, `tiny`)"
+    return f"`{config.model.model}`"
+
+
+def _warm_start(config: Config) -> str:
+    steps = config.warm_start.steps
+    return f"{steps} supervised steps on demonstrations (warm start) and " if steps else ""
+
+
+def _results(run: RunData, checkpoint: RunCheckpoint) -> str:
+    """Return the report's tables of success and of transfer, up to the checkpoint's step."""
+    step = checkpoint.step
+    parts = {
+        name: [of for of in run.results.get(name, []) if of["step"] <= step]
+        for name in ("evaluations", "validations")
+    }
+    evaluations = parts["evaluations"]
+    if not evaluations:
+        return "The run has no evaluation up to this checkpoint."
+    is_whole = len(evaluations) == len(run.evaluations)
+    transfer = run.transfer if is_whole else transfer_of({**run.results, **parts})
+    last, of = evaluations[-1], next(iter(evaluations[-1]["success"].values()))
+    trials, temperature = of.get("num_trials", 1), run.config["rollout"]["temperature"]
+    blocks = [
+        f"Success on {of['num_tasks']} held-out tasks of each domain, {after_name(last['after'])} "
+        f"(step {last['step']}). Sampled: {trials} trial(s) of each task at temperature "
+        f"{temperature:g}. Greedy: one trial of each, always the likeliest token. In brackets: "
+        "95 % intervals, paired bootstrap over tasks.",
+        table(change(evaluations, transfer)),
+    ]
+    if last["step"] != step:
+        blocks.insert(0, f"**This checkpoint is of step {step} and has no evaluation of its own.**")
+    numbers = transfer.get("metrics", {})
+    rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
+    if len(transfer.get("points", [])) > 2:
+        blocks.append(table([["success as a share of 1", "value [95 % interval]"], *rows]))
+    return "\n\n".join(blocks)
+
+
+def _limits(config: Config) -> str:
+    own = [name for name in config.data.domains if name not in EMBEDDED_DOMAINS]
+    lines = []
+    if len(own) < len(config.data.domains):
+        lines.append(
+            "The tasks of airline, retail and telecom are synthetic: made from templates, with "
+            "small databases and scripted customers. Success there says little of real customers."
+        )
+    if own:
+        lines.append(f"The tasks of {', '.join(own)} are those of the run's author.")
+    if config.model.model == "tiny":
+        lines.append(
+            "The model is tiny and made to try the pipeline. It can use the words and the tools of "
+            "its demonstrations alone, and is of no use for anything else."
+        )
+    if config.grpo.permute_rewards:
+        lines.append("A control experiment: rewards were permuted within each step.")
+    lines += [
+        "Measured is success on held-out tasks of the same kind as the training tasks, with one "
+        f"seed ({config.run.seed}). The intervals do not cover other seeds.",
+        "Not measured: other domains and languages, safety, bias, and what the base model could do "
+        "before and cannot do any more.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _made(run: RunData) -> str:
+    libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    ranks = run.results.get("num_ranks")
+    facts = [f"{ranks} rank{'s' * (ranks != 1)}"] if ranks else []
+    if "wall_s" in run.results:
+        facts.append(f"{run.results['wall_s'] / 60:.0f} minutes")
+    return ", ".join([*facts, f"Python {platform.python_version()}, {libraries}"])
+
+
+def _differing(config: Config) -> str:
+    recipe = recipe_of(config)
+    shown = [
+        [f"`{section}.{name}`", f"`{json.dumps(old)}`", f"`{json.dumps(new)}`"]
+        for (section, name), (old, new) in changes_of(config).items()
+        if name not in HARMLESS
+    ]
+    if not shown:
+        return ""
+    header = ["setting", f"recipe {recipe}", "this run"]
+    return f" Settings that differ from `{recipe}`:\n\n{table([header, *shown])}"

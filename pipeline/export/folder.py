@@ -1,0 +1,84 @@
+"""Writes a checkpoint as a plain Hugging Face folder: model, tokenizer and model card."""
+
+import json
+import shutil
+from pathlib import Path
+
+from pipeline.checkpoints.manifest import read_manifest
+from pipeline.errors import UserError
+from pipeline.export.card import model_card
+from pipeline.export.checkpoint import RunCheckpoint
+from pipeline.files.durable import sync
+from pipeline.files.untrusted import reason_of
+from pipeline.models.files import ADAPTER_CONFIG, HUB_ID
+
+OF_THE_RUN = ("optimizer.pt", "state.json")  # files of a checkpoint that are no part of a model
+
+
+def export(
+    checkpoint: RunCheckpoint, out: Path, merge: bool = False, repo_id: str | None = None
+) -> None:
+    """Write a checkpoint into the new or empty folder `out`.
+
+    The folder has the weights as they were trained, in fp32, the tokenizer with its chat template,
+    the configuration for generation, and a model card. A checkpoint of LoRA adapters becomes PEFT's
+    folder of adapters, or with `merge` a whole model. `out` appears only when it is complete. The
+    card names the place on the hub, `repo_id`. Raises UserError if `out` cannot be written to.
+    """
+    check_out(out)
+    writing = out.parent / f".{out.name}.writing"
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+        _write(checkpoint, writing, merge, repo_id)
+        for path in (*writing.rglob("*"), writing):
+            sync(path)
+        writing.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({reason_of(error)}); name another one") from None
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError unless `out` is missing or an empty folder."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.is_symlink() or out.exists():
+        what = "a folder that is not empty" if out.is_dir() else "no folder"
+        raise UserError(f"got {str(out)!r}, which is {what}; give a new or empty folder")
+
+
+def is_portable(checkpoint: RunCheckpoint) -> bool:
+    """Return False for LoRA adapters whose base model lies in a folder of this machine."""
+    if not checkpoint.is_adapter:
+        return True
+    return HUB_ID.fullmatch(base := base_of(checkpoint)) is not None and not Path(base).exists()
+
+
+def base_of(checkpoint: RunCheckpoint) -> str:
+    """Return the folder or hub id of the base model of LoRA adapters."""
+    from pipeline.models import lora  # imports torch
+
+    return lora.base_of(checkpoint.path)
+
+
+def _write(checkpoint: RunCheckpoint, folder: Path, merge: bool, repo_id: str | None) -> None:
+    manifest = read_manifest(checkpoint.path)
+    assert manifest is not None, "an undamaged checkpoint has a manifest"
+    is_adapter = checkpoint.is_adapter and not merge
+    names = [name for name in manifest["files"] if name not in OF_THE_RUN]
+    if checkpoint.is_adapter and merge:
+        from pipeline.models.loading import load_folder
+
+        load_folder(checkpoint.path, checkpoint.config.model).save_pretrained(folder)
+        names = [name for name in names if not name.startswith("adapter_")]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.path / name, folder / name)
+    if is_adapter:  # the checkpoint's entry may be the place from which the run was moved
+        path = folder / ADAPTER_CONFIG
+        content = {**json.loads(path.read_text()), "base_model_name_or_path": base_of(checkpoint)}
+        path.write_text(json.dumps(content, indent=2, sort_keys=True))
+    base = base_of(checkpoint) if is_adapter else None
+    model_card(checkpoint, base, repo_id).save(folder / "README.md")

@@ -1,0 +1,150 @@
+"""`chat`: an episode in the terminal, with a person or with the task's own customer."""
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.commands.chat import main
+from pipeline.commands.terminal import Terminal, _rows, state_of
+from pipeline.config.settings import RolloutSettings
+from pipeline.embedded.retail import RetailEnvironment, generate_tasks
+from pipeline.environments.tools import run_steps, started
+from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.trajectory import StopReason
+from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.messages import refusal, says
+
+V1 = Path(__file__).parents[1] / "checkpoints" / "v1"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run whose first domain is a dataset of questions, and whose second one is airline."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    shutil.copytree(V1, "run")
+    asked = [[{"role": "user", "content": f"{n} + 1"}] for n in range(20)]
+    rows = [{"prompt": prompt, "answer": "20"} for prompt in asked]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    config["data"] |= {"domains": ["sums", "airline"], "tasks": {"sums": "sums.jsonl"}}
+    config["data"]["reward_funcs"] = ["examples.sums_dataset:is_right"]
+    Path("run/config.yaml").write_text(yaml.safe_dump(config))
+    return "run"
+
+
+def test_a_checkpoint_serves_the_customer_of_a_held_out_task(run, capsys):
+    assert main([run, "--domain", "airline", "--greedy", "--seed", "3"]) == 0
+    shown = capsys.readouterr().out
+    says(shown, "checkpoint step-000001 (step 1) of run; greedy, seed 3", "rules     airline")
+    says(shown, "transfer(reason)", "database  case: asked [], transferred -", "reservations.")
+    says(shown, "\ncustomer  ", "\nagent     ", "\nended     ", "\nchanged   ", "\nreward    0")
+    assert "\033" not in shown  # no colour outside a terminal
+    assert main([run, "--domain", "airline", "--greedy", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_a_dataset_without_tools_is_served_too(run, capsys):
+    assert main([run, "--task", "19"]) == 0
+    shown = capsys.readouterr().out
+    says(shown, "domain    sums, the first of sums, airline", "task      19", "customer  19 + 1")
+    assert re.search(r"\nreward    [01] \(is_right [01]\)\n", shown)
+    assert "tools" not in shown and "database" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--domain", "bank"], ["'bank'", "sums, airline"]),
+        (["--domain", "airline", "--task", "nix"], ["'nix'", "tasks of airline are"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
+        (["--checkpoint", "step-000009"], ["'step-000009'", "step-000001"]),
+    ],
+)
+def test_a_wrong_word_is_told_in_one_line(run, arguments, words):
+    says(refusal(main, [run, *arguments]), *words)
+
+
+OWN = make_task(request="the tasks own")
+
+
+def serve(monkeypatch, typed: str, script, kind, task=OWN, is_human=True):
+    """Play an episode with a scripted model, and a person who types these lines."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    rollout = Rollout(ScriptedSampler({0: script}), chat(), {task.domain: kind}, RolloutSettings())
+    rollout.customer = Terminal(is_human)
+    return rollout([RolloutRequest(task=task, trial=0, key=0)])[0]
+
+
+class Desk:
+    """A desk whose scripted user must not answer for a person."""
+
+    def reset(self, **row):
+        self.user, self.items = None, {"lamp": 1}
+
+    def take(self, item: str) -> str:
+        """Take an item.
+
+        Args:
+            item: Name of the item.
+        """
+        self.items[item] -= 1
+        return "taken"
+
+    def get_reward(self) -> float:
+        return float(self.items["lamp"] == 0)
+
+
+class AsyncDesk(Desk):
+    async def reset(self, **row):
+        super().reset()
+
+
+@pytest.mark.parametrize("kind", [Desk, AsyncDesk])
+def test_a_person_types_the_messages_of_the_customer(monkeypatch, capsys, kind):
+    script = [say("which?"), call("take", item="lamp"), say("anything else?"), say("never said")]
+    trajectory = serve(monkeypatch, "a thing\nthe lamp\n\n", script, kind)
+    said = [m["content"] for m in trajectory.messages if m["role"] == "user"]
+    assert said == ["a thing", "the lamp"]
+    assert trajectory.stop_reason is StopReason.COMPLETED  # the empty line ended it
+    assert trajectory.reward == 1.0
+    shown = capsys.readouterr().out
+    says(shown, "The task's request, which Enter sends: the tasks own", 'take(item="lamp")')
+    assert shown.index("which?") < shown.index("the lamp") < shown.index("anything else?")
+
+
+def test_enter_sends_the_tasks_own_request_and_the_end_of_input_hangs_up(monkeypatch):
+    trajectory = serve(monkeypatch, "\n", [say("which?")], Desk)
+    assert [m["content"] for m in trajectory.messages[1:]] == ["the tasks own", "which?"]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+def test_a_person_who_leaves_before_the_first_message_ends_the_command(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main([run, "--domain", "airline", "--human"]) == 0
+    assert capsys.readouterr().out.endswith("\nended before the conversation did\n")
+
+
+def test_without_a_person_the_scripted_user_of_the_environment_answers(monkeypatch):
+    tasks = generate_tasks(0, 50, "train", "medium")
+    task = next(task for task in tasks if json.loads(task.payload)["answer"])
+    answer = json.loads(task.payload)["answer"]["words"]
+    script = [say("Why?"), say("Done.")]
+    trajectory = serve(monkeypatch, "", script, RetailEnvironment, task, is_human=False)
+    assert trajectory.messages[-2] == {"role": "user", "content": answer}
+
+
+def test_the_database_is_what_the_tools_see_and_not_what_is_expected():
+    task = generate_tasks(0, 1, "train", "medium")[0]
+    environment = run_steps(started(RetailEnvironment, task.row())).environment
+    state = state_of(environment)
+    assert state.keys() == {"case", "orders", "variants"}
+    assert state_of(type("Plain", (), {})()) == {}
+    assert list(_rows({"a": 1, "b": {"c": {"d": "-", "e": 2}, "f": 3}})) == [
+        *("a 1", "b: f 3", "b.c: d -, e 2"),
+    ]

@@ -1,0 +1,181 @@
+"""A checkpoint becomes a plain folder that transformers and PEFT load, with a card of its run."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.checkpoints.checkpoint import save
+from pipeline.checkpoints.manifest import write_manifest
+from pipeline.commands.export import main
+from pipeline.config.cli import parse
+from pipeline.config.recipe import dump, load_recipe
+from pipeline.export.card import command_of, without_places
+from pipeline.models import lora
+from pipeline.models.loading import load_folder
+from pipeline.report.page import render
+from pipeline.report.tables import data_of
+from pipeline.tracking.run_files import load_run
+from tests.support.messages import refusal, says
+from tests.support.report_runs import make_run
+
+V1 = Path(__file__).parents[1] / "checkpoints" / "v1"
+STEP = V1 / "checkpoints" / "step-000001"
+
+
+def run_with(at: Path, step: int, **settings) -> Path:
+    """A run of two stages of ten steps, with the weights of `v1` as the checkpoint of a step."""
+    run = make_run(at, ["airline", "retail"], settings=settings)
+    checkpoint = run / "checkpoints" / f"step-{step:06d}"
+    shutil.copytree(STEP, checkpoint)
+    (checkpoint / "state.json").write_text(json.dumps({"step": step}))
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, 1)
+    return run
+
+
+def text_of(run: Path, out: Path, *flags: str) -> str:
+    assert main([str(run), str(out), *flags]) == 0
+    return (out / "README.md").read_text()
+
+
+def test_an_exported_folder_is_loaded_with_the_weights_of_the_checkpoint(tmp_path, capsys):
+    out = tmp_path / "deep" / "out"
+    assert main([str(V1), str(out)]) == 0
+    assert "checkpoint step-000001 (step 1)" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {
+        *("README.md", "chat_template.jinja", "config.json", "generation_config.json"),
+        *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    }
+    model = AutoModelForCausalLM.from_pretrained(out)
+    named = dict(model.named_parameters())
+    for name, tensor in load_file(STEP / "model.safetensors").items():
+        assert torch.equal(named[name], tensor)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    request = [{"role": "user", "content": "hello"}]
+    assert "user\nhello" in tokenizer.apply_chat_template(request, tokenize=False)
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_adapters_stay_adapters_or_are_merged(tmp_path):
+    run = make_run(tmp_path / "run", [], settings={"model": {"use_peft": True, "lora_r": 2}})
+    config = load_recipe(run / "config.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(STEP)
+    shutil.copytree(STEP, run / "checkpoints" / "warm-start")
+    base = run / "checkpoints" / "warm-start"
+    model = lora.attach(load_folder(base, config.model), config.model, "/elsewhere/warm-start", 1)
+    for tensor in lora.adapters_of(model).values():
+        torch.nn.init.normal_(tensor, std=0.1)
+    save(run / "checkpoints", "step-000002", model, tokenizer, {"step": 2})
+    text = text_of(run, tmp_path / "adapters")
+    assert "library_name: peft" in text
+    content = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == str(base)  # and not where the run was before
+    assert "library_name: transformers" in text_of(run, tmp_path / "whole", "--merge")
+    assert not list((tmp_path / "whole").glob("adapter*"))
+    ids, logits = torch.arange(12)[None], []
+    for name in ("adapters", "whole"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        logits.append(loaded(ids).logits)
+    assert torch.allclose(logits[0], model(ids).logits, atol=1e-5)
+    assert torch.allclose(logits[0], logits[1], atol=1e-5)
+    assert not torch.allclose(logits[0], load_folder(base, config.model)(ids).logits, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["RUN", "FULL"], ["not empty", "new or empty folder"]),
+        (["RUN", "FULL/file"], ["no folder"]),
+        (["RUN", "OUT", "--checkpoint", "best-of"], ["'best-of'", "checkpoints", "step-000020"]),
+        (["RUN", "OUT", "--checkpoint", "../checkpoints/step-000020"], ["checkpoints of"]),
+        (["FULL", "OUT"], ["holds no run", "config.yaml"]),
+        (["EMPTY", "OUT"], ["holds no whole checkpoint", "there is none"]),
+        (["DAMAGED", "OUT"], ["no whole checkpoint", "SHA-256"]),
+        (["DAMAGED", "OUT", "--checkpoint", "step-000020"], ["damaged", "SHA-256"]),
+        (["RUN"], ["OUT", "--help"]),
+        (["RUN", "OUT", "--checkpont", "x"], ["--checkpont"]),
+    ],
+)
+def test_what_cannot_be_exported_is_told_in_one_line(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    run_with(Path("RUN"), 20)
+    damaged = run_with(Path("DAMAGED"), 20) / "checkpoints" / "step-000020" / "config.json"
+    damaged.write_text(damaged.read_text() + " ")
+    make_run(Path("EMPTY"), [])
+    Path("FULL").mkdir()
+    Path("FULL/file").write_text("mine")
+    says(refusal(main, arguments), *words)
+    assert {path.name for path in tmp_path.iterdir()} == {"RUN", "DAMAGED", "EMPTY", "FULL"}
+    assert Path("FULL/file").read_text() == "mine"
+
+
+def test_a_failure_leaves_nothing_half_written(tmp_path, monkeypatch):
+    run = run_with(tmp_path / "run", 20)
+    (run / "results.json").write_text("{")
+    assert "results.json is not what a run writes" in refusal(main, [str(run), str(tmp_path / "o")])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_card_has_the_numbers_of_the_report(tmp_path):
+    run = run_with(tmp_path / "run", 20)
+    text = text_of(run, tmp_path / "out")
+    report = render("run.md.jinja", drawn={}, title="run", **data_of(load_run(run)))
+    tables = text.partition("## Results")[2].partition("## How to use")[0]
+    rows = [line for line in tables.splitlines() if line.startswith("|")]
+    assert sum("[" in row for row in rows) >= 8
+    assert set(rows) <= set(report.splitlines())
+    assert "after retail (step 20)" in text
+    assert ModelCard(text).data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["grpo", "reinforcement-learning", "tool-use"],
+    }
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(("step", "after"), [(10, "after airline (step 10)"), (0, "warm start")])
+def test_the_card_of_an_earlier_checkpoint_has_no_later_number(tmp_path, step, after):
+    text = text_of(run_with(tmp_path / "run", step), tmp_path / "out")
+    assert after in text and "no evaluation of its own" not in text
+    assert "0.875" not in text  # greedy success after retail
+    assert f"{step} steps of GRPO" in text
+
+
+def test_a_card_says_where_its_checkpoint_was_not_measured(tmp_path):
+    text = text_of(run_with(tmp_path / "run", 15), tmp_path / "out")
+    assert "**This checkpoint is of step 15 and has no evaluation of its own.**" in text
+    assert "after airline (step 10)" in text
+
+
+def test_a_card_names_base_model_settings_and_limits(tmp_path):
+    model = {"model": "Qwen/Qwen3-4B", "chat_template_kwargs": {"enable_thinking": False}}
+    data = {"tasks": {"airline": "/home/me/tasks.jsonl"}}
+    text = text_of(run_with(tmp_path / "run", 20, model=model, data=data), tmp_path / "out")
+    assert ModelCard(text).data.base_model == "Qwen/Qwen3-4B"
+    assert "tools=TOOLS, enable_thinking=False, add_generation_prompt=True" in text
+    assert '| `data.tasks` | `{}` | `{"airline": "tasks.jsonl"}` |' in text
+    assert "/home/me" not in text and "tiny" not in text.partition("## How it was made")[0]
+
+
+def test_the_command_of_a_card_makes_a_run_with_the_same_settings(tmp_path):
+    flags = ["--config", "mixed", "--use-peft", "--no-share-prefixes", "--epsilon-high", "null"]
+    flags += ["--domains", "retail,bank", "--environments", "{bank: my.bank:Bank}", "--seed", "7"]
+    flags += ["--learning-rate", "1e-5", "--domain-weights", "{bank: 2}", "--tags", "a,b"]
+    flags += ["--chat-template-kwargs", "{enable_thinking: false}", "--stage-lr-decay", "cosine"]
+    config = parse(flags)
+    again = parse(shlex.split(command_of(config))[2:])
+    assert again == config.model_copy(update={"tracking": again.tracking})
+    assert "'{bank: my.bank:Bank}'" not in command_of(parse([]))
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump(config).replace("recipe: mixed", "recipe: mine"))
+    other = load_recipe(path)
+    again = parse(shlex.split(command_of(other))[2:])
+    assert again.model_copy(update={"recipe": "mine", "tracking": other.tracking}) == other
+    assert without_places(other) == other
