@@ -50,7 +50,6 @@ FEW = {  # what makes a run short; a 0 in the command, such as --warm-start-step
     "--kl-probe-tasks": "1",
 }
 SHORT = {"--max-turns": "5", "--max-tokens-per-turn": "12"}  # enough for the embedded domains
-HAS_FOLDER = {"--check", "--doctor", "--output-dir"}
 FEWER = {"--trials": "1", "--seeds": "1", "--grid": "replay=0"}  # for commands of several runs
 
 
@@ -177,11 +176,15 @@ class Page:
         return newest.parents[1] if newest else "runs/NAME"
 
     def _train(self, flags: list[str]) -> None:
+        few = few_steps(dict(pairwise([*flags, ""])))
+        if "--check" in flags:
+            assert main(["train", *flags, *few]) == 0, flags
+            return
         num_ranks = 1 if self.count else 2  # two ranks for the first run; one rank takes less time
         self.count += 1
-        needs_folder = not HAS_FOLDER & {*flags}
-        folder = ["--output-dir", f"runs/run-{self.count}"] if needs_folder else []
-        few = [] if "--resume-from-checkpoint" in flags else few_steps(dict(pairwise([*flags, ""])))
+        has_folder = {"--doctor", "--output-dir"} & {*flags}
+        folder = [] if has_folder else ["--output-dir", f"runs/run-{self.count}"]
+        few = [] if "--resume-from-checkpoint" in flags else few
         play(*flags, *few, *folder, cwd=self.cwd, num_ranks=num_ranks)
 
     def _script(self, words: list[str]) -> None:
