@@ -20,6 +20,7 @@ from pipeline.checkpoints.checkpoint import full_disk
 from pipeline.checkpoints.run_folder import folder_of
 from pipeline.config import variables
 from pipeline.config.settings import Config
+from pipeline.distributed.launch import CONFIGS
 from pipeline.distributed.ranks import Interrupted, Ranks, meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
@@ -179,7 +180,7 @@ def connect(config: Config) -> tuple[Accelerator, Ranks]:
     if accelerator.distributed_type.value not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise UserError(
             f"accelerate launch: its configuration asks for {accelerator.distributed_type.value}; "
-            "use --config_file accelerate_configs/multi_gpu.yaml"
+            f"use --config_file {CONFIGS}/multi_gpu.yaml"
         )
     assert config.run.num_gpus in (None, accelerator.num_processes), "ranks do not know each other"
     if config.run.deterministic:

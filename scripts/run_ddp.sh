@@ -17,12 +17,13 @@ MAX_STEPS=${MAX_STEPS:-}                # optimizer steps in total
 SEED=${SEED:-}
 OUTPUT_DIR=${OUTPUT_DIR:-}              # runs/<recipe>-<time> where empty
 PYTHON=${PYTHON:-}                      # the Python that makes .venv; 3.11 or newer
+TORCH_INDEX_URL=${TORCH_INDEX_URL:-}    # the index of torch alone; pip's own where empty
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 num_ranks() {
     local gpus=0 cores
-    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    if has_gpu; then
         # Asked of PyTorch, which knows what CUDA_VISIBLE_DEVICES and its own build leave of them.
         gpus=$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())')
     fi

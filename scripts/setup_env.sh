@@ -3,6 +3,8 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
+# The package index that torch alone is installed from, such as PyTorch's; empty: pip's own index.
+TORCH_INDEX_URL=${TORCH_INDEX_URL:-}
 
 # setup_env [EXTRA]: make .venv where it is missing or broken, and install the package with EXTRA
 # (such as dev) where pyproject.toml or constraints.txt changed since. Runs started at the same
@@ -22,8 +24,14 @@ say() {
     echo "$(basename "$0"): $*" >&2
 }
 
+has_gpu() {
+    command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'
+}
+
 _install() {
     local extra=$1 stamp=$VENV/installed${1:+-$1} unfinished=$VENV/unfinished wanted python
+    local torch=$VENV/torch torch_wanted
+    torch_wanted="$(grep '^torch==' "$ROOT/constraints.txt") $TORCH_INDEX_URL"
     # The folder is part of it: a checkout that was copied or moved installs itself anew.
     wanted=$(cd "$ROOT" && { pwd; cat pyproject.toml constraints.txt; } | cksum)
     if [ -e "$unfinished" ] || ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
@@ -37,11 +45,19 @@ _install() {
         touch "$unfinished"
         # The pip that comes with Python 3.11 takes half as long again.
         "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --upgrade pip
-    elif [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    elif [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && _has_torch; then
         return
     fi
     say "installing the package and its tested versions into $VENV (minutes, the first time)"
     touch "$unfinished"
+    if ! _has_torch; then
+        # Without dependencies: an index of PyTorch may lack the tested versions of other packages.
+        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile --no-deps \
+            --force-reinstall --index-url "$TORCH_INDEX_URL" "${torch_wanted% *}"
+        echo "$torch_wanted" >"$torch"
+    elif [ ! -e "$torch" ] && ! has_gpu; then
+        say "no GPU: TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu gives torch without CUDA"
+    fi
     "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile \
         -c "$ROOT/constraints.txt" -e "$ROOT${extra:+[$extra]}"
     # Compiles what a run imports, which is a small part of what pip would compile.
@@ -50,6 +66,11 @@ _install() {
     echo "$wanted" >"$VENV/installed" # an extra comes on top of the plain package
     echo "$wanted" >"$stamp"
     rm "$unfinished"
+}
+
+# Whether torch comes from the wanted index, or from any index if none is wanted.
+_has_torch() {
+    [ -z "$TORCH_INDEX_URL" ] || [ "$(cat "$torch" 2>/dev/null)" = "$torch_wanted" ]
 }
 
 _find_python() {

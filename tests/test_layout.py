@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
     "files": 350,
-    "distributed": 905,
+    "distributed": 915,
     "config": 1000,
     "data": 780,
     "environments": 1465,

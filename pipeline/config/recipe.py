@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 from pipeline.config import former, rules
 from pipeline.config.settings import Config, Section
 from pipeline.errors import UserError, nearest
-from pipeline.files.layout import RUN_SETTINGS
+from pipeline.files.layout import RUN_SETTINGS, shipped
 from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file, shown
 
-SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
+SHIPPED = shipped("recipes")
 MAX_BYTES = 1 << 16  # largest size of a recipe
 
 SETTINGS: dict[tuple[str, str], FieldInfo] = {  # pydantic's field of each (section, setting)
@@ -48,12 +48,12 @@ def find_recipe(source: str | Path) -> Path:
     path = Path(source)
     if os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long.
         return path
-    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.yaml"))}
+    known = {file.stem: file for file in sorted(SHIPPED.glob("*.yaml"))}
     name = path.name.removesuffix(".yaml")
-    if path.parent in (Path(), Path("recipes")) and name in shipped:
-        return shipped[name]
-    near = nearest(name, shipped)
-    hint = f"give the path of a recipe or one of {', '.join(shipped)}"
+    if path.parent in (Path(), Path("recipes")) and name in known:
+        return known[name]
+    near = nearest(name, known)
+    hint = f"give the path of a recipe or one of {', '.join(known)}"
     hint += f"; did you mean {near}?" if near else ""
     raise UserError(f"--config: got {shown(str(source))}, which is no file; {hint}")
 

@@ -18,9 +18,10 @@ from typing import Any, Literal, NamedTuple
 from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
 from pipeline.files.console import command
 from pipeline.files.imports import importing
+from pipeline.files.layout import shipped
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
-RANKS_CONFIG = RUN.parent.parent / "accelerate_configs" / "multi_gpu.yaml"
+CONFIGS = shipped("accelerate_configs")
 
 # Environment variables that a launcher sets for one rank, and that `start_ranks` removes.
 # Accelerate's value of KMP_AFFINITY would bind every rank to the same cores.
@@ -96,8 +97,8 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
 
     with TemporaryDirectory(prefix="ranks-") as log_dir:
         _set_environment(world, log_dir)
-        arguments = ["--config_file", str(RANKS_CONFIG), "--num_processes", str(world.num_ranks)]
-        arguments += ["--log_dir", log_dir, str(entry or RUN), *argv]
+        arguments = ["--config_file", f"{CONFIGS}/multi_gpu.yaml", "--log_dir", log_dir]
+        arguments += ["--num_processes", str(world.num_ranks), str(entry or RUN), *argv]
         logging.disable(logging.ERROR)  # the ranks have already printed their errors
         try:
             launch_command(launch_command_parser().parse_args(arguments))
@@ -150,7 +151,7 @@ def _refuse_lost_processes(num_gpus: int | None) -> None:
         raise UserError(
             "accelerate launch was asked for several processes and started one, unconnected to "
             f"{address} (it does so with --cpu and with MULTI_CPU); add --num-gpus N on one "
-            "machine, or launch on every one with: --config_file accelerate_configs/multi_node.yaml"
+            f"machine, or launch on every one with: --config_file {CONFIGS}/multi_node.yaml"
         )
 
 

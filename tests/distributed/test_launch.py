@@ -509,13 +509,20 @@ def test_run_ddp_installs_when_needed_and_passes_flags_and_code(tmp_path, monkey
     python, calls = tmp_path / "python", tmp_path / "calls"
     python.write_text(NOTING_PYTHON)
     python.chmod(0o755)
-    settings = {"PATH": os.environ["PATH"], "PYTHON": str(python), "NUM_GPUS": "2"}
+    no_gpu = tmp_path / "nvidia-smi"
+    no_gpu.write_text("#!/bin/sh\nexit 9\n")
+    no_gpu.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    settings = {"PATH": path, "PYTHON": str(python), "NUM_GPUS": "2"}
+
+    said: list[str] = []
 
     def run_ddp(*flags: str, **variables: str) -> list[str]:
         """What was asked of Python, each call by its first words."""
         calls.write_text("")
         script = ["bash", str(checkout / "scripts" / "run_ddp.sh"), *flags]
-        subprocess.run(script, env=settings | variables, capture_output=True, check=True)
+        done = subprocess.run(script, env=settings | variables, capture_output=True, check=True)
+        said[:] = done.stderr.decode().splitlines()
         return calls.read_text().replace(str(checkout), "ROOT").splitlines()
 
     entry = "ROOT/pipeline/run.py --num-gpus 2"
@@ -524,10 +531,20 @@ def test_run_ddp_installs_when_needed_and_passes_flags_and_code(tmp_path, monkey
     assert newer_pip.startswith("-m pip install") and newer_pip.endswith("--upgrade pip")
     assert re.match(r"-m pip install .*-c ROOT/constraints.txt -e ROOT$", installing)
     assert running == f"{entry} --model a/b --group-size 4 --beta 0.1"
+    hint = "run_ddp.sh: no GPU: TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu gives torch "
+    assert said.count(f"{hint}without CUDA") == 1
     assert run_ddp() == [entry]
+    assert not [line for line in said if "no GPU" in line]
 
     (checkout / "constraints.txt").write_text("torch==2.12.0\n")
     assert run_ddp() == [installing, entry]
+
+    index = {"TORCH_INDEX_URL": "https://index"}  # torch alone comes from there, and only once
+    torch, *rest = run_ddp(**index)
+    assert torch.startswith("-m pip install ") and "--no-deps" in torch
+    assert torch.endswith("--index-url https://index torch==2.12.0")
+    assert rest == [installing, entry]
+    assert run_ddp(**index) == run_ddp() == [entry]
 
     (checkout / "constraints.txt").write_text("torch==2.11.0\n")
     Path("fail").touch()  # an installation that breaks off is begun again from nothing

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from tests.end_to_end.test_train import jsonl, metrics, results
 from tests.support import ROOT
+from tests.support.installed import environment, installed_wheel, said_by
 from tests.support.messages import says
 from tests.support.warm import play, wait_for
 
@@ -81,21 +81,21 @@ def test_from_every_kind_of_checkpoint_a_resume_ends_bit_by_bit_as_the_undisturb
 
 
 def begin(*command: str, cwd: Path, log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    own = {**environment(), "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command, cwd=cwd, env=own, stdout=file, stderr=subprocess.STDOUT)
 
 
 def test_after_sigterm_a_run_ends_with_75_and_goes_on_as_if_nothing_had_been(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Before a stage's evaluation, with checkpoints at stage ends only, through the launcher."""
-    folder, log = tmp_path / "out", tmp_path / "log"
-    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *FLAGS]
-    command += ["--save-steps", "0", "--output-dir", str(folder)]
-    process = begin(*command, cwd=tmp_path, log=log)
+    """Before a stage's evaluation, with checkpoints at stage ends only, through the launcher.
+
+    The command is that of an installed wheel, which starts its ranks without the checkout.
+    """
+    folder, log, command = tmp_path / "out", tmp_path / "log", str(installed_wheel(tmp_path))
+    flags = [*FLAGS, "--save-steps", "0", "--output-dir", str(folder)]
+    process = begin(command, "train", *flags, cwd=tmp_path, log=log)
     wait_for(folder, '"kind": "train", "stage": "airline", "step": 2', process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75, log.read_text()
@@ -104,6 +104,7 @@ def test_after_sigterm_a_run_ends_with_75_and_goes_on_as_if_nothing_had_been(
     assert "go on with --output-dir" in said.splitlines()[-1]
     play("--output-dir", "out", "--resume-from-checkpoint", "latest", cwd=tmp_path)
     assert_same(folder, undisturbed)
+    assert said_by(command, "report", "out", cwd=tmp_path) == "out/report.md\n"
 
 
 def test_before_the_first_checkpoint_sigterm_ends_a_run_with_1_and_auto_starts_it_anew(
