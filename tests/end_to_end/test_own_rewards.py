@@ -1,4 +1,4 @@
-"""The README's dataset and reward functions train on real ranks, within a budget of calls."""
+"""The documented dataset and reward functions train on real ranks, within a budget of calls."""
 
 import base64
 import gzip
@@ -23,8 +23,8 @@ from tests.support import ROOT
 
 pytestmark = pytest.mark.whole_run
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTION = README.split("### A dataset and a reward function")[1]
+PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("## A dataset and a reward function")[1]
 SHORT = [
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "4"),
     *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "4", "--eval-trials", "1"),
@@ -53,17 +53,17 @@ def episodes(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_readmes_functions_train_and_a_budget_of_calls_ends_the_run(
+def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
-    assert len(code.splitlines()) <= 10
-    (tmp_path / "my_rewards.py").write_text(code, encoding="utf-8")
-    making, command, *_ = re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL)[0].splitlines()
-    making = making.replace("python", shlex.quote(sys.executable), 1)
-    subprocess.run(making, shell=True, check=True, cwd=tmp_path)
-    words = shlex.split(command)
-    assert words[:2] == ["python", "pipeline/run.py"]
+    for code in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:2]:
+        assert len(code.splitlines()) <= 10
+        name = code.splitlines()[0].removeprefix("# ")
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    commands = re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL)[0].replace("\\\n", "")
+    making, words = map(shlex.split, commands.splitlines())
+    subprocess.run([sys.executable, *making[1:]], check=True, cwd=tmp_path)
+    assert words[:2] == ["three-domain-grpo", "train"]
     argv = [*words[2:], *SHORT]
 
     # An evaluation asks 2 * 4 times, sampled and greedily; a step asks for each of its 2 tasks.

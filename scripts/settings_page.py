@@ -1,0 +1,127 @@
+"""Print the page `docs/settings.md`, made from the code: every setting, flag and variable.
+
+    python scripts/settings_page.py --write
+
+Without `--write`, the page goes to the standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.cli import build_parser
+from pipeline.config.recipe import SECTIONS, load_recipe
+from pipeline.config.settings import Config
+from pipeline.config.trl_names import CALLED, INSTEAD
+from pipeline.config.variables import REFUSED
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "settings.md"
+RECIPE = "three_domain_tiny"
+BAR = "\\|"  # a bar in a cell of a Markdown table
+ACTIONS = {action.dest: action for action in build_parser(Config())._actions}
+INTRODUCTION = f"""\
+# Settings
+
+This page answers: which settings exist, which flag sets each, what is the default, and which
+names of TRL have another name here. The command `python scripts/settings_page.py --write` makes
+this page from the code. `three-domain-grpo train --help` prints the same list.
+
+- A **recipe** (a YAML file, `--config RECIPE`) gives settings by section, and a **flag** overrides
+  the recipe. A setting that a recipe does not name has the default.
+- The column "default" also has the value of the recipe `{RECIPE}`, if the recipe sets
+  another one. A run without `--config` uses this recipe.
+- A recipe of your own has the names of sections and settings as keys, as the files in `recipes/`
+  show. The name of a setting is its flag with underscores (in `warm_start` without the prefix).
+- The flag of a **switch** has no value; `--no-FLAG` turns a switch off (`--no-peft` and `--no-grpo`
+  for `use_peft` and `use_grpo`). Flags may be written with underscores.
+- **Lists** are separated by commas: `--domains airline,retail`; `none` is an empty list.
+- **Mappings** are YAML, with a space after each colon: `--domain-weights '{{telecom: 2}}'`.
+- `null` is no value.
+"""
+VARIABLES = {  # environment variables that a run reads, besides those of run_ddp.sh
+    "`ACCELERATE_USE_CPU=true`": "run on CPU although the machine has GPUs",
+    "`CUDA_VISIBLE_DEVICES`": "the GPUs that a run may use",
+    "`OMP_NUM_THREADS`": "threads per rank on CPU; default: cores divided by ranks",
+    "`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`": "seconds from SIGTERM to SIGKILL; default: 20",
+    "`HF_TOKEN`": "access to private models and datasets of the hub",
+    "`HF_HUB_OFFLINE=1`": "use only models and datasets that are already on this machine",
+    "`WANDB_API_KEY`": "the key for W&B; without a key, nothing is sent",
+    "`WANDB_MODE=offline`": "W&B's own offline folders",
+}
+
+
+def page() -> str:
+    parts = [INTRODUCTION, *map(_section, SECTIONS), _variables(), _names_of_trl()]
+    return "\n".join(parts)
+
+
+def _section(section: str) -> str:
+    default, shipped = (getattr(config, section) for config in (Config(), load_recipe(RECIPE)))
+    title = str(type(default).__doc__)
+    head = f"## {title[0].upper()}{title[1:]} (`{section}`)\n"
+    lines = [head, "| flag | value | default | what it sets |", "| --- | --- | --- | --- |"]
+    for name, setting in type(default).model_fields.items():
+        action = ACTIONS[f"{section}.{name}"]
+        value, other = getattr(default, name), getattr(shipped, name)
+        shown = _shown(value) + (f"; recipe: {_shown(other)}" if other != value else "")
+        flags = [option for option in action.option_strings if not option.startswith("--no-")]
+        kind = _names((action.metavar or "").replace("|", " ")) or "switch"
+        cells = _names(" ".join(flags)), kind, shown, str(setting.description)
+        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return f"`{','.join(map(str, value)) or 'none'}`"
+    return f"`{json.dumps(value) if isinstance(value, bool | dict) else value}`"
+
+
+def _variables() -> str:
+    text = (ROOT / "scripts" / "run_ddp.sh").read_text(encoding="utf-8")
+    found = re.findall(r"^(\w+)=\$\{\1:-\} *(?:# (.*))?$", text, re.MULTILINE)
+    lines = ["## Variables of `scripts/run_ddp.sh`\n"]
+    example = "`MAX_STEPS=20 SEED=2 bash scripts/run_ddp.sh`"
+    lines.append(f"Set them in the environment: {example}. Further flags go to the run.\n")
+    lines += ["| variable | what it sets |", "| --- | --- |"]
+    lines += [f"| `{name}` | {about or 'the seed'} |" for name, about in found]
+    lines.append("\n## Environment variables of a run\n")
+    lines += ["| variable | what it does |", "| --- | --- |"]
+    lines += [f"| {name} | {about} |" for name, about in VARIABLES.items()]
+    lines.append("\nVariables that would change the results are refused, unless they are off:\n")
+    lines += [f"- `{name}`" for name in REFUSED]
+    return "\n".join([*lines, ""])
+
+
+def _names_of_trl() -> str:
+    lines = ["## Names of TRL, transformers and PEFT\n"]
+    lines.append(
+        "A name that TRL has too means here what it means in TRL. These names are different:\n"
+    )
+    lines += ["| name there | here |", "| --- | --- |"]
+    lines += [f"| {_names(names)} | `{name}` |" for names, name in CALLED.items()]
+    lines += [f"| {_names(names)} | {hint} |" for names, hint in INSTEAD.items()]
+    return "\n".join([*lines, ""])
+
+
+def _names(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
+
+
+def main(argv: list[str]) -> int:
+    if argv == ["--write"]:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
