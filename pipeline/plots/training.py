@@ -18,7 +18,7 @@ PALE = "#999999"
 STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
 SMOOTHED: dict[str, Any] = {"linewidth": 2}
 VALIDATION: dict[str, Any] = {"marker": "s", "markersize": 4.5, "mfc": "white", "linestyle": "none"}
-HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 8, "mec": "black", "linestyle": "none"}
+HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 6, "mec": "black", "linestyle": "none"}
 KL: dict[str, Any] = {"marker": "v", "markersize": 4, "linewidth": 1, "linestyle": "--"}
 BASELINE: Handle = ("best baseline (a fixed policy)", {"linestyle": ":", "linewidth": 1})
 SQUARE: dict[str, Any] = {"marker": "s", "markersize": 9, "linestyle": "none"}
@@ -77,8 +77,11 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
             rewards.plot(steps, smooth(raw), color=colour, **SMOOTHED)
     draw_baseline(rewards, run, domain, colour)
     intervals = {v["step"]: _validated(run, v, domain) for v in run.results.get("validations", [])}
+    ends = {evaluation["step"] for evaluation in run.evaluations}
+    aside = 0.016 * max(ends, default=0)  # so that no point hides another of the same step
     for step, mean in _points(run.validation, f"validation/{domain}/success"):
-        draw_rate(axes, step, intervals.get(step) or [mean, None, None], color=colour, **VALIDATION)
+        x = step - aside * (step in ends)
+        draw_rate(axes, x, intervals.get(step) or [mean, None, None], color=colour, **VALIDATION)
     for evaluation in points_of(run.results):
         if number := rate(evaluation, domain, "mean", run.success_threshold):
             style = {"color": colour, "zorder": 5, **HELD_OUT}

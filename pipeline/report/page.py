@@ -131,6 +131,6 @@ def row(*cells: Any, left: int | None = None) -> Markdown:
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> Markdown:
-    """Return a table as Markdown; the first of `rows` is the header (see `row`)."""
-    return Markdown("\n".join([row(rows[0], left=left), *map(row, rows[1:])]))
+def table(rows: Sequence[Sequence[str]]) -> Markdown:
+    """Return a table as Markdown; the first of `rows` is the header."""
+    return Markdown("\n".join([row(rows[0], left=1), *map(row, rows[1:])]))

@@ -38,13 +38,7 @@ AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting
 KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
 ENDS = ("before GRPO", "after GRPO")
 MOST_CHARACTERS = 100  # maximum length of a line in the terminal
-TOTAL = "rollout/frac_reward_zero_std"
-ZERO_STD = {  # key in `metrics.jsonl` -> name in reports
-    "rollout/all_failed": "all failed",
-    "rollout/all_solved": "all solved",
-    "rollout/too_few_left": "fewer than two left",
-    TOTAL: "in all",
-}
+
 STOP, LEFT_OUT = "rollout/stop/", "rollout/left_out/"
 BY_COLUMN = ("backward_transfer", "forward_transfer", "forgetting", "area_under_curve")
 
@@ -161,6 +155,7 @@ def data_of(run: RunData) -> dict[str, Any]:
     metrics = sorted({key for record in run.train for key, value in record.items() if value})
     return {
         "run": run,
+        "metrics": metrics,  # with a value other than 0 in any step
         "ends": [e for e in before_and_after(run.evaluations) if e],
         "kinds": KINDS,
         "success_tables": success_tables({**run.results, "transfer": run.transfer}),
@@ -173,7 +168,6 @@ def data_of(run: RunData) -> dict[str, Any]:
         "rewards_by_name": _rewards_by_name(run),
         "rate_of": lambda e, d, kind: with_interval(rate(e, d, kind, run.success_threshold)),
         "by_family": _by_family(run),
-        "zero_std": _zero_std(run),
     }
 
 
@@ -184,19 +178,6 @@ def duration(seconds: float) -> str:
 def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
     """Return the mean of a metric over training steps, as text."""
     return f"{fmean(record.get(key) or 0.0 for record in records):.3f}"
-
-
-def _zero_std(run: RunData) -> Rows:
-    """Return a row per stage and domain: shares of the groups with equal rewards."""
-    keys = [key for key in ZERO_STD if any(line.get(key) for line in run.train)]
-    rows = [["stage", "domain", *map(ZERO_STD.__getitem__, keys)]]
-    for stage in run.stages:
-        for domain in ("", *(f"/{domain}" for domain in run.domains)):
-            # A step without groups of a domain has no metrics of the domain.
-            lines = [line for line in run.of_stage(stage) if TOTAL + domain in line]
-            cells = [stage["name"], domain.removeprefix("/") or "all"]
-            rows += [[*cells, *(share(lines, key + domain) for key in keys)]] if lines else []
-    return rows
 
 
 def _by_family(run: RunData) -> list[Rows]:

@@ -98,6 +98,11 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     write_report(out)
     report = (out / "report.md").read_text(encoding="utf-8")
     assert re.search(r"## Rewards by name\n.*\| sums \| digits \| 0\.\d+ \|", report, re.DOTALL)
+    last = json.loads((out / "results.json").read_text())["evaluations"][-1]["success"]["sums"]
+    assert set(last["rewards"]) == {"correct", "digits"}
+    weighted = last["rewards"]["correct"] + 0.5 * last["rewards"]["digits"]
+    assert last.get("reward", last["mean"]) == pytest.approx(weighted)
+    assert f" {last['rewards']['digits']:.2f} |\n" in report.split("| sums: digits |")[1]
     chunk = json.loads(gzip.decompress(base64.b64decode(read_episodes(out).chunks[0])))
     shown = chunk["groups"][0][0]
     assert set(shown["rewards"]) == {"correct", "digits"}
