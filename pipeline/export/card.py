@@ -21,7 +21,7 @@ from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.untrusted import masked, printable
 from pipeline.models.files import HUB_ID
 from pipeline.report.page import table
-from pipeline.report.tables import METRICS, change, metric
+from pipeline.report.tables import METRICS, ends_in_words, metric, success_tables
 from pipeline.tracking.run_files import RunData, after_name, load_run, transfer_of
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -202,15 +202,15 @@ def _results(run: RunData, checkpoint: RunCheckpoint) -> str:
         f"Success on {of['num_tasks']} held-out tasks of each domain, {after_name(last['after'])} "
         f"(step {last['step']}). Sampled: {trials} trial(s) of each task at temperature "
         f"{temperature:g}. Greedy: one trial of each, always the likeliest token. In brackets: "
-        "95 % intervals, paired bootstrap over tasks.",
-        table(change(evaluations, transfer)),
+        f"95 % intervals, paired bootstrap over tasks. Columns: {ends_in_words(evaluations)}.",
+        *map(table, success_tables({**run.results, **parts, "transfer": transfer})),
     ]
     if last["step"] != step:
         blocks.insert(0, f"**This checkpoint is of step {step} and has no evaluation of its own.**")
     numbers = transfer.get("metrics", {})
     rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
     if len(transfer.get("points", [])) > 2:
-        blocks.append(table([["success as a share of 1", "value [95 % interval]"], *rows]))
+        blocks.append(table([["transfer number", "value"], *rows]))
     return "\n\n".join(blocks)
 
 
