@@ -17,9 +17,9 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "errors": 60,
     "files": 350,
     "distributed": 915,
-    "config": 1000,
+    "config": 1025,
     "data": 780,
-    "environments": 1465,
+    "environments": 1478,
     "embedded": 1090,
     "chat": 660,
     "models": 800,
@@ -41,7 +41,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "commands": 900,
     "__main__": 20,
 }
-MOST_LINES = {"environments": 1465, "rollout": 1620}  # of rooms that may be larger than others
+MOST_LINES = {"environments": 1478, "rollout": 1620}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pipeline.config.cli import Parser
-from pipeline.config.settings import MAX_SEED
+from pipeline.config.cli import Parser, seed_of
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import open_checkpoint
 from pipeline.files.console import command
@@ -48,13 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--human", action="store_true", help=about)
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     about = "chooses the task and the random numbers [the run's seed]"
-    parser.add_argument("--seed", type=_seed, metavar="N", help=about)
+    parser.add_argument("--seed", type=seed_of, metavar="N", help=about)
     about = "name of a checkpoint, or latest [latest]"
     parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
     return parser
-
-
-def _seed(text: str) -> int:
-    if not 0 <= (number := int(text)) <= MAX_SEED:
-        raise argparse.ArgumentTypeError(f"got {number}; give 0 to {MAX_SEED}")
-    return number

@@ -9,7 +9,7 @@ import yaml
 
 from pipeline.config import former, recipe
 from pipeline.config.recipe import SECTIONS, SETTINGS
-from pipeline.config.settings import Config
+from pipeline.config.settings import MAX_SEED, Config
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
@@ -100,6 +100,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         raise UserError(one_line(f"{message}; --help shows what each flag takes"))
+
+
+def seed_of(text: str) -> int:
+    """Return a seed from the command line, for `add_argument`."""
+    if not 0 <= (number := int(text)) <= MAX_SEED:
+        raise argparse.ArgumentTypeError(f"got {number}; give 0 to {MAX_SEED}")
+    return number
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

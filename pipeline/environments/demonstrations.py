@@ -8,7 +8,7 @@ no `WORDS`.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,28 @@ def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[De
 
 
 def words_of_demonstrations(config: Config, domain: Domain, count: int) -> list[str]:
-    """Return up to MAX_WORDS frequent texts of a domain's demonstrations, the most frequent first.
+    """Return up to MAX_WORDS frequent texts of a domain's demonstrations; see `words_of`."""
+    count = min(MAX_READ, count, domain.max_tasks or count)
+    made = list(demonstrations_of(config, domain, count))
+    return words_of(made, [domain.name, *names_of(tool_schemas(domain.environment))])
 
-    Each conversation is split at its values, which are arguments of calls and values of tools'
-    JSON results. A value or a text between two values is a word if enough conversations hold it.
-    Other texts are split at spaces, digits and punctuation. So a value is the same token in a
-    request and in a call, and the syntax between two values of a call is one token. A word has no
-    digits: a token of each number or id would be too rare to be learned, and digits can be copied.
+
+def names_of(tools: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of tools, and then the names as they stand in a list, after a space."""
+    names = [str(schema["function"]["name"]) for schema in tools]
+    return [*names, *(f" {name}" for name in names)]
+
+
+def words_of(made: Sequence[Demonstration], fixed: Iterable[str]) -> list[str]:
+    """Return `fixed` and frequent texts of demonstrations, the most frequent first.
+
+    At most MAX_READ demonstrations are read and at most MAX_WORDS texts returned. Each conversation
+    is split at its values, which are arguments of calls and values of tools' JSON results. A value
+    or a text between two values is a word if enough conversations hold it. Other texts are split at
+    spaces, digits and punctuation. So a value is the same token in a request and in a call, and the
+    syntax between two values of a call is one token. A word has no digits: a token of each number
+    or id would be too rare to be learned, and digits can be copied.
     """
-    made = list(demonstrations_of(config, domain, min(MAX_READ, count, domain.max_tasks or count)))
     made = made[:: -(-len(made) // MAX_READ)]
     conversations = list(map(_split, made))
     least = max(2, len(made) // 100)
@@ -72,8 +85,7 @@ def words_of_demonstrations(config: Config, domain: Domain, count: int) -> list[
         parts = (re.findall(r" ?[^\W\d]+|[^\w\s]+ ?", text) for text in found - words.keys())
         pieces.update({piece for found in parts for piece in found})
     words.update({piece: number for piece, number in pieces.items() if number >= least})
-    names = [schema["function"]["name"] for schema in tool_schemas(domain.environment)]
-    fixed = dict.fromkeys([domain.name, *names, *(f" {name}" for name in names)])
+    fixed = dict.fromkeys(fixed)
     frequent = sorted(words, key=lambda word: (-words[word], word))
     return [*fixed, *(word for word in frequent if len(word) > 1 and word not in fixed)][:MAX_WORDS]
 

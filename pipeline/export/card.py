@@ -170,7 +170,7 @@ def command_of(config: Config) -> str:
 
 
 def _is_hub_id(name: str) -> bool:
-    return name != "tiny" and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+    return "/" in name and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _base(config: Config) -> str:

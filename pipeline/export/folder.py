@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.checkpoints.manifest import read_manifest
@@ -25,12 +27,22 @@ def export(
     folder of adapters, or with `merge` a whole model. `out` appears only when it is complete. The
     card names the place on the hub, `repo_id`. Raises UserError if `out` cannot be written to.
     """
+    with written_whole(out) as writing:
+        _write(checkpoint, writing, merge, repo_id)
+
+
+@contextmanager
+def written_whole(out: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes the new or empty folder `out` if all goes well.
+
+    Raises UserError if `out` is not empty or cannot be written to.
+    """
     check_out(out)
     writing = out.parent / f".{out.name}.writing"
     shutil.rmtree(writing, ignore_errors=True)
     try:
         writing.mkdir(parents=True)
-        _write(checkpoint, writing, merge, repo_id)
+        yield writing
         for path in (*writing.rglob("*"), writing):
             sync(path)
         writing.replace(out)

@@ -1,0 +1,60 @@
+"""`make-tiny`: a model's folder whose tokenizer has the words of a file of demonstrations."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from examples.trl_environment import demonstration
+from pipeline.commands.make_tiny import main
+from pipeline.config.cli import parse
+from pipeline.models.files import check_name
+from pipeline.models.loading import load_folder, load_tokenizer
+from tests.support.messages import refusal, says
+
+ASKED = {"role": "user", "content": "hi"}
+LONG = {"role": "assistant", "content": "9" * 1100}
+
+
+@pytest.fixture
+def tickets(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    random.seed(1)
+    lines = [json.dumps(demonstration()) + "\n" for _ in range(60)]
+    Path("tickets.jsonl").write_text("".join(lines))
+    return Path("tickets.jsonl")
+
+
+def test_the_folder_is_a_model_whose_tokens_are_the_words_of_the_file(tickets, capsys):
+    assert main([str(tickets), "tiny"]) == 0
+    shown = capsys.readouterr().out
+    says(shown, "tools: read_ticket, assign;", "60 demonstrations have ", " at most")
+    says(shown, "--model ./tiny --demonstrations '{DOMAIN: tickets.jsonl}'")
+    settings = parse(["--model", "./tiny"]).model
+    check_name(settings.model)
+    tokenizer = load_tokenizer(settings)
+    for text in ("read_ticket", "finance", "A question about: parcel", " to a team."):
+        assert len(tokenizer(text)["input_ids"]) == 1
+    assert len(tokenizer("T1")["input_ids"]) == 2  # digits stay apart
+    model = load_folder(settings.model, settings)
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer)
+    assert main([str(tickets), "other", "--seed", "2"]) == 0
+    assert not load_folder("other", settings).lm_head.weight.equal(model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["tickets.jsonl, line 61", "not JSON"]),
+        ('{"messages": []}', ["tickets.jsonl, line 61", "messages"]),
+        ('{"messages": [{"role": "user", "content": "hi"}]}', ["line 61", "an assistant message"]),
+        (json.dumps({"messages": [ASKED, LONG], "tools": 1}), ["line 61"]),
+        (json.dumps({"messages": [ASKED, LONG]}), ["line 61", "tokens, the tiny model 1024"]),
+    ],
+)
+def test_a_bad_line_is_told_by_its_number(tickets, line, words):
+    with tickets.open("a") as file:
+        file.write(line + "\n")
+    says(refusal(main, ["tickets.jsonl", "out"]), *words)
+    assert list(Path().iterdir()) == [tickets]
