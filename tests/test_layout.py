@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
-    "files": 350,
+    "files": 360,
     "distributed": 915,
     "config": 1025,
     "data": 780,
