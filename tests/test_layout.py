@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
-    "files": 362,
+    "files": 375,
     "distributed": 915,
     "config": 1025,
     "data": 780,

@@ -219,6 +219,7 @@ def few_steps(given: Mapping[str, str]) -> list[str]:
     flags = {k: v for k, v in FEW.items() if given.get(k) != "0"}
     flags |= {} if {"--environments", "--reward-funcs", "--config"} & given.keys() else SHORT
     flags |= {} if "--report-to" in given else {"--report-to": "none"}
+    flags |= {"--validation-steps": "1"} if "--keep-best" in given else {}
     return [word for pair in flags.items() for word in pair]
 
 
