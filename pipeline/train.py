@@ -24,6 +24,7 @@ from pipeline.distributed.launch import CONFIGS
 from pipeline.distributed.ranks import Interrupted, Ranks, meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
+from pipeline.export.hub import push_after_training
 from pipeline.files.console import command, may_fail
 from pipeline.models.loading import load_folder, on_gpu, uses_bf16
 from pipeline.report.tables import final_table
@@ -120,6 +121,9 @@ class Training(Trainer):
             with may_fail("table", f"{again} has it"):
                 results = json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
                 print(final_table(results))
+            if best := self.state.best:
+                found = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
+                print(f"best checkpoint: {found} (--checkpoint best)")
             print(f"report, plots and checkpoints: {self.folder}")
         self.ranks.barrier("end")
 
@@ -156,6 +160,9 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
                 raise fault from None
         if code == 0:
             accelerator.end_training()
+    # An upload may take longer than other ranks would wait.
+    if code == 0 and ranks.is_main and config.run.push_to_hub and config.grpo.use_grpo:
+        push_after_training(training.folder, config)
     return code
 
 

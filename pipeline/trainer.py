@@ -11,7 +11,7 @@ from pipeline.data.tasks import Task
 from pipeline.errors import RunError, UserError
 from pipeline.evaluation.dead_domains import lost_domains
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
-from pipeline.evaluation.evaluate import evaluate, plateau, scored, validation_metrics
+from pipeline.evaluation.evaluate import evaluate, mean_success, plateau, scored, validation_metrics
 from pipeline.evaluation.results import training_summary
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.run_state import RunState
@@ -59,6 +59,8 @@ class Trainer(RunState):
                 self.say(f"warning: {line}")
         self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
         self.validate_when_due(stage)  # a resumed run may have stopped before this validation
+        if self.is_best:
+            self.save(f"step-{self.state.step:06d}")
         return max(stage.first_step, self.state.step)
 
     def end_stage(self, stage: Stage) -> None:
@@ -147,7 +149,7 @@ class Trainer(RunState):
         is_stopped = bool(lines) and self.config.run.stop_on_dead_domain
         most, called = self.config.data.max_reward_calls, self.state.num_reward_calls
         is_spent = most is not None and called >= most
-        if self.checkpointer.is_due or is_stopped or is_spent:
+        if self.checkpointer.is_due or is_stopped or is_spent or self.is_best:
             self.save(f"step-{self.state.step:06d}")
         if is_stopped:
             raise RunError(f"stop_on_dead_domain: step {self.state.step}: {lines[0]}")
@@ -171,13 +173,23 @@ class Trainer(RunState):
             kl = self.kl_probe.divergences(updater)
         rewards, keys = scored(records), {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})
-        metrics = validation_metrics(rewards, kl, self.config.evaluation.success_threshold)
+        threshold = self.config.evaluation.success_threshold
+        metrics = validation_metrics(rewards, kl, threshold)
         logged = self._logged("validation/")
         self.log.metrics({**logged, "kind": "validation", **keys, **metrics})
         seconds = {"perf/validation_s": time.perf_counter() - begun}
         self.log.timings({"kind": "validation", **keys, **seconds})
+        mean, best = mean_success(rewards, self.config.data.domains, threshold), self.state.best
+        if self.config.run.keep_best and mean is not None and mean > best.get("success", -1.0):
+            name = f"step-{step:06d}"
+            self.state.best = {"checkpoint": name, "step": step, "success": mean}
         rates = ErrorRates(records)
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the present policy is the best so far and has no checkpoint yet."""
+        return self.state.best.get("step") == self.state.step and not self.checkpointer.is_current
 
     def ends_early(self, stage: Stage) -> bool:
         """Return True and store the stage's length if validation success no longer rises."""

@@ -43,7 +43,7 @@ this page from the code. `three-domain-grpo train --help` prints the same list.
 - **Mappings** are YAML, with a space after each colon: `--domain-weights '{{telecom: 2}}'`.
 - `null` is no value.
 """
-VARIABLES = {  # environment variables that a run reads, besides those of run_ddp.sh
+VARIABLES = {  # environment variables besides those of run_ddp.sh
     "`ACCELERATE_USE_CPU=true`": "run on CPU although the machine has GPUs",
     "`CUDA_VISIBLE_DEVICES`": "the GPUs that a run may use",
     "`OMP_NUM_THREADS`": "threads per rank on CPU; default: cores divided by ranks",
@@ -92,7 +92,7 @@ def _variables() -> str:
     lines.append(f"Set them in the environment: {example}. Further flags go to the run.\n")
     lines += ["| variable | what it sets |", "| --- | --- |"]
     lines += [f"| `{name}` | {about or 'the seed'} |" for name, about in found]
-    lines.append("\n## Environment variables of a run\n")
+    lines.append("\n## Environment variables\n")
     lines += ["| variable | what it does |", "| --- | --- |"]
     lines += [f"| {name} | {about} |" for name, about in VARIABLES.items()]
     lines.append("\nVariables that would change the results are refused, unless they are off:\n")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
-    "files": 350,
+    "files": 375,
     "distributed": 915,
     "config": 1025,
     "data": 780,
@@ -28,7 +28,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "checkpoints": 710,
     "grpo": 1330,
     "evaluation": 1090,
-    "preflight": 1030,
+    "preflight": 1035,
     "doctor": 290,
     "tracking": 1060,
     "plots": 585,
@@ -59,7 +59,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 4975
+MOST_LINES_OF_THE_CORE = 4990
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

@@ -41,6 +41,7 @@ class TrainState:
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # results of each evaluation
     validations: list[dict[str, Any]] = field(default_factory=list)  # results of each validation
     ended_early: dict[str, int] = field(default_factory=dict)  # stage name -> number of steps taken
+    best: dict[str, Any] = field(default_factory=dict)  # with keep_best: checkpoint, step, success
     training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
     num_reward_calls: int = 0  # number of calls of async reward functions
     wall_s: float = 0.0  # seconds that the run's processes took, up to the last save
@@ -196,7 +197,8 @@ class Checkpointer:
         moments = None if optimizer is None else consolidated_state_dict(optimizer, rank)
         if self._ranks.is_main:
             path = self.write(name, model, moments)
-            manifest.prune(self.folder, self._settings.save_total_limit, path)
+            kept = {path.name, self._state.best.get("checkpoint")}
+            manifest.prune(self.folder, self._settings.save_total_limit, kept)
         self._ranks.barrier(f"checkpoint {name}")
         self._saved, self._saved_at = self._state.position, time.perf_counter()
         seconds, limit_s = self._saved_at - begun, float(os.environ.get(SHUTDOWN_TIMEOUT, 30))

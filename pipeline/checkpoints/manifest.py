@@ -7,7 +7,7 @@ save writes the manifest last, so a folder without a manifest is no checkpoint.
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,14 @@ def put_aside(folder: Path, kept: Path | None) -> None:
         sync(folder)
 
 
-def prune(folder: Path, limit: int, latest: Path) -> None:
+def prune(folder: Path, limit: int, kept: Container[str | None]) -> None:
     """Remove old checkpoints, and checkpoints whose names mark them as unused.
 
-    Of the checkpoints with names `step-...`, keep only the newest `limit`. Never remove `latest`.
+    Of the checkpoints with names `step-...`, keep the newest `limit` and the names in `kept`.
     """
     useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
     for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):
         useless += folder.glob(pattern)
     for path in useless:
-        if path.name != latest.name:
+        if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)

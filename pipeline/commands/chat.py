@@ -48,6 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     about = "chooses the task and the random numbers [the run's seed]"
     parser.add_argument("--seed", type=seed_of, metavar="N", help=about)
-    about = "name of a checkpoint, or latest [latest]"
+    about = "name of a checkpoint, latest, or best (of --keep-best) [latest]"
     parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
     return parser

@@ -28,7 +28,14 @@ def check(config: Config) -> None:
 
 
 def left_out(config: Config) -> Iterator[str]:
-    """Yield a line for each environment of a domain that the run does not serve."""
+    """Yield a line for each setting without effect, such as an environment of no domain."""
+    run, is_trained = config.run, config.grpo.use_grpo
+    if run.push_to_hub and not is_trained:
+        yield "push_to_hub: nothing is trained, so nothing is uploaded"
+    if run.keep_best and not is_trained:
+        yield "keep_best: nothing is trained, so there is no checkpoint to keep"
+    if run.hub_model_id and not run.push_to_hub and is_trained:
+        yield "hub_model_id: has no effect without push_to_hub"
     domains = config.data.domains
     for name in config.data.environments:
         if name not in domains:
@@ -148,6 +155,10 @@ def _run(config: Config) -> Iterator[str]:
     num_steps = config.grpo.max_steps if config.grpo.use_grpo else 0
     if late := [step for step in run.profile if step > num_steps]:
         yield f"profile: got step {late[0]}, but {num_steps} are trained; name steps from 1 on"
+    if run.keep_best and not config.evaluation.validation_steps:
+        yield "keep_best: needs validations; give validation_steps more than 0, or take it out"
+    if run.push_to_hub and run.hub_model_id is None:
+        yield "push_to_hub: needs the repository; give hub_model_id, NAME or ORGANISATION/NAME"
     if not run.doctor and run.timeout <= rollout.call_timeout:
         given = f"{run.timeout:g}, with call_timeout {rollout.call_timeout:g}"
         yield f"timeout: got {given}; give more than the longest call of an environment"

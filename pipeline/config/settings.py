@@ -226,6 +226,10 @@ class RunSettings(Section):
     save_steps: NonNegativeInt = field(50, "steps between checkpoints; 0: at stage ends only")
     save_minutes: PositiveFloat | None = field(None, "minutes between additional checkpoints")
     save_total_limit: PositiveInt = field(2, "number of step checkpoints to keep")
+    keep_best: bool = field(False, "keep the checkpoint with the best mean validation success")
+    push_to_hub: bool = field(False, "upload the model after training; needs a token (HF_TOKEN)")
+    hub_model_id: str | None = field(None, "repository: NAME or ORGANISATION/NAME")
+    hub_private_repo: bool = field(False, "make a new repository private")
     resume_from_checkpoint: str | None = field(
         None, "a name, a path, `latest`, or `auto` (the latest, or a new run if there is none)"
     )

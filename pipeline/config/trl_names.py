@@ -51,6 +51,9 @@ INSTEAD = {  # what to set instead of names that have no equal here
     "eval_strategy eval_on_start eval_delay eval_steps": (
         "stages begin and end with an evaluation; set `validation_steps` for those in between"
     ),
+    "load_best_model_at_end metric_for_best_model greater_is_better": (
+        "`keep_best` keeps the checkpoint with the best mean validation success"
+    ),
     "save_strategy": "set `save_steps` or `save_minutes`; the ends of stages are saved too",
     "lr_scheduler_type": "set `stage_lr_decay`, which ends at `min_lr_rate`",
     "lr_scheduler_kwargs": "set `min_lr_rate`",
@@ -66,6 +69,7 @@ INSTEAD = {  # what to set instead of names that have no equal here
     ),
     "lora_dropout use_dora use_rslora": "plain LoRA without dropout; set `lora_r`, `lora_alpha`",
     "use_cpu cpu": "set the environment variable ACCELERATE_USE_CPU=true",
-    "push_to_hub hub_*": "checkpoints in `output_dir` are model folders; upload one by hand",
+    "hub_token": "for `push_to_hub` set the environment variable HF_TOKEN",
+    "hub_*": "one upload follows training; see `push_to_hub` and `hub_model_id`",
     "use_adaptive_entropy entropy_coef_* entropy_target": "set `entropy_coef`, which is fixed",
 }

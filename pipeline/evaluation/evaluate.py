@@ -176,6 +176,15 @@ def _rate(rewards: Mapping[str, float], threshold: float) -> float:
     return fmean(succeeded(reward, threshold) for reward in rewards.values())
 
 
+def mean_success(
+    rewards: Mapping[str, Mapping[str, float]], domains: Sequence[str], threshold: float
+) -> float | None:
+    """Return the mean success rate of `domains` in a validation; None if a domain is missing."""
+    if not set(domains) <= set(rewards):
+        return None
+    return fmean(_rate(rewards[domain], threshold) for domain in domains)
+
+
 def validation_metrics(
     rewards: Mapping[str, Mapping[str, float]], kl: Mapping[str, float], threshold: float
 ) -> dict[str, float]:
@@ -192,7 +201,7 @@ def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Conf
     """Return a stage's best validation success rate, or None while the success rate still rises."""
     settings, threshold = config.curriculum, config.evaluation.success_threshold
     of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
-    complete = (of for of in of_stage if set(stage.own) <= set(of))
-    history = [fmean(_rate(of[d], threshold) for d in stage.own) for of in complete]
+    means = (mean_success(of, stage.own, threshold) for of in of_stage)
+    history = [mean for mean in means if mean is not None]
     is_on = on_plateau(history, settings.plateau_patience, settings.plateau_delta)
     return max(history) if is_on else None

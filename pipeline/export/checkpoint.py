@@ -39,7 +39,7 @@ class RunCheckpoint:
 
 
 def open_checkpoint(run: Path, name: str = "latest") -> RunCheckpoint:
-    """Return a checkpoint of a run by its name, or the newest one for `latest`.
+    """Return a checkpoint of a run by its name, the newest one for `latest`, or the `best`.
 
     `run` may also be the folder of a checkpoint. Raises UserError for a folder without a run, and
     for an unknown or damaged checkpoint.
@@ -51,6 +51,10 @@ def open_checkpoint(run: Path, name: str = "latest") -> RunCheckpoint:
         why = f"which holds no run (no {RUN_SETTINGS})"
         raise UserError(f"got {str(run)!r}, {why}; give the folder of a run")
     config, path = load_recipe(run / RUN_SETTINGS), run / "checkpoints" / name
+    if name == "best" and not path.is_dir():
+        if best := open_checkpoint(run).state.get("best"):
+            return open_checkpoint(run, best["checkpoint"])
+        raise UserError(f"--checkpoint: got 'best', but {run} kept none; train with --keep-best")
     if name == "latest":
         found, notes = find_checkpoint(run, "auto")
         for note in notes if found else ():

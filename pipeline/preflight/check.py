@@ -126,6 +126,8 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())
         yield f"  {stage.name}: {stage.num_steps} steps of {groups} groups"
     in_turn = f"{limits.max_tokens_per_turn} a turn"
+    if config.run.push_to_hub and config.grpo.use_grpo:
+        yield f"after training: upload to {config.run.hub_model_id} on the Hugging Face hub"
     yield f"prompts (limits: {limits.max_tokens} tokens an episode, {in_turn})"
     for domain, longest in parts.longest_prompts().items():
         yield f"  {domain}: longest prompt {longest} tokens"

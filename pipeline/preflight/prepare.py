@@ -17,6 +17,7 @@ from pipeline.environments.demonstrations import has_demonstrations, words_of_de
 from pipeline.environments.domains import Domain, generated, load_domains
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
+from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.preflight.demonstrations import check_demonstrations
@@ -58,6 +59,8 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
 
     With `with_tiny_tokenizer`, the tiny model's tokenizer replaces the recipe's tokenizer.
     """
+    if config.run.push_to_hub and config.grpo.use_grpo:
+        check_upload(str(config.run.hub_model_id))
     limits, domains = config.rollout, load_domains(config.data)
     sets = {name: task_sets(config, domain) for name, domain in domains.items()}
     train = {name: of.train for name, of in sets.items()}

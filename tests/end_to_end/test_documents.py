@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
@@ -21,6 +22,7 @@ import psutil
 import pytest
 
 from pipeline.commands import sweep
+from pipeline.commands.evaluate import settings_of
 from pipeline.commands.main import COMMANDS, main
 from pipeline.config.cli import parse
 from scripts import settings_page
@@ -102,8 +104,10 @@ def plain(words: list[str]) -> list[str]:
 
 def flags_of_run(words: list[str]) -> list[str] | None:
     """Return the flags of a run that a command starts, or None."""
-    if words[0] != "three-domain-grpo" or words[1] not in ("train", "check", "doctor"):
+    if words[0] != "three-domain-grpo" or words[1] not in ("train", "check", "doctor", "evaluate"):
         return None
+    if words[1] == "evaluate":
+        return [*settings_of(words[2]), "--model", *words[2:]]
     return [*COMMANDS[words[1]].flags, *words[2:]]
 
 
@@ -126,16 +130,12 @@ def check(command: Command, cwd: Path) -> None:
     place = words.index("--") if "--" in words else len(words)
     parse(words[place + 1 :])
     flags = [word for word in words[1:place] if word.startswith("--")]
-    if words[0] == "three-domain-grpo" and words[1] == "evaluate":
-        parse(words[3:])
-    elif words[0] == "three-domain-grpo" and words[1] != "--help":
+    if words[0] == "three-domain-grpo" and words[1] != "--help":
         assert words[1] in COMMANDS
         known = help_of(words[1])
         assert all(re.search(rf"{flag}\b", known) for flag in flags), (flags, known)
     elif words[0] in ("python", "bash"):
-        file = next(
-            Path(folder, words[1]) for folder in (ROOT, cwd) if Path(folder, words[1]).is_file()
-        )
+        file = next(path for path in (ROOT / words[1], cwd / words[1]) if path.is_file())
         code = "".join(path.read_text(encoding="utf-8") for path in file.parent.glob("*.py"))
         assert all(f'"{flag}"' in code for flag in flags), flags
     else:
@@ -198,6 +198,7 @@ class Page:
             self.services.append(started)
             while not psutil.Process(started.pid).net_connections():  # until the service listens
                 assert started.poll() is None, words
+                time.sleep(0.1)
         else:
             assert started.wait() == 0, words
 
@@ -215,9 +216,10 @@ def shortened(words: list[str]) -> list[str]:
 
 def few_steps(given: Mapping[str, str]) -> list[str]:
     """Return flags that make a run with the flags `given` short."""
-    flags = {k: v for k, v in FEW.items() if given.get(k) != "0" and "--no-grpo" not in given}
+    flags = {k: v for k, v in FEW.items() if given.get(k) != "0"}
     flags |= {} if {"--environments", "--reward-funcs", "--config"} & given.keys() else SHORT
     flags |= {} if "--report-to" in given else {"--report-to": "none"}
+    flags |= {"--validation-steps": "1"} if "--keep-best" in given else {}
     return [word for pair in flags.items() for word in pair]
 
 
