@@ -256,7 +256,6 @@ def test_the_index_names_every_page() -> None:
     assert {*ROOT.glob("docs/**/*.md")} - {index} <= named
 
 
-@pytest.mark.xfail(strict=True, reason="the README is still the long one")
 def test_the_readme_is_short() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 170
