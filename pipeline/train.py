@@ -123,7 +123,7 @@ class Training(Trainer):
                 print(final_table(results))
             if best := self.state.best:
                 found = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
-                print(f"best checkpoint: {found} (--checkpoint best)")
+                print(f"best checkpoint: {found}; export and chat take it by --checkpoint best")
             print(f"report, plots and checkpoints: {self.folder}")
         self.ranks.barrier("end")
 

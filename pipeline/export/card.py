@@ -207,6 +207,10 @@ def _results(run: RunData, checkpoint: RunCheckpoint) -> str:
     ]
     if last["step"] != step:
         blocks.insert(0, f"**This checkpoint is of step {step} and has no evaluation of its own.**")
+    best = checkpoint.state.get("best") or {}
+    if best.get("step") == step:
+        mean = f"{best['success']:.3f} on {run.config['evaluation']['validation_tasks']} tasks"
+        blocks.insert(0, f"The best checkpoint by validation: mean success {mean} of each domain.")
     numbers = transfer.get("metrics", {})
     rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
     if len(transfer.get("points", [])) > 2:

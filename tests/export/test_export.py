@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,12 @@ V1 = Path(__file__).parents[1] / "checkpoints" / "v1"
 STEP = V1 / "checkpoints" / "step-000001"
 
 
-def run_with(at: Path, step: int, **settings) -> Path:
+def run_with(at: Path, step: int, state: Any = None, **settings) -> Path:
     """A run of two stages of ten steps, with the weights of `v1` as the checkpoint of a step."""
     run = make_run(at, ["airline", "retail"], settings=settings)
     checkpoint = run / "checkpoints" / f"step-{step:06d}"
     shutil.copytree(STEP, checkpoint)
-    (checkpoint / "state.json").write_text(json.dumps({"step": step}))
+    (checkpoint / "state.json").write_text(json.dumps({"step": step, **(state or {})}))
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, 1)
     return run
@@ -152,6 +153,9 @@ def test_a_card_says_where_its_checkpoint_was_not_measured(tmp_path):
     text = text_of(run_with(tmp_path / "run", 15), tmp_path / "out")
     assert "**This checkpoint is of step 15 and has no evaluation of its own.**" in text
     assert "after airline (step 10)" in text
+    best = {"best": {"checkpoint": "step-000015", "step": 15, "success": 0.8125}}
+    text = text_of(run_with(tmp_path / "kept", 15, best), tmp_path / "best")
+    assert "mean success 0.812 on 20 tasks of each domain" in text
 
 
 def test_a_card_names_base_model_settings_and_limits(tmp_path):
