@@ -73,6 +73,8 @@ def _arguments(config: Config, num_examples: int) -> Any:
     from trl import SFTConfig
 
     settings = config.warm_start
+    new, old = "activation_checkpointing", "gradient_checkpointing"  # transformers 5.23 has both
+    recomputing: Any = {new if new in SFTConfig.__dataclass_fields__ else old: False}
     arguments = SFTConfig(
         output_dir=str(config.run.output_dir),
         max_steps=settings.steps,
@@ -87,7 +89,7 @@ def _arguments(config: Config, num_examples: int) -> Any:
         weight_decay=0.01,
         bf16=uses_bf16(config.model),
         use_cpu=not on_gpu(),
-        activation_checkpointing=False,
+        **recomputing,
         save_strategy="no",
         logging_steps=max(1, settings.steps // 8),
         disable_tqdm=True,
