@@ -19,15 +19,15 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "distributed": 915,
     "config": 1025,
     "data": 780,
-    "environments": 1478,
+    "environments": 1492,
     "embedded": 1090,
     "chat": 660,
     "models": 800,
-    "rollout": 1620,
+    "rollout": 1600,
     "sft": 190,
     "checkpoints": 710,
     "grpo": 1330,
-    "evaluation": 1090,
+    "evaluation": 1100,
     "preflight": 1035,
     "doctor": 290,
     "tracking": 1060,
@@ -41,7 +41,6 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "commands": 900,
     "__main__": 20,
 }
-MOST_LINES = {"environments": 1478, "rollout": 1620}  # of rooms that may be larger than others
 MOST_LINES_OF_A_ROOM = 1600
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40
@@ -128,7 +127,7 @@ def test_a_room_has_no_circle_of_imports(room):
 
 @EACH_ROOM
 def test_a_room_keeps_its_budget(room):
-    assert ROOMS[room] <= MOST_LINES.get(room, MOST_LINES_OF_A_ROOM)
+    assert ROOMS[room] <= MOST_LINES_OF_A_ROOM
     of_room = [path for path in FILES if room_of(path) == room]
     assert sum(len(path.read_text("utf-8").splitlines()) for path in of_room) <= ROOMS[room]
 

@@ -17,7 +17,7 @@ from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
 from pipeline.embedded.scripted import difference
 from pipeline.environments.domains import Domain
-from pipeline.environments.tools import tool_schemas
+from pipeline.environments.tools import Customer, tool_schemas
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.console import styled
@@ -26,7 +26,7 @@ from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf
 from pipeline.models.rotary import fix_rotary
 from pipeline.preflight.tasks import task_sets
 from pipeline.rollout.rewards import load_reward_functions
-from pipeline.rollout.rollout import Customer, Rollout, RolloutRequest
+from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import StopReason, Trajectory
 

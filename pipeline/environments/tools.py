@@ -11,7 +11,7 @@ messages that contain no tool call. A tool may set `done`, which ends the episod
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
@@ -201,6 +201,20 @@ def reply_of(environment: Any, message: str) -> Steps[str | None]:
     if not isinstance(answer, str):
         raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
     return writable(answer)
+
+
+class Customer:
+    """Talks with the model. A subclass may replace the simulated user of the environments."""
+
+    def begin(self, environment: Any, messages: list[dict[str, Any]]) -> None:
+        """See the prompt before the model does; may change the request, the last message."""
+
+    def watch(self, messages: Sequence[dict[str, Any]]) -> None:
+        """See new messages of the model or of tools, before the next message is made."""
+
+    def reply(self, environment: Any, message: str) -> Steps[str | None] | str | None:
+        """Answer a message without tool calls, or return None to end the conversation."""
+        return reply_of(environment, message)
 
 
 def reward_of(environment: Any) -> Steps[float]:

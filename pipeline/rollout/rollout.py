@@ -15,7 +15,6 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
-from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
@@ -37,20 +36,6 @@ class RolloutRequest:
     key: int  # 64-bit key that selects the episode's random numbers
 
 
-class Customer:
-    """Talks with the model. A subclass may replace the simulated user of the environments."""
-
-    def begin(self, environment: Any, messages: list[Message]) -> None:
-        """See the prompt before the model does; may change the request, the last message."""
-
-    def watch(self, messages: Sequence[Message]) -> None:
-        """See new messages of the model or of tools, before the next message is made."""
-
-    def reply(self, environment: Any, message: str) -> Steps[str | None] | str | None:
-        """Answer a message without tool calls, or return None to end the conversation."""
-        return tools.reply_of(environment, message)
-
-
 class _Episode:
     def __init__(self, request: RolloutRequest, environment_class: type[Any]) -> None:
         self.request, task = request, request.task
@@ -62,9 +47,8 @@ class _Episode:
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(environment_class) and not self.in_background
         self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
-        self.excused = ""  # value of `left_out` if the environment's current call fails
         self.raised: list[tuple[str, str]] = []  # (tool, exception) of the environment's last work
-        self.ended = False
+        self.ended, self.excused = False, ""  # excused: `left_out` if the current call fails
         self.trajectory = Trajectory(
             domain=task.domain,
             task_id=task.id,
@@ -104,8 +88,7 @@ class Rollout:
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
-        self.rewards, self.customer = rewards, Customer()
-        self.faults = faults or FaultLog()
+        self.rewards, self.customer, self.faults = rewards, tools.Customer(), faults or FaultLog()
         self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
         self.environment_s = 0.0  # total time spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
@@ -282,8 +265,7 @@ class Rollout:
         wait, episode.wait = episode.wait, None
         if wait is None:
             return
-        begun = time.perf_counter()
-        key = episode.request.task.key
+        begun, key = time.perf_counter(), episode.request.task.key
         try:
             wait()
         except tools.EnvironmentFault as fault:
@@ -303,7 +285,7 @@ async def _score(episode: _Episode, guard: Guard) -> None:
     trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
 
 
-async def _answer(parsed: Parsed, customer: Customer, episode: _Episode, guard: Guard) -> None:
+async def _answer(parsed: Parsed, customer: Any, episode: _Episode, guard: Guard) -> None:
     """Let the environment answer tool calls; without tool calls, let the customer answer."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     methods = tools.tool_methods(type(environment))
