@@ -15,7 +15,6 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
-from pipeline.embedded.scripted import difference
 from pipeline.environments.domains import Domain
 from pipeline.environments.tools import Customer, tool_schemas
 from pipeline.errors import UserError
@@ -96,8 +95,10 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
     if trajectory.error:
         tell("error", trajectory.error)
     if customer.before:
-        changes = difference(customer.before, state_of(customer.environment)).items()
-        tell("changed", [f"{name}: {was} -> {now}" for name, (was, now) in changes] or "nothing")
+        was, now = _flat(customer.before), _flat(state_of(customer.environment))
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        changes = [f"{name}: {was.get(name, '-')} -> {now.get(name, '-')}" for name in names]
+        tell("changed", changes or "nothing")
     parts = trajectory.rewards or trajectory.reward_breakdown
     told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
     goal = " for the task's own goal" if options.human else ""
@@ -184,6 +185,15 @@ def _rows(state: Mapping[str, Any], where: str = "") -> Iterator[str]:
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _rows(value, f"{where}.{name}".lstrip("."))
+
+
+def _flat(state: Mapping[str, Any], where: str = "") -> dict[str, str]:
+    """Return {path: value} for all values in nested dicts."""
+    found: dict[str, str] = {}
+    for name, value in state.items():
+        path = f"{where}.{name}".lstrip(".")
+        found |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
+    return found
 
 
 def _signature(function: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pipeline.checkpoints.run_folder import HARMLESS
 from pipeline.config.cli import flag
 from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe
-from pipeline.config.settings import EMBEDDED_DOMAINS, SINGLE_TURN, Config
+from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.untrusted import masked, printable
 from pipeline.models.files import HUB_ID
@@ -219,12 +219,12 @@ def _results(run: RunData, checkpoint: RunCheckpoint) -> str:
 
 
 def _limits(config: Config) -> str:
-    own = [name for name in config.data.domains if name not in EMBEDDED_DOMAINS]
+    own = [name for name in config.data.domains if name in config.data.own_domains]
     lines = []
-    if len(own) < len(config.data.domains):
+    if shipped := [name for name in config.data.domains if name not in own]:
         lines.append(
-            "The tasks of airline, retail and telecom are synthetic: made from templates, with "
-            "small databases and scripted customers. Success there says little of real customers."
+            f"The tasks of {', '.join(shipped)} are synthetic: made from templates, with small "
+            "databases and scripted customers. Success there says little about real customers."
         )
     if own:
         lines.append(f"The tasks of {', '.join(own)} are those of the run's author.")

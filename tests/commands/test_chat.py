@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ V1 = Path(__file__).parents[1] / "checkpoints" / "v1"
 def run(tmp_path, monkeypatch):
     """A run whose first domain is a dataset of questions, and whose second one is airline."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     shutil.copytree(V1, "run")
     asked = [[{"role": "user", "content": f"{n} + 1"}] for n in range(20)]
