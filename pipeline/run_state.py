@@ -192,5 +192,6 @@ class RunState:
                 "wall_s": self.checkpointer.wall_s,
             }
             facts |= {"best": self.state.best} if self.state.best else {}
+            facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             stages, held_out = self.stages, self.parts.held_out
             write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)

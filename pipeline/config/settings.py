@@ -122,7 +122,7 @@ class WarmStartSettings(Section):
     batch_size: PositiveInt = field(32, "demonstrations per step, over all ranks")
     learning_rate: PositiveFloat = field(2e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(30, "steps of linear warm-up")
-    rule_share: Share = field(0.3, "share of demonstrations that first state the rule")
+    rule_share: Share = field(0.3, "share of decisions that follow the rule")
 
 
 class CurriculumSettings(Section):

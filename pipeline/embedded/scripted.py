@@ -46,7 +46,8 @@ _FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | No
 MAX_STEPS = 1024  # largest number of tasks for which `_STEPS` holds the expert's steps
 _STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (class, payload) -> expert's steps
 LOOKUPS = ("find_", "get_")  # name prefixes of lookups (tools that only read the database)
-PARTS = {  # meaning of the parts of the reward; a part is 0 or 1, and the reward is 1 if all are 1
+PARTS = {  # the meaning of the reward's parts; a part is 0 or 1
+    "reward": "1 if every part is 1, else 0",
     "ended": "the agent ended the episode, by a last message or a transfer",
     "facts": "the last message contains every fact that the customer must be told",
     "database": "the database at the end is the expected one",
@@ -138,6 +139,7 @@ class CaseEnvironment:
 
     uses_random_state: ClassVar[bool] = False
     database_class: ClassVar[type[Database]]
+    reward_parts: ClassVar[dict[str, str]] = PARTS
     _expert: ClassVar[staticmethod[[Agent, Any], str]]
     user: User | None
     done: bool

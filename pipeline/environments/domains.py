@@ -39,6 +39,12 @@ class Domain:
     words: Callable[[], Iterable[str]] = tuple  # returns tokens for the tiny model's tokenizer
     max_tasks: int | None = None  # largest number `n` that generate_tasks accepts
 
+    @property
+    def reward_parts(self) -> dict[str, str]:
+        """The meaning of each part of the reward, for reports; empty if the class gives none."""
+        parts = getattr(self.environment, "reward_parts", None)
+        return {str(k): str(v) for k, v in parts.items()} if isinstance(parts, dict) else {}
+
     def demonstrate(
         self,
         task: Task,

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from pipeline.config.settings import EMBEDDED_DOMAINS
-from pipeline.embedded.scripted import PARTS
 from pipeline.files.durable import whole_lines
 from pipeline.tracking.run_files import transcripts_in
 
@@ -45,10 +43,14 @@ class Reader:
 def read_episodes(
     folder: Path,
     success_threshold: float = 1.0,
+    meanings: Mapping[str, Mapping[str, str]] | None = None,
     max_episodes: int = MAX_EPISODES,
     max_characters: int = MAX_CHARACTERS,
 ) -> Reader:
-    """Return at most `max_episodes` episodes, in at most `max_characters` characters altogether."""
+    """Return at most `max_episodes` episodes, in at most `max_characters` characters altogether.
+
+    `meanings` explains the parts of the reward: {domain: {part: text}}.
+    """
     files = transcripts_in(folder)
     tasks = {p: list(map(_task_of, whole_lines(p))) for paths in files.values() for p in paths}
     sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
@@ -61,8 +63,8 @@ def read_episodes(
         shown, num_characters = sum(sizes[group] for group in chosen), sum(map(len, chunks))
         if num_characters <= max_characters or len(chosen) < 2:
             index |= {"shown": shown, "total": sizes.total()}
-            index["meanings"] = dict.fromkeys(EMBEDDED_DOMAINS, PARTS)
-            return Reader({**index, "success_threshold": success_threshold}, chunks)
+            index |= {"success_threshold": success_threshold, "meanings": meanings or {}}
+            return Reader(index, chunks)
         max_episodes = int(0.9 * shown * max_characters / num_characters)
 
 

@@ -24,7 +24,8 @@ from pipeline.tracking.run_files import load_run
 def write_report(folder: Path) -> None:
     """Write a run's report into its folder; raise UserError if the folder has no run."""
     run = load_run(folder)
-    reader, figures = read_episodes(folder, run.success_threshold), pictures.pictures_of(run)
+    reader = read_episodes(folder, run.success_threshold, run.results.get("reward_parts"))
+    figures = pictures.pictures_of(run)
     title = folder.resolve().name
     write_files(folder / "report", "run.md.jinja", figures, reader, title=title, **data_of(run))
 

@@ -101,7 +101,7 @@ def updates(model: str, rank_counts: list[int], counts: tuple[int, ...]) -> Iter
         yield Row(f"update, {dtype}: parameters", on, parameters, bound)
     error = max(difference(o.gradient, exact.gradient) for o in here) / rounding
     on = f"against float64; one process is {rounding:.1g} off"
-    yield Row("update, float32: error over one's", on, error, 1.5)
+    yield Row("update, float32: error ratio", on, error, 1.5)
     differing = sum(not outcome.same for outcome in found.values())
     yield Row("ranks with other parameters", f"all {len(found)} updates", differing, 0)
     means = [difference(found[cell].gradient, exact.gradient) for cell in faulty]

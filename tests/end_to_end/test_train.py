@@ -80,6 +80,8 @@ def test_a_run_leaves_everything_that_its_folder_promises(two_ranks: tuple[Path,
     ):
         assert (folder / name).stat().st_size > 0, name
     assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["num_gpus"] == 2
+    meanings = json.loads((folder / "results.json").read_text())["reward_parts"]
+    assert meanings["telecom"]["database"] == "the database at the end is the expected one"
     stages = json.loads((folder / "curriculum.json").read_text())["stages"]
     assert [stage["name"] for stage in stages] == ["airline", "retail", "telecom"]
     assert stages[2]["domains"] == {"airline": 1, "telecom": 3}

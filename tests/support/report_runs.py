@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from pipeline.config.settings import Config
+from pipeline.embedded.scripted import PARTS
 
 THREE = ("airline", "retail", "telecom")
 
@@ -140,6 +141,7 @@ def make_run(
         },
         "curriculum": curriculum,
         "wall_s": 83.4,
+        "reward_parts": dict.fromkeys(domains, PARTS),
     }
     (folder / "curriculum.json").write_text(json.dumps(curriculum))
     (folder / "results.json").write_text(json.dumps(results))

@@ -238,7 +238,7 @@ function sharedContext(messages, texts) {
 
 function partsBox(entries) {
   const box = element("details", "shared");
-  box.append(element("summary", "", "The parts of the reward (the reward is 1 if every part is 1, else 0)"));
+  box.append(element("summary", "", "The parts of the reward"));
   box.append(table([], entries));
   return box;
 }
