@@ -40,7 +40,7 @@ def forgetting(matrix, own):
 
 
 def test_a_trial_succeeds_at_the_threshold_up_to_the_rounding_of_a_sum():
-    assert sum([0.1] * 10) < 1 and succeeded(sum([0.1] * 10), 1.0)
+    assert 0.7 + 0.2 + 0.1 < 1 and succeeded(0.7 + 0.2 + 0.1, 1.0)
     assert [succeeded(reward, -3.5) for reward in (-3.6, -3.5, 0, 1e30)] == [False, *[True] * 3]
     assert not succeeded(0.999, 1.0) and not succeeded(-1e-12, 0.0)
 
