@@ -28,7 +28,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "checkpoints": 710,
     "grpo": 1330,
     "evaluation": 1100,
-    "preflight": 1035,
+    "preflight": 1045,
     "doctor": 290,
     "tracking": 1060,
     "plots": 585,

@@ -58,7 +58,8 @@ output = model.generate(**inputs, max_new_tokens={{ limits.max_tokens_per_turn }
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```
 
-`RULES` is the system message of a domain's tasks, if the tasks have one.{{ tools }} An episode
+`RULES` is the system message of a domain's tasks, if the tasks have one.{{ tools }} The command
+`three-domain-grpo chat` prints both. An episode
 had at most {{ limits.max_turns }} messages and {{ limits.max_tokens }} tokens in all.
 
 ## Limits

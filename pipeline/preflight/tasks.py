@@ -75,11 +75,20 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
                 sets.longest.append(_with_request(task, text))
     if source is not None and name in data.own_domains and len(sets.train) == data.tasks_per_domain:
         sets.notes.append(f"{name}: trains on the first {len(sets.train)} tasks (tasks_per_domain)")
+    trained = {_content(task) for task in sets.train} if source is None else set()
+    seen = sum(_content(task) in trained for task in sets.held_out)
+    if seen and domain.generate_tasks is not None:
+        of = f"{seen} of {len(sets.held_out)} held-out tasks"
+        sets.notes.append(f"{name}: {of} are training tasks too; make the splits from other values")
     for tool in undocumented(domain.environment):
         sets.notes.append(
             f"{name}: the tool {tool} has no docstring, so a model sees only its name"
         )
     return sets
+
+
+def _content(task: Task) -> tuple[str, ...]:
+    return repr(task.prompt), task.payload, task.columns
 
 
 def _with_request(task: Task, text: str) -> Task:

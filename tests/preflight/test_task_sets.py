@@ -76,6 +76,38 @@ def test_the_last_rows_of_a_file_are_held_out_with_a_note(place):
     ]
 
 
+@pytest.mark.parametrize(("step", "seen"), [(7, 2), (10, 0)])
+def test_generated_tasks_that_train_and_are_held_out_are_counted_in_a_note(place, step, seen):
+    (place / f"own_{step}.py").write_text(f"""
+from pipeline.data.tasks import Task
+
+class Environment:
+    def reset(self, **row): pass
+    def get_reward(self): return 0.0
+
+def generate_tasks(seed, n, split, difficulty):
+    first = {step} * ["train", "validation", "test"].index(split) // 2
+    prompts = ({{"role": "user", "content": f"{{first + i}}"}} for i in range(n))
+    return [
+        Task(domain="own", id=f"{{split}}-{{i}}", prompt=(prompt,), payload="{{}}")
+        for i, prompt in enumerate(prompts)
+    ]
+""")
+    config = Config.model_validate(
+        {
+            "data": {
+                "domains": ["own"],
+                "environments": {"own": f"own_{step}:Environment"},
+                "tasks_per_domain": 9,
+                "eval_tasks_per_domain": 6,
+            }
+        }
+    )
+    notes = task_sets(config, load_domains(config.data)["own"]).notes
+    told = f"own: {seen} of 6 held-out tasks are training tasks too; make the splits from other"
+    assert any(note.startswith(told) for note in notes) == (seen > 0)
+
+
 def test_eval_tasks_or_a_test_split_are_held_out(place):
     both = rows(30)
     for split, found in (("train", both[:20]), ("test", both[20:])):
