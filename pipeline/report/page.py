@@ -74,7 +74,7 @@ def _parsed(block: str) -> tuple[str, Any]:
         header, aligned, *rows = [[cell.replace("\\|", "|") for cell in row] for row in cells]
         is_left = [cell == ":--" for cell in aligned]
         columns = zip(is_left, *rows, strict=True)
-        widths = [max(14 * left, *map(len, cells)) for left, *cells in columns]
+        widths = [max([14 * left, *map(len, cells)]) for left, *cells in columns]
         is_wide = sum(widths) + 3 * len(widths) > COLUMN_CHARACTERS
         return "table", {"header": header, "is_left": is_left, "rows": rows, "is_wide": is_wide}
     lines = [line.replace("\\|", "|") for line in lines]

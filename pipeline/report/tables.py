@@ -65,10 +65,13 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
     """Return a table of sampled success, with its change, and a table of greedy success.
 
     Both show success before and after GRPO. If there are no evaluations before GRPO, or none after
-    GRPO, there is one table with a column for sampled and a column for greedy success.
+    GRPO, there is one table with a column for sampled and a column for greedy success. Without
+    evaluations there is no table.
     """
     ends, transfer = [e for e in before_and_after(results["evaluations"]) if e], results["transfer"]
     names, threshold = [*domains_of(results["evaluations"]), "mean"], threshold_of([results])
+    if not ends:
+        return []
 
     def cells(name: str, kind: str) -> list[str]:
         return [with_interval(rate(e, name, kind, threshold)) for e in ends]
@@ -133,8 +136,8 @@ def final_table(results: Mapping[str, Any]) -> str:
             right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *right]))
         lines.append("")
-    words = [ends_in_words(evaluations)] if tables[1:] else []
-    lines[-1] = fill("; ".join([*words, "in brackets: 95 % intervals"]), MOST_CHARACTERS)
+    words = [*([ends_in_words(evaluations)] if tables[1:] else []), "in brackets: 95 % intervals"]
+    lines[-1:] = [fill("; ".join(words), MOST_CHARACTERS)] if tables else []
     lines += [f"(!) {line}" for line in failed.values()]
     if rewards := transfer.get("rewards", {}):
         ends = {domain: map(shown, [*of[:1], *of[1:][-1:]]) for domain, of in rewards.items()}

@@ -117,7 +117,7 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
     assert final_numbers(results)["final/lamp/reward"] == of["reward"]
     text = (folder / "report.md").read_text()
     assert "## Mean reward" in text and "| lamp | " in text
-    assert "a trial solves with a reward of 1 or more" in text
+    assert "A trial is a success with a reward of 1 or more" in text
     assert (folder / "report.html").is_file() and (folder / "learning_curves.png").is_file()
 
 
