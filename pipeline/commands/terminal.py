@@ -15,8 +15,9 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.customers import Customer
 from pipeline.environments.domains import Domain
-from pipeline.environments.tools import Customer, tool_schemas
+from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.console import styled

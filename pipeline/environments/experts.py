@@ -15,6 +15,7 @@ from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.tools import (
     answer_call,
+    is_done,
     reply_of,
     reset_arguments,
     reward_of,
@@ -104,7 +105,7 @@ def run_expert(
     agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
     agent.raised = agent.raised if raised is None else raised
     final = expert(agent, goal)
-    if not getattr(environment, "done", False):
+    if not is_done(environment):
         agent.messages.append({"role": "assistant", "content": final})
         environment.final_message = final
     return [*prompt, *agent.messages], run_steps(reward_of(environment))

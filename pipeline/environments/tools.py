@@ -4,14 +4,19 @@ As TRL's `environment_factory` expects, an environment class has the methods `re
 None` and `get_reward() -> float`. All public methods except `reset` and `get_reward` are tools,
 with type hints and Google docstrings. An environment may have a `user`, who answers the model's
 messages that contain no tool call. A tool may set `done`, which ends the episode. The rollout sets
-`final_message` before the call of `get_reward`. `get_reward` may set two dicts for reports:
-`reward_breakdown` (named parts of the reward) and `difference` (name: [actual, expected value]).
+`final_message` and `stop_reason` (a value of `StopReason`) before the call of `get_reward`.
+`get_reward` may set two dicts for reports: `reward_breakdown` (named parts of the reward) and
+`difference` (name: [actual, expected value]).
+
+A class with an attribute `schemas`, the JSON schemas of its tools, and a method `call(name,
+arguments) -> (text, is_error)` gets every call as the model wrote it: unknown tools, missing
+arguments and values of other types included. Its other methods are no tools.
 """
 
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
@@ -53,11 +58,20 @@ def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]
 
 
 @_once_a_class
+def raw_call(environment_class: type[Any]) -> Callable[..., Any] | None:
+    """Return the method `call` of a class that has the attribute `schemas`, else None."""
+    has_schemas = isinstance(getattr(environment_class, "schemas", None), list | tuple)
+    return getattr(environment_class, "call", None) if has_schemas else None
+
+
+@_once_a_class
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
     """Return a class's tools: all public methods except `reset` and `get_reward`, as in TRL.
 
-    Static methods are no tools.
+    Static methods are no tools. In a class that gets raw calls, `call` is the method of each tool.
     """
+    if raw := raw_call(environment_class):
+        return {of["function"]["name"]: raw for of in environment_class.schemas}
     return {
         name: member
         for name, member in inspect.getmembers(environment_class, inspect.isfunction)
@@ -69,15 +83,20 @@ def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
 
 @_once_a_class
 def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a class's tools, made from type hints and docstrings."""
+    """Return the JSON schemas of a class's tools: its own, or from type hints and docstrings."""
     from transformers.utils import get_json_schema
 
+    if raw_call(environment_class):
+        return list(environment_class.schemas)
     methods = tool_methods(environment_class).values()
     return [get_json_schema(m if m.__doc__ else _documented(m)) for m in methods]
 
 
 def undocumented(environment_class: type[Any]) -> list[str]:
-    """Return the names of the tools without a docstring."""
+    """Return the names of the tools without a docstring, or without a description."""
+    if raw_call(environment_class):
+        functions = [schema["function"] for schema in environment_class.schemas]
+        return [function["name"] for function in functions if not function.get("description")]
     return [name for name, tool in tool_methods(environment_class).items() if not tool.__doc__]
 
 
@@ -118,7 +137,11 @@ def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps
     """Return Steps that call a tool as `call_tool` does; the Steps' result is a ToolAnswer."""
     is_error, raised = False, ""
     try:
-        content = yield from _call(environment, name, arguments)
+        if raw := raw_call(type(environment)):
+            text, failed = yield from awaited(raw(environment, name, arguments))
+            content, is_error = writable(text), bool(failed)
+        else:
+            content = yield from _call(environment, name, arguments)
     except ToolError as error:
         text = writable(str(error)[:MAX_CHARACTERS])
         is_error, content = True, error_result(text or type(error).__name__)
@@ -127,8 +150,13 @@ def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps
             raise
         is_error, raised = True, describe(error)
         content = error_result(text_of(error) or type(error).__name__)
+    return ToolAnswer(content, is_error, raised, is_done(environment))
+
+
+def is_done(environment: Any) -> bool:
+    """Return whether a tool has ended the episode; a tool may be called `done`."""
     done = getattr(environment, "done", False)
-    return ToolAnswer(content, is_error, raised, bool(done) and not callable(done))
+    return bool(done) and not callable(done)
 
 
 def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
@@ -203,27 +231,14 @@ def reply_of(environment: Any, message: str) -> Steps[str | None]:
     return writable(answer)
 
 
-class Customer:
-    """Talks with the model. A subclass may replace the simulated user of the environments."""
-
-    def begin(self, environment: Any, messages: list[dict[str, Any]]) -> None:
-        """See the prompt before the model does; may change the request, the last message."""
-
-    def watch(self, messages: Sequence[dict[str, Any]]) -> None:
-        """See new messages of the model or of tools, before the next message is made."""
-
-    def reply(self, environment: Any, message: str) -> Steps[str | None] | str | None:
-        """Answer a message without tool calls, or return None to end the conversation."""
-        return reply_of(environment, message)
-
-
-def reward_of(environment: Any) -> Steps[float]:
+def reward_of(environment: Any, stop_reason: str = "completed") -> Steps[float]:
     """Return the reward, or 0 if the environment has no `get_reward`.
 
     Raises ValueError for NaN and for absolute values above MAX_REWARD.
     """
     if not hasattr(environment, "get_reward"):
         return 0.0
+    environment.stop_reason = stop_reason
     value = yield from awaited(environment.get_reward())
     if isinstance(value, (str, bytes)):
         raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
@@ -233,9 +248,11 @@ def reward_of(environment: Any) -> Steps[float]:
     return reward
 
 
-def outcome_of(environment: Any) -> Steps[tuple[float, dict[str, float], dict[str, list[str]]]]:
+def outcome_of(
+    environment: Any, stop_reason: str
+) -> Steps[tuple[float, dict[str, float], dict[str, list[str]]]]:
     """Return the reward, and the environment's `reward_breakdown` and `difference`."""
-    reward = yield from reward_of(environment)
+    reward = yield from reward_of(environment, stop_reason)
     parts = _explanation(getattr(environment, "reward_breakdown", None))
     return reward, parts, _explanation(getattr(environment, "difference", None))
 

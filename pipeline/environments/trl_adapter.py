@@ -19,7 +19,15 @@ from functools import wraps
 from typing import Any, ClassVar
 
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.tools import call_tool, error_result, settled, tool_methods
+from pipeline.environments.tools import (
+    call_tool,
+    error_result,
+    is_done,
+    raw_call,
+    settled,
+    tool_methods,
+)
+from pipeline.errors import UserError
 
 
 class _Adapter:
@@ -34,8 +42,9 @@ class _Adapter:
 
     def _score(self, message: Message, finished: bool) -> float:
         is_final = finished and message["role"] == "assistant" and not message.get("tool_calls")
-        if is_final and not getattr(self._environment, "done", False):
+        if is_final and not is_done(self._environment):
             self._environment.final_message = message["content"]
+        self._environment.stop_reason = "completed" if finished else "max_tokens"
         return float(settled(self._environment.get_reward()))
 
 
@@ -46,6 +55,9 @@ def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
     """
     adapters: dict[str, Callable[[], Any]] = {}
     for domain, environment_class in classes.items():
+        if raw_call(environment_class):
+            why = "its class takes raw calls (`schemas` and `call`), and TRL calls methods"
+            raise UserError(f"{domain}: {why}; train it with `three-domain-grpo train`")
         tools = {name: _tool(method) for name, method in tool_methods(environment_class).items()}
         members = {**tools, "_environment_class": environment_class}
         adapters[domain] = type(environment_class.__name__, (_Adapter,), members)
@@ -55,7 +67,7 @@ def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
 def _tool(method: Callable[..., Any]) -> Callable[..., str]:
     @wraps(method)  # keeps the name, signature and docstring for TRL
     def tool(self: _Adapter, **arguments: Any) -> str:
-        if getattr(self._environment, "done", False):
+        if is_done(self._environment):
             return error_result("the conversation has ended")
         return call_tool(self._environment, method.__name__, arguments)
 

@@ -66,7 +66,7 @@ def _reward(calls: Calls, environment_class: type[Any], schemas: Schemas, task: 
         environment, *_ = await guard("reset", partial(started, environment_class, task.row()))
         ids = ID.findall(task.prompt[-1]["content"]) or ["x"]
         for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
-            name, properties = schema["name"], schema["parameters"]["properties"]
+            name, properties = schema["name"], schema.get("parameters", {}).get("properties", {})
             # As arguments, try ids from the request and from tool answers, the newest ids first.
             for values in islice(product(reversed(ids), repeat=len(properties)), 100):
                 choices = zip(properties.items(), values, strict=True)

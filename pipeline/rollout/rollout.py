@@ -15,6 +15,7 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
+from pipeline.environments.customers import Customer
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
@@ -88,7 +89,7 @@ class Rollout:
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
-        self.rewards, self.customer, self.faults = rewards, tools.Customer(), faults or FaultLog()
+        self.rewards, self.customer, self.faults = rewards, Customer(), faults or FaultLog()
         self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
         self.environment_s = 0.0  # total time spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
@@ -281,7 +282,8 @@ class Rollout:
 async def _score(episode: _Episode, guard: Guard) -> None:
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     method = tools.method_of(environment, "get_reward")
-    outcome = await guard("get_reward", partial(tools.outcome_of, environment), method)
+    score = partial(tools.outcome_of, environment, trajectory.stop_reason.value)
+    outcome = await guard("get_reward", score, method)
     trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
 
 
@@ -291,7 +293,7 @@ async def _answer(parsed: Parsed, customer: Any, episode: _Episode, guard: Guard
     methods = tools.tool_methods(type(environment))
     for name, arguments in parsed.calls:
         call = partial(tools.answer_call, environment, name, arguments)
-        answer = await guard(name, call, methods.get(name))
+        answer = await guard(name, call, methods.get(name, tools.raw_call(type(environment))))
         if answer.raised:
             trajectory.num_tool_errors += 1
             episode.raised.append((name, answer.raised))
