@@ -19,8 +19,8 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "distributed": 915,
     "config": 1025,
     "data": 780,
-    "environments": 1500,
-    "embedded": 1092,
+    "environments": 1550,
+    "embedded": 1093,
     "chat": 660,
     "models": 800,
     "rollout": 1600,
@@ -58,7 +58,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 4990
+MOST_LINES_OF_THE_CORE = 5000
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter
 
+from pipeline.environments.customers import User
 from pipeline.environments.experts import Agent, Expert
-from pipeline.environments.tools import ToolError, User, run_steps, started
+from pipeline.environments.tools import ToolError, run_steps, started
 
 
 class Case(BaseModel):

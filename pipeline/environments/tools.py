@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -40,13 +40,6 @@ Value = TypeVar("Value")
 MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
 MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`
 MAX_REWARD = 1e30  # largest absolute reward; the reward's square is finite in float64
-
-
-class User(Protocol):
-    """The simulated user, who talks with the trained model."""
-
-    def reply(self, message: str) -> str | None:
-        """Answer a message, or return None to end the conversation."""
 
 
 class ToolError(Exception):
@@ -221,16 +214,6 @@ def method_of(environment: Any, *path: str) -> Any:
     return environment
 
 
-def reply_of(environment: Any, message: str) -> Steps[str | None]:
-    """Return the user's answer to `message`, or None if the conversation ends."""
-    user = getattr(environment, "user", None)
-    if user is None or (answer := (yield from awaited(user.reply(message)))) is None:
-        return None
-    if not isinstance(answer, str):
-        raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
-    return writable(answer)
-
-
 def reward_of(environment: Any, stop_reason: str = "completed") -> Steps[float]:
     """Return the reward, or 0 if the environment has no `get_reward`.
 
@@ -249,7 +232,7 @@ def reward_of(environment: Any, stop_reason: str = "completed") -> Steps[float]:
 
 
 def outcome_of(
-    environment: Any, stop_reason: str
+    environment: Any, stop_reason: str = "completed"
 ) -> Steps[tuple[float, dict[str, float], dict[str, list[str]]]]:
     """Return the reward, and the environment's `reward_breakdown` and `difference`."""
     reward = yield from reward_of(environment, stop_reason)

@@ -14,8 +14,7 @@ from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
-from pipeline.environments import tools
-from pipeline.environments.customers import Customer
+from pipeline.environments import customers, tools
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
@@ -89,7 +88,8 @@ class Rollout:
     ) -> None:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
-        self.rewards, self.customer, self.faults = rewards, Customer(), faults or FaultLog()
+        self.rewards, self.faults = rewards, faults or FaultLog()
+        self.customer = customers.Customer()
         self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
         self.environment_s = 0.0  # total time spent in environments, or waiting for environments
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
@@ -170,8 +170,7 @@ class Rollout:
                 trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
                 if trajectory.num_tokens >= self.limits.max_tokens:
                     episode.end(StopReason.MAX_TOKENS)
-        live = [episode for episode in episodes if not episode.ended]
-        if live:
+        if live := [episode for episode in episodes if not episode.ended]:
             prompts, keys = [e.trajectory.prompt_ids for e in live], [e.request.key for e in live]
             for episode, handle in zip(live, self.sampler.open(prompts, keys), strict=True):
                 episode.handle = handle
@@ -281,9 +280,8 @@ class Rollout:
 
 async def _score(episode: _Episode, guard: Guard) -> None:
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
-    method = tools.method_of(environment, "get_reward")
     score = partial(tools.outcome_of, environment, trajectory.stop_reason.value)
-    outcome = await guard("get_reward", score, method)
+    outcome = await guard("get_reward", score, tools.method_of(environment, "get_reward"))
     trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
 
 

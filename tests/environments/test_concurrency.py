@@ -9,13 +9,13 @@ from functools import partial
 from threading import Barrier, Event, active_count, current_thread
 
 from pipeline.config.settings import RolloutSettings
+from pipeline.environments.customers import reply_of
 from pipeline.environments.timeouts import Calls
 from pipeline.environments.tools import (
     answer_call,
     may_wait,
     method_of,
     outcome_of,
-    reply_of,
     settled,
     started,
 )
