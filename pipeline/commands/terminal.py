@@ -15,7 +15,7 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.customers import Customer
+from pipeline.environments.customers import reply_of
 from pipeline.environments.domains import Domain
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
@@ -80,7 +80,7 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
     The random numbers are those of the task's first trial in an evaluation with this seed.
     """
     customer = Terminal(options.human)
-    rollout.customer = customer
+    rollout.on_messages, rollout.reply = customer.watch, customer.reply
     key = stream_key(seed, "evaluation", *task.key, 0)
     (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], greedy=options.greedy)
     print()
@@ -109,7 +109,7 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
     return trajectory
 
 
-class Terminal(Customer):
+class Terminal:
     """Prints a conversation. With `is_human`, a person types the customer's messages."""
 
     def __init__(self, is_human: bool) -> None:
@@ -117,7 +117,7 @@ class Terminal(Customer):
         self.environment: Any = None
         self.before: dict[str, Any] = {}  # the database before the first message of the model
 
-    def begin(self, environment: Any, messages: list[Message]) -> None:
+    def _begin(self, environment: Any, messages: Sequence[Message]) -> None:
         """Print rules, tools, database and request; a person may type another request.
 
         Raises EOFError if the input has ended.
@@ -135,9 +135,12 @@ class Terminal(Customer):
             print(styled(f"The task's request, which Enter sends: {request['content']}", "dim"))
             request["content"] = _typed() or request["content"]
         else:
-            self.watch([request])
+            self.watch(environment, [request])
 
-    def watch(self, messages: Sequence[Message]) -> None:
+    def watch(self, environment: Any, messages: Sequence[Message]) -> None:
+        """Print new messages; the first ones are the prompt, whose request a person may change."""
+        if self.environment is not environment:
+            return self._begin(environment, messages)
         for message in messages:
             role = message["role"]
             if role == "user":
@@ -150,7 +153,7 @@ class Terminal(Customer):
 
     def reply(self, environment: Any, message: str) -> Any:
         if not self.is_human:
-            return super().reply(environment, message)
+            return reply_of(environment, message)
         try:
             return _typed() or None
         except EOFError:

@@ -1,6 +1,8 @@
-"""Customers: whoever talks with the trained model in an episode."""
+"""The simulated user, who talks with the trained model in an episode.
 
-from collections.abc import Sequence
+`Rollout.reply` may be another function than `reply_of`, such as one that asks a person.
+"""
+
 from typing import Any, Protocol
 
 from pipeline.environments.event_loop import Steps
@@ -23,17 +25,3 @@ def reply_of(environment: Any, message: str) -> Steps[str | None]:
     if not isinstance(answer, str):
         raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
     return writable(answer)
-
-
-class Customer:
-    """Talks with the model. A subclass may replace the simulated user of the environments."""
-
-    def begin(self, environment: Any, messages: list[dict[str, Any]]) -> None:
-        """See the prompt before the model does; may change the request, the last message."""
-
-    def watch(self, messages: Sequence[dict[str, Any]]) -> None:
-        """See new messages of the model or of tools, before the next message is made."""
-
-    def reply(self, environment: Any, message: str) -> Steps[str | None] | str | None:
-        """Answer a message without tool calls, or return None to end the conversation."""
-        return reply_of(environment, message)

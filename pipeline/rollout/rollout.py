@@ -89,9 +89,9 @@ class Rollout:
         self.sampler, self.chat, self.environments = sampler, chat, environments
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
         self.rewards, self.faults = rewards, faults or FaultLog()
-        self.customer = customers.Customer()
+        self.on_messages: Callable[[Any, list[Message]], None] = lambda environment, messages: None
         self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
-        self.environment_s = 0.0  # total time spent in environments, or waiting for environments
+        self.environment_s, self.reply = 0.0, customers.reply_of  # seconds; the user's answers
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
     def __call__(
@@ -165,7 +165,7 @@ class Rollout:
             self._wait(episode)
             if not episode.ended:
                 trajectory = episode.trajectory
-                self.customer.begin(episode.environment, trajectory.messages)
+                self.on_messages(episode.environment, trajectory.messages)
                 schemas = tools.tool_schemas(self.environments[trajectory.domain])
                 trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
                 if trajectory.num_tokens >= self.limits.max_tokens:
@@ -209,7 +209,7 @@ class Rollout:
         trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
-        self.customer.watch(trajectory.messages[-1:])
+        self.on_messages(episode.environment, trajectory.messages[-1:])
         if not sampled.finished:
             episode.end(StopReason.MAX_TOKENS)
         elif parsed.malformed:
@@ -219,7 +219,7 @@ class Rollout:
             content = tools.error_result(f"malformed call: {parsed.malformed}")
             episode.replies = [{"role": "tool", "name": "error", "content": content}]
         else:
-            self._begin(episode, partial(_answer, parsed, self.customer))
+            self._begin(episode, partial(_answer, parsed, self.reply))
 
     def _continue(self, episode: _Episode) -> bool:
         """Append the replies to the episode's messages; return False if the episode has ended."""
@@ -232,7 +232,7 @@ class Rollout:
                 why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
                 self.faults.add(*episode.request.task.key, reply["name"], why)
         trajectory.messages += replies
-        self.customer.watch(replies)
+        self.on_messages(episode.environment, replies)
         if not episode.ended and trajectory.num_turns >= limits.max_turns:
             episode.end(StopReason.MAX_TURNS)
         if not episode.ended:
@@ -285,7 +285,7 @@ async def _score(episode: _Episode, guard: Guard) -> None:
     trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
 
 
-async def _answer(parsed: Parsed, customer: Any, episode: _Episode, guard: Guard) -> None:
+async def _answer(parsed: Parsed, reply_to: Any, episode: _Episode, guard: Guard) -> None:
     """Let the environment answer tool calls; without tool calls, let the customer answer."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     methods = tools.tool_methods(type(environment))
@@ -305,7 +305,7 @@ async def _answer(parsed: Parsed, customer: Any, episode: _Episode, guard: Guard
     if not parsed.calls:
         episode.excused = "reply"
         method = tools.method_of(environment, "user", "reply")
-        reply = await guard("reply", partial(customer.reply, environment, parsed.content), method)
+        reply = await guard("reply", partial(reply_to, environment, parsed.content), method)
         if reply is not None:
             episode.replies.append({"role": "user", "content": reply})
             return

@@ -79,7 +79,8 @@ def serve(monkeypatch, typed: str, script, kind, task=OWN, is_human=True):
     """Play an episode with a scripted model, and a person who types these lines."""
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     rollout = Rollout(ScriptedSampler({0: script}), chat(), {task.domain: kind}, RolloutSettings())
-    rollout.customer = Terminal(is_human)
+    customer = Terminal(is_human)
+    rollout.on_messages, rollout.reply = customer.watch, customer.reply
     return rollout([RolloutRequest(task=task, trial=0, key=0)])[0]
 
 
