@@ -35,7 +35,7 @@ MOST_LINES = 25  # largest number of shown lines of rules, or of the database
 INDENT = 10  # characters of the first column
 STYLES = {"customer": "bold", "agent": "cyan"}  # other lines are dim
 # Attributes of an environment that describe the episode, and not what the tools can see.
-OF_THE_EPISODE = {"user", "done", "final_message", "reward_breakdown", "difference"}
+OF_THE_EPISODE = {"user", "done", "final_message", "stop_reason", "reward_breakdown", "difference"}
 
 
 def find_task(config: Config, domain: Domain, task_id: str | None, seed: int) -> Task:
@@ -126,9 +126,8 @@ class Terminal:
         *rules, request = messages
         for message in rules:
             tell("rules", message["content"].splitlines())
-        tell(
-            "tools", [_signature(schema["function"]) for schema in tool_schemas(type(environment))]
-        )
+        schemas = tool_schemas(type(environment))
+        tell("tools", [_signature(schema["function"]) for schema in schemas])
         tell("database", list(_rows(self.before)))
         print()
         if self.is_human:

@@ -62,10 +62,8 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
         sets = _last_rows_held_back(config, domain, held_out)
     where, remedy = name, ""
     if source is None and domain.generate_tasks is None:
-        where, remedy = (
-            f"{name} has no generate_tasks(...) or tasks",
-            "add generate_tasks, or give tasks",
-        )
+        where = f"{name} has no generate_tasks(...) or tasks"
+        remedy = "add generate_tasks, or give tasks"
     made = [*([] if source else [sets.train]), sets.validation, sets.held_out]
     for tasks in made:
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_GENERATED)]:
@@ -81,9 +79,8 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
         of = f"{seen} of {len(sets.held_out)} held-out tasks"
         sets.notes.append(f"{name}: {of} are training tasks too; make the splits from other values")
     for tool in undocumented(domain.environment):
-        sets.notes.append(
-            f"{name}: the tool {tool} has no docstring, so a model sees only its name"
-        )
+        why = "has no docstring, so a model sees only its name"
+        sets.notes.append(f"{name}: the tool {tool} {why}")
     return sets
 
 

@@ -121,6 +121,14 @@ def test_a_person_types_the_messages_of_the_customer(monkeypatch, capsys, kind):
     assert shown.index("which?") < shown.index("the lamp") < shown.index("anything else?")
 
 
+def test_what_a_rollout_sets_is_no_change_of_the_database():
+    desk = Desk()
+    desk.reset()
+    before = state_of(desk)
+    desk.stop_reason, desk.final_message = "completed", "bye"
+    assert state_of(desk) == before != {}
+
+
 def test_enter_sends_the_tasks_own_request_and_the_end_of_input_hangs_up(monkeypatch):
     trajectory = serve(monkeypatch, "\n", [say("which?")], Desk)
     assert [m["content"] for m in trajectory.messages[1:]] == ["the tasks own", "which?"]
