@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from pipeline.checkpoints.manifest import newest_first, problem, put_aside
-from pipeline.config import former
 from pipeline.config.recipe import SETTINGS, dump
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
@@ -139,12 +138,12 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json with present setting names. Raises UserError for a format above FORMAT."""
+    """Return the content of state.json. Raises UserError for a format above FORMAT."""
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if (number := state.get("format", 1)) > FORMAT:
         why = f"{checkpoint.name} has format {number}, and this version reads up to {FORMAT}"
         raise UserError(f"resume_from_checkpoint: {why}; resume it with a newer version")
-    return {**state, "config": former.translated(state.get("config", {}))}
+    return {"config": {}, **state}
 
 
 def open_folder(config: Config) -> Opened:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.cli import flag, parse
-from pipeline.config.former import instead
 from pipeline.config.recipe import SETTINGS
+from pipeline.config.trl_names import instead
 from pipeline.distributed.launch import RUN
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command

@@ -7,9 +7,10 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
-from pipeline.config import former, recipe
+from pipeline.config import recipe
 from pipeline.config.recipe import SECTIONS, SETTINGS
 from pipeline.config.settings import MAX_SEED, Config
+from pipeline.config.trl_names import instead
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
@@ -178,4 +179,4 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
     plain = name.lstrip("-").replace("_", "-")
     near = {"recipe": "config", "no-use-grpo": "no-grpo"}.get(plain) or nearest(plain, known)
     hint = f"did you mean --{near}?" if near else "--help lists all"
-    return former.instead(name) or f"unknown flag {name}; {hint}"
+    return instead(name) or f"unknown flag {name}; {hint}"

@@ -13,10 +13,11 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from pipeline.config import former, rules
+from pipeline.config import rules
 from pipeline.config.settings import Config, Section
+from pipeline.config.trl_names import instead
 from pipeline.errors import UserError, nearest
-from pipeline.files.layout import RUN_SETTINGS, shipped
+from pipeline.files.layout import shipped
 from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file, shown
 
 SHIPPED = shipped("recipes")
@@ -68,8 +69,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(one_line(f"{path}{line}: {reason}; correct the recipe")) from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: got no mapping; write sections ({', '.join(SECTIONS)})")
-    if path.name == RUN_SETTINGS:
-        tree = former.translated(tree)
     sections: dict[str, Any] = {section: {} for section in SECTIONS}
     for section, values in tree.items():
         if section == "recipe" or (section in SECTIONS and values is None):
@@ -115,7 +114,7 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
 
 
 def _unknown(name: str, section: str = "") -> str:
-    if reason := former.instead(name):
+    if reason := instead(name):
         return reason
     plain = name.replace("-", "_").replace("group_size", "num_generations")
     plain = plain if plain in SECTIONS else plain.removeprefix("warm_start_")

@@ -4,6 +4,12 @@ Each entry of the two tables has one or more names, separated by spaces. A name 
 which stands for any text. Present settings are in backticks, as their flags without hyphens.
 """
 
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from pipeline.config.settings import Config, Section
+
 CALLED = {  # names of settings that have another name here
     "activation_checkpointing": "gradient_checkpointing",
     "ddp_timeout": "timeout",
@@ -73,3 +79,25 @@ INSTEAD = {  # what to set instead of names that have no equal here
     "hub_*": "one upload follows training; see `push_to_hub` and `hub_model_id`",
     "use_adaptive_entropy entropy_coef_* entropy_target": "set `entropy_coef`, which is fixed",
 }
+
+
+def instead(name: str) -> str:
+    """Return the error message for a setting or flag of TRL, or ""."""
+    plain, is_flag = name.lstrip("-").replace("-", "_").removeprefix("no_"), name.startswith("-")
+
+    def written(setting: str) -> str:
+        if is_flag:
+            return f"--{setting.replace('_', '-')}"
+        key = setting.removeprefix("warm_start_")
+        *_, owner = (s for s, part in Config() if isinstance(part, Section) and hasattr(part, key))
+        return f"{owner}.{key}"
+
+    if text := _entry(INSTEAD, plain):
+        return f"{name}: " + re.sub("`(.*?)`", lambda match: written(match[1]), text)
+    new = _entry(CALLED, plain)
+    return f"{name} is called {written(new)} here" if new else ""
+
+
+def _entry(table: Mapping[str, str], name: str) -> str:
+    fitting = (v for keys, v in table.items() if any(fnmatchcase(name, k) for k in keys.split()))
+    return next(fitting, "")

@@ -52,8 +52,6 @@ class KLProbe:
     def load(self, stages: Sequence[Stage]) -> None:
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
-            before = path.parent.with_name("anchors") / path.name  # the path in old runs
-            path = before if before.is_file() else path
             if path.is_file():
                 self._add(json.loads(path.read_text(encoding="utf-8")))
             elif self._ranks.is_main:

@@ -15,7 +15,6 @@ from pipeline.evaluation import transfer_metrics as metrics
 from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
 
 BEFORE_GRPO = ("start", "warm_start")
-SUCCESS = 1.0  # the threshold of old runs, whose settings have no threshold
 
 Results = Mapping[str, Any]  # the content of `results.json`
 
@@ -208,16 +207,12 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
     """Return [value, low, high] of a domain's success rate, or of the `mean` over all domains.
 
     `kind` is `mean` (sampled) or `greedy`. The numbers of sampled trials are those of `summary`.
-    Evaluations of old runs, which have no rewards of trials, have None as bounds. Returns None for
-    a domain that was not evaluated.
+    Returns None for a domain that was not evaluated.
     """
     success = evaluation["success"]
     used = {d: of for d, of in success.items() if domain in (d, "mean")}
     if not used:
         return None
-    tasks = [of for d in used.values() for of in d.get("tasks", {"": None}).values()]
-    if not all(isinstance(of, list) for of in tasks):
-        return [fmean(of[kind] for of in used.values()), None, None]
     samples = []
     for name, of in used.items():
         solved = np.arange(len(of["tasks"])) < round(of["greedy"] * len(of["tasks"]))
@@ -231,7 +226,7 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
 
 def threshold_of(runs: Sequence[Results]) -> float:
     """Return the least reward of a success. Raises UserError if runs have different thresholds."""
-    first, *others = sorted({float(run.get("success_threshold", SUCCESS)) for run in runs})
+    first, *others = sorted({float(run.get("success_threshold", 1.0)) for run in runs})
     if others:
         raise UserError(
             "report: runs with other success thresholds "

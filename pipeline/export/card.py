@@ -17,12 +17,13 @@ from pipeline.checkpoints.run_folder import HARMLESS
 from pipeline.config.cli import flag
 from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe
 from pipeline.config.settings import SINGLE_TURN, Config
+from pipeline.evaluation.transfer import summary
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.untrusted import masked, printable
 from pipeline.models.files import HUB_ID
 from pipeline.report.page import table
 from pipeline.report.tables import METRICS, ends_in_words, metric, success_tables
-from pipeline.tracking.run_files import RunData, after_name, load_run, transfer_of
+from pipeline.tracking.run_files import RunData, after_name, load_run
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 # Settings that say where a run writes and what follows training.
@@ -196,7 +197,7 @@ def _results(run: RunData, checkpoint: RunCheckpoint) -> str:
     if not evaluations:
         return "The run has no evaluation up to this checkpoint."
     is_whole = len(evaluations) == len(run.evaluations)
-    transfer = run.transfer if is_whole else transfer_of({**run.results, **parts})
+    transfer = run.transfer if is_whole else summary([{**run.results, **parts}])
     last, of = evaluations[-1], next(iter(evaluations[-1]["success"].values()))
     trials, temperature = of.get("num_trials", 1), run.config["rollout"]["temperature"]
     blocks = [

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.evaluation.transfer import SUCCESS, differences, summary
+from pipeline.evaluation.transfer import differences, summary
 from pipeline.plots.transfer import Configuration
 from pipeline.report.tables import METRICS, number_table
 from pipeline.tracking.run_files import RunData, load_run
@@ -88,7 +88,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     If the model is a checkpoint of another run, settings of the other run replace the model name.
     """
-    settings: dict[str, Any] = {"evaluation.success_threshold": SUCCESS}  # missing in older runs
+    settings: dict[str, Any] = {}
     for section, values in config.items():
         if not isinstance(values, dict):
             settings[section] = values

@@ -95,7 +95,7 @@ def ends_in_words(evaluations: Sequence[Evaluation]) -> str:
 
 
 def with_interval(values: Sequence[Any] | None) -> str:
-    """Format (value, low, high); without bounds, as in results of old runs, the value alone."""
+    """Format (value, low, high); without bounds, as for one task, the value alone."""
     if values is None or None not in values:
         return shown(values)
     return number(values[0])

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.former import read_metrics
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
@@ -22,6 +21,7 @@ from pipeline.files.durable import LinesFile, finite, sync
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
 from pipeline.tracking import wandb as feed
+from pipeline.tracking.run_files import read_metrics
 from pipeline.tracking.wandb import Line, WandbFeed, numbers
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.former import read_metrics, translated
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
-from pipeline.files.durable import whole_lines
+from pipeline.files.durable import read_records, whole_lines
+from pipeline.files.layout import METRICS, TIMINGS
 
 Evaluation = Mapping[str, Any]
 MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers of steps and episodes in `episode_rows`
@@ -70,14 +70,13 @@ def load_run(folder: Path) -> RunData:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
     curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0, preview=0.0)
-    results = _read_json(folder / "results.json", evaluations=[])
-    results.setdefault("baselines", results.get("floors", {}))  # the name in old runs is `floors`
+    results = _read_json(folder / "results.json", evaluations=[], baselines={})
     metrics, timings = read_metrics(folder)
     train = _of_training(metrics)
     trained = {line["stage"] for line in train}
     return RunData(
         folder=folder,
-        config=translated(yaml.safe_load((folder / "config.yaml").read_text("utf-8"))),
+        config=yaml.safe_load((folder / "config.yaml").read_text("utf-8")),
         results=results,
         stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
         replay=curriculum["replay"],
@@ -85,8 +84,13 @@ def load_run(folder: Path) -> RunData:
         train=train,
         validation=[line for line in metrics if line["kind"] == "validation"],
         timings=_of_training(timings),
-        transfer=results.get("transfer") or transfer_of(results),
+        transfer=results.get("transfer") or summary([results]),
     )
+
+
+def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the lines of `metrics.jsonl` and of `timings.jsonl`."""
+    return read_records(folder / METRICS), read_records(folder / TIMINGS)
 
 
 def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
@@ -99,14 +103,6 @@ def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
 def _of_training(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     of_steps = {line["step"]: line for line in lines if line["kind"] == "train"}
     return [of_steps[step] for step in sorted(of_steps)]
-
-
-def transfer_of(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the transfer numbers of results, or {} for results of versions without them."""
-    successes = [of for e in results["evaluations"] for of in e["success"].values()]
-    rewards = [task for of in successes for task in of.get("tasks", {"": None}).values()]
-    per_trial = all(isinstance(task, list) for task in rewards)
-    return summary([results]) if successes and per_trial and "curriculum" in results else {}
 
 
 def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:

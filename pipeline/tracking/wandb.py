@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 from requests.utils import get_netrc_auth
 
-from pipeline.config.former import read_metrics
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
@@ -28,7 +27,7 @@ from pipeline.files.console import may_fail, say
 from pipeline.files.durable import write_text
 from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of
-from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers
+from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers, read_metrics
 
 FINISH_S = 20.0  # timeout, in seconds, of the last upload
 FAILED_S = 5.0  # shorter timeout after a failure, because other ranks wait

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.cli import flag, parse
-from pipeline.config.former import SETTINGS as SETTINGS_BEFORE
-from pipeline.config.former import instead
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
-from pipeline.config.settings import Config, DataSettings
-from pipeline.config.trl_names import CALLED, INSTEAD
+from pipeline.config.settings import Config
+from pipeline.config.trl_names import CALLED, INSTEAD, instead
 from pipeline.errors import nearest
 from tests.support import ROOT
 from tests.support.messages import refusal, says
@@ -445,7 +443,7 @@ def test_batch_sizes_per_device_are_refused_with_the_reason(name, recipe):
         says(refusal(load_recipe, recipe(text)), f"own.yaml: {name}", *PER_DEVICE)
 
 
-ANSWERS = [  # a flag of TRL or of an earlier version, and what its error names
+ANSWERS = [  # a flag of TRL, and what its error names
     ("--lr=1e-5", "--lr is called --learning-rate here"),
     ("--model-name-or-path", "is called --model here"),
     ("--use_lora", "--use_lora is called --use-peft here"),
@@ -469,7 +467,6 @@ ANSWERS = [  # a flag of TRL or of an earlier version, and what its error names
     ("--logging-steps", "see --report-to"),
     ("--eval-strategy", "set --validation-steps"),
     ("--eval-steps", "set --validation-steps"),
-    ("--eval-steps-tasks", "is called --validation-tasks here"),
     ("--save-strategy", "set --save-steps"),
     ("--lora-dropout", "without dropout"),
     ("--deepspeed", "--shard-optimizer is ZeRO stage 1"),
@@ -478,7 +475,6 @@ ANSWERS = [  # a flag of TRL or of an earlier version, and what its error names
     ("--no-sync-ref-model", "--reference-per-stage sets one per stage"),
     ("--warmup-steps", "set --stage-warmup-steps"),
     ("--lr-scheduler-type", "set --stage-lr-decay"),
-    ("--lr-end-share", "is called --min-lr-rate here"),
 ]
 
 
@@ -489,12 +485,11 @@ def test_a_flag_of_trl_is_answered_with_what_is_here(flag, words):
     assert "did you mean" not in line
 
 
-def test_a_setting_of_trl_or_of_an_earlier_version_is_answered_in_a_recipe(recipe):
+def test_a_setting_of_trl_is_answered_in_a_recipe(recipe):
     for text, words in (
         ("grpo: {lr: 1e-5}", "own.yaml: lr is called grpo.learning_rate here"),
         ("grpo: {steps: 9}", "write grpo.max_steps for GRPO, or warm_start.steps for"),
         ("evaluation: {eval_steps: 5}", "set evaluation.validation_steps for those in between"),
-        ("evaluation: {eval_steps_tasks: 5}", "is called evaluation.validation_tasks here"),
         ("grpo: {sync_ref_model: true}", "grpo.reference_per_stage sets one per stage"),
         ("grpo: {warmup_steps: 5}", "set grpo.stage_warmup_steps"),
         ("grpo: {lr_scheduler_type: linear}", "set grpo.stage_lr_decay"),
@@ -530,59 +525,12 @@ def test_no_setting_of_trl_is_taken_for_a_misspelling():
 
 
 def test_each_answer_names_present_settings():
-    former = [old for names in SETTINGS_BEFORE.values() for old in names]
     known = {flag(*key) for key in SETTINGS}
-    for name in " ".join((*CALLED, *INSTEAD, *former)).split():
+    for name in " ".join((*CALLED, *INSTEAD)).split():
         line = instead(f"--{name.replace('*', 'x')}")
         flags = re.findall(r"--[a-z][a-z0-9-]*", line.partition(" ")[2])
         assert flags or "ACCELERATE_USE_CPU" in line, line
         assert {*flags} <= known, line
-
-
-@pytest.mark.parametrize("domain", ["airline", "retail", "telecom", "telecom_chat"])
-def test_the_former_settings_of_task_files_are_refused_with_the_form_of_today(domain, recipe):
-    name, now = f"{domain}_tasks", f"{{{domain}: SOURCE}}"
-    flag = f"--{name.replace('_', '-')}"
-    says(refusal(parse, [flag, "x.jsonl"]), flag, f"write --tasks '{now}'")
-    for value in ("x.jsonl", "null"):
-        line = refusal(load_recipe, recipe(f"data: {{{name}: {value}}}"))
-        says(line, f"own.yaml: {name}", f"write tasks: {now} in section data")
-    line = refusal(load_recipe, recipe(f"{name}: x.jsonl"))
-    says(line, f"own.yaml: {name}", f"write tasks: {now} in section data")
-
-
-def test_the_former_setting_of_demonstrations_is_refused_with_the_form_of_today(recipe):
-    line = refusal(parse, ["--warm-start-data", "x.jsonl"])
-    says(line, "--warm-start-data", "write --demonstrations '{DOMAIN: FILE}'")
-    line = refusal(load_recipe, recipe("warm_start: {data: null}"))
-    says(line, "own.yaml: data", "write demonstrations: {DOMAIN: FILE} in section data")
-
-
-def test_what_an_earlier_version_has_saved_is_translated(tmp_path):
-    saved = tmp_path / "config.yaml"
-    saved.write_text("data: {airline_tasks: a.jsonl, retail_tasks: null, dataset_train_split: dev}")
-    data = load_recipe(saved).data
-    assert (data.tasks, data.dataset_train_split) == ({"airline": "a.jsonl"}, "dev")
-    saved.write_text("data: {airline_tasks: null, retail_tasks: null}")
-    assert load_recipe(saved).data == DataSettings()
-    saved.write_text("warm_start: {data: own.jsonl}\ndata: {domains: [airline, retail]}")
-    data = load_recipe(saved).data
-    assert data.demonstrations == {"airline": "own.jsonl", "retail": "own.jsonl"}
-    saved.write_text("warm_start: {data: null}")
-    assert load_recipe(saved).data == DataSettings()
-    saved.write_text(
-        "warm_start: {warmup_steps: 7}\n"
-        "grpo: {warmup_steps: 3, lr_scheduler_type: cosine, sync_ref_model: true}\n"
-        "evaluation: {eval_steps: 4, eval_steps_tasks: 6}"
-    )
-    config = load_recipe(saved)
-    assert config.warm_start.warmup_steps == 7
-    assert (config.grpo.stage_warmup_steps, config.grpo.stage_lr_decay) == (3, "cosine")
-    assert config.grpo.reference_per_stage
-    assert config.evaluation.validation_steps == 4
-    assert config.evaluation.validation_tasks == 6
-    saved.write_text("data: {bank_tasks: null}")
-    assert "unknown setting data.bank_tasks" in refusal(load_recipe, saved)
 
 
 def test_task_files_are_named_by_domain():

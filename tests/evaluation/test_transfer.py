@@ -213,8 +213,6 @@ def test_a_rate_of_any_evaluation_has_the_intervals_of_the_matrix():
     assert (value, low < 0.5 < high) == (0.5, True)
     assert rate(last, "retail", "greedy", 1.0) == found["domains"]["matrix"][2][1]  # Wilson's
     assert rate(last, "bank", "mean", 1.0) is None
-    last["success"]["airline"]["tasks"] = dict.fromkeys(TASKS, 0.5)  # an old run's means
-    assert rate(last, "mean", "mean", 1.0) == [0.75, None, None]
 
 
 def test_a_family_of_one_task_has_no_interval():

@@ -8,7 +8,6 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
 from pipeline.plots.drawing import shown
-from pipeline.plots.pictures import pictures_of
 from pipeline.report.page import render
 from pipeline.report.tables import data_of, final_table
 from pipeline.report.write import main, write_report
@@ -202,20 +201,6 @@ def test_a_run_of_one_stage_has_a_matrix_and_no_transfer(tmp_path, without_pictu
     assert "backward transfer |" not in text.split("## Tools")[0]
     assert "No replay: a stage draws nothing from the domains of earlier stages." in text
     assert "transfer" not in final_table(json.loads((folder / "results.json").read_text()))
-
-
-def test_results_from_before_transfer_was_measured_are_still_reported(tmp_path, without_pictures):
-    folder = make_run(tmp_path / "run", THREE)
-    results = json.loads((folder / "results.json").read_text())
-    for of in [of for e in results["evaluations"] for of in e["success"].values()]:
-        of["tasks"] = {task: sum(rewards) / 2 for task, rewards in of["tasks"].items()}
-    (folder / "results.json").write_text(json.dumps(results))
-    write_report(folder)
-    text = (folder / "report.md").read_text()
-    assert "## Every evaluation" in text
-    assert "Transfer" not in text
-    drawn = pictures_of(load_run(folder))
-    assert "learning_curves" in drawn and "accuracy_matrix" not in drawn
 
 
 def test_the_table_for_the_terminal():
