@@ -21,7 +21,6 @@ OF_RUN: dict[str, Callable[[RunData], Figure | None]] = {
     "stage_performance": transfer.stage_performance,
     "accuracy_matrix": transfer.accuracy_matrix,
     "transfer": transfer.transfer,
-    "tools": transfer.tools,
     "stop_reasons": training.stop_reasons,
     "zero_std_groups": training.zero_std_groups,
     "time_and_memory": training.time_and_memory,

@@ -1,4 +1,4 @@
-"""Success after each stage, accuracy matrix, transfer, tool calls, and gain against forgetting."""
+"""Success after each stage, accuracy matrix, transfer, and gain against forgetting."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -77,63 +77,32 @@ def accuracy_matrix(run: RunData) -> Figure | None:
     """Draw the success of each domain (columns) after each stage (rows)."""
     if not run.transfer:
         return None
-    of, points = run.transfer["domains"], run.transfer["points"]
-    trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
-    framed = [(points.index(stage), of["names"].index(name)) for stage, name in trained]
-    words = "success of sampled trials, with 95 % interval\nframed: trained in that stage"
-    title, rows = "accuracy matrix", run.points
-    return _heat_map(run, title, rows, of["names"], of["matrix"], words, height=0.5, framed=framed)
-
-
-def tools(run: RunData) -> Figure | None:
-    """Draw each tool's share of calls without an error; rows are tools, columns are stages."""
-    of = run.transfer.get("tools", {"names": []})
-    known = [c for c, name in enumerate(of["names"]) if not name.endswith("/unknown")]
-    if not known:
-        return None
-    columns = [point.replace(" the ", " ") for point in run.points]
-    numbers = [[row[c] for row in of["matrix"]] for c in known]
-    words = "share of held-out calls without an error, with 95 % interval"
-    title, names = "success of tool calls", [of["names"][c] for c in known]
-    return _heat_map(run, title, names, columns, numbers, words, height=0.25)
-
-
-def _heat_map(
-    run: RunData,
-    title: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    numbers: Sequence[Sequence[Number | None]],
-    words: str,
-    *,
-    height: float,
-    framed: Sequence[tuple[int, int]] = (),
-) -> Figure:
     from matplotlib import colormaps, patches
 
-    width = max(WIDTH, 0.95 * len(columns) + 1.9)
-    figure = drawing.new_figure(run, title, width, height * len(rows) + 1.1)
+    of, points = run.transfer["domains"], run.transfer["points"]
+    columns, width = of["names"], max(WIDTH, 0.95 * len(of["names"]) + 1.9)
+    figure = drawing.new_figure(run, "accuracy matrix", width, 0.5 * len(points) + 1.1)
     axes = figure.subplots()
-    apart, size = ("\n", "small") if height > 0.3 else (" ", "x-small")
-    for r, row in enumerate(numbers):
+    for r, row in enumerate(of["matrix"]):
         for c, number in enumerate(row):
             text, ink = "-", "black"
-            if points := complete(number):
-                fill_colour = colormaps["cividis"](points[0])
+            if cell := complete(number):
+                fill_colour = colormaps["cividis"](cell[0])
                 axes.add_patch(patches.Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
-                ink = drawing.DARK_INK if points[0] > 0.55 else drawing.LIGHT_INK
-                text = shown(points).replace(" [", f"{apart}[")
-            axes.text(c, r, text, ha="center", va="center", color=ink, fontsize=size)
-    for r, c in framed:
+                ink = drawing.DARK_INK if cell[0] > 0.55 else drawing.LIGHT_INK
+                text = shown(cell).replace(" [", "\n[")
+            axes.text(c, r, text, ha="center", va="center", color=ink, fontsize="small")
+    trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
+    for r, c in ((points.index(stage), columns.index(name)) for stage, name in trained):
         axes.add_patch(patches.Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **FRAME))
     axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(len(points) - 0.5, -0.5)
     axes.set_xticks(range(len(columns)), [fill(name, 13) for name in columns])
-    axes.set_yticks(range(len(rows)), rows)
+    axes.set_yticks(range(len(points)), run.points)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel(words)
+    axes.set_xlabel("success of sampled trials, with 95 % interval\nframed: trained in that stage")
     return figure
 
 

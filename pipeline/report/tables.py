@@ -207,7 +207,7 @@ def _tools(run: RunData) -> list[list[Any]]:
     """Return a row per tool: success of evaluation calls; number and success of training calls."""
     if not run.transfer:
         return []
-    tools, ends = run.transfer["tools"], [0, -1] if run.points[1:] else [0]
+    tools = run.transfer["tools"]
     calls, errors = Counter[str](), Counter[str]()
     for stage in run.results.get("training", {}).values():
         for domain, of_domain in stage.get("tools", {}).items():
@@ -216,7 +216,7 @@ def _tools(run: RunData) -> list[list[Any]]:
                 errors[f"{domain}/{tool}"] += num_errors
     rows = []
     for c, name in enumerate(tools["names"]):
-        held_out = [shown(tools["matrix"][p][c]) for p in ends]
+        held_out = [shown(row[c]) for row in tools["matrix"]]
         backward = shown(tools["backward_transfer"].get(name), "+")
         solved = number(1 - errors[name] / calls[name] if calls[name] else None)
         rows.append([name, *held_out, backward, f"{calls[name]:,}", solved])

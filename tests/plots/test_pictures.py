@@ -17,7 +17,7 @@ from tests.support.report_runs import (  # noqa: F401
     pay_any_rewards,
 )
 
-OF_DOMAINS = ("learning_curves", "stage_performance", "accuracy_matrix", "tools")
+OF_DOMAINS = ("learning_curves", "stage_performance", "accuracy_matrix")
 
 
 def draw(folder: Path, *names: str) -> None:
@@ -52,7 +52,7 @@ def test_pictures_of_a_sequential_run_are_whole(tmp_path):
     draw(folder)
     for name in ("learning_curves", "stage_performance", "transfer"):
         assert_is_a_whole_picture(folder / f"{name}.png", 3)
-    for name in ("accuracy_matrix", "tools", "stop_reasons", "zero_std_groups", "time_and_memory"):
+    for name in ("accuracy_matrix", "stop_reasons", "zero_std_groups", "time_and_memory"):
         assert_nothing_is_cut_off(folder / f"{name}.png")
 
 
