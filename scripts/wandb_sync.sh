@@ -15,4 +15,4 @@ PYTHON=${PYTHON:-}  # the Python that makes .venv; 3.11 or newer
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env
 export PYTHONPATH=$ROOT
-exec "$VENV/bin/python" -m pipeline.tracking.wandb "$@"
+exec "$VENV/bin/python" "$ROOT/scripts/wandb_sync.py" "$@"

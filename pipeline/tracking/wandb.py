@@ -1,11 +1,9 @@
 """Send a run's files to W&B: each line of `metrics.jsonl` becomes one row, sent once.
 
 The index of a line is W&B's own step (`_step`), so the server's last step shows the next line to
-send. The x axis of every plot is the step of the run. scripts/wandb_sync.sh runs this module as a
-command, for a run that has ended. This module imports no torch.
+send. The x axis of every plot is the step of the run. This module imports no torch.
 """
 
-import fcntl
 import json
 import os
 import sys
@@ -20,14 +18,12 @@ from typing import Any
 import psutil
 from requests.utils import get_netrc_auth
 
-from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import may_fail, say
 from pipeline.files.durable import write_text
-from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import masked, masked_tree, reason_of
-from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers, read_metrics
+from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers
 
 FINISH_S = 20.0  # timeout, in seconds, of the last upload
 FAILED_S = 5.0  # shorter timeout after a failure, because other ranks wait
@@ -202,9 +198,6 @@ def send_results(run: Any, folder: Path) -> None:
             run.summary["trajectories"] = wandb.Table(columns=[*COLUMNS], data=episodes)
 
 
-# The command for runs that have ended
-
-
 def exit_code_of(command: Callable[[], None]) -> int:
     """Run the command; returns 0, or 2 after a UserError, or 1 after any other exception."""
     try:
@@ -216,27 +209,3 @@ def exit_code_of(command: Callable[[], None]) -> int:
         say(f"error: W&B: {type(error).__name__}: {reason_of(error)}; try again")
         return 1
     return 0
-
-
-def send(*arguments: str) -> None:
-    """Send missing lines and results of a run that has ended; the argument is the run folder."""
-    folder = Path(*arguments)
-    if len(arguments) != 1 or not (folder / METRICS).is_file():
-        raise UserError(f"RUN_FOLDER: {folder} holds no run; give one run folder")
-    if not has_wandb_key():
-        raise UserError("W&B: no API key; run `wandb login`, or set WANDB_API_KEY")
-    os.environ["WANDB_MODE"] = "online"
-    with (folder / ".lock").open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"RUN_FOLDER: the run in {folder} is still alive; send it when it has ended"
-            ) from None
-        lines = read_metrics(folder)
-        WandbFeed(folder, load_recipe(folder / RUN_SETTINGS), *lines).close(results=folder)
-    say(f"W&B has all {len(lines[0])} lines of {METRICS}")
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: send(*sys.argv[1:])))

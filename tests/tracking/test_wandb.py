@@ -24,7 +24,7 @@ from pipeline.files.durable import read_records
 from pipeline.tracking import wandb as feed
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.run_files import episode_rows
-from scripts import wandb_dashboard
+from scripts import wandb_dashboard, wandb_sync
 from tests.support import ROOT
 from tests.support.warm_process import WarmRun
 
@@ -538,7 +538,7 @@ def test_a_run_that_failed_sends_no_results(tmp_path, server):
 
 
 def command(*arguments: Path) -> int:
-    return feed.exit_code_of(lambda: feed.send(*map(str, arguments)))
+    return feed.exit_code_of(lambda: wandb_sync.send(*map(str, arguments)))
 
 
 def test_a_run_without_a_key_is_sent_once_when_there_is_one(tmp_path, server, machine, capfd):

@@ -1,0 +1,37 @@
+"""The command of `wandb_sync.sh`: send to W&B what W&B lacks of a run that has ended."""
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+
+from pipeline.config.recipe import load_recipe
+from pipeline.errors import UserError
+from pipeline.files.console import say
+from pipeline.files.layout import METRICS, RUN_SETTINGS
+from pipeline.tracking.run_files import read_metrics
+from pipeline.tracking.wandb import WandbFeed, exit_code_of, has_wandb_key
+
+
+def send(*arguments: str) -> None:
+    """Send missing lines and results of a run that has ended; the argument is the run folder."""
+    folder = Path(*arguments)
+    if len(arguments) != 1 or not (folder / METRICS).is_file():
+        raise UserError(f"RUN_FOLDER: {folder} holds no run; give one run folder")
+    if not has_wandb_key():
+        raise UserError("W&B: no API key; run `wandb login`, or set WANDB_API_KEY")
+    os.environ["WANDB_MODE"] = "online"
+    with (folder / ".lock").open("a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"RUN_FOLDER: the run in {folder} is still alive; send it when it has ended"
+            ) from None
+        lines = read_metrics(folder)
+        WandbFeed(folder, load_recipe(folder / RUN_SETTINGS), *lines).close(results=folder)
+    say(f"W&B has all {len(lines[0])} lines of {METRICS}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: send(*sys.argv[1:])))
