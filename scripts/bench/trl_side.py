@@ -22,12 +22,12 @@ from common import ready
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_adapter import factories, outcome_reward
 from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import tasks_of_step
-from pipeline.environments.trl_adapter import factories, outcome_reward
 from pipeline.models.loading import load_model
 from pipeline.preflight.prepare import Prepared, prepare
 

@@ -193,7 +193,7 @@ def complete(facts: Mapping[str, float], kind: str) -> dict[str, float]:
 
 def without_users(parts: Prepared) -> Prepared:
     """The parts of a run, without tasks that have a user, because TRL has no user."""
-    from pipeline.environments.trl_adapter import rows_without_user
+    from trl_adapter import rows_without_user
 
     train: dict[str, Sequence[Task]] = {}
     for domain, tasks in parts.train.items():

@@ -178,7 +178,7 @@ def mentions_embedded(node) -> bool:
 def test_domains_are_imported_without_torch():
     modules = ", ".join(target.partition(":")[0] for target in EMBEDDED_DOMAINS.values())
     program = (
-        f"import sys, pipeline.environments, pipeline.environments.trl_adapter, {modules}\n"
+        f"import sys, pipeline.environments, scripts.bench.trl_adapter, {modules}\n"
         "print({'torch', 'transformers', 'trl'} & set(sys.modules))"
     )
     printed = subprocess.run(

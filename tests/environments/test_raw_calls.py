@@ -12,10 +12,10 @@ from pipeline.environments.tools import (
     tool_schemas,
     undocumented,
 )
-from pipeline.environments.trl_adapter import factories
 from pipeline.errors import UserError
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
+from scripts.bench.trl_adapter import factories
 from tests.rollout.test_rollout import LIMITS
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
 

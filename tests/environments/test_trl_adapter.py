@@ -15,8 +15,8 @@ from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
-from pipeline.environments.trl_adapter import factories, outcome_reward, rows_without_user
 from pipeline.models.tiny import tiny_model
+from scripts.bench.trl_adapter import factories, outcome_reward, rows_without_user
 from tests.support.helpers import call, chat, embedded, say, tokenizer
 
 CLASSES = environments_of(embedded(*DEFAULT_DOMAINS))
