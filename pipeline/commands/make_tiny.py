@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.cli import Parser, seed_of
-from pipeline.data.tasks import Demonstration, read_demonstrations
-from pipeline.environments.demonstrations import names_of, words_of
+from pipeline.environments.demonstrations import (
+    Demonstration,
+    names_of,
+    read_demonstrations,
+    words_of,
+)
 from pipeline.environments.domains import Domain
 from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.errors import UserError

@@ -1,4 +1,4 @@
-"""Reads and writes files of tasks, and reads files of demonstrations.
+"""Tasks, and the files of tasks.
 
 A task file holds one object per task, as JSON Lines or as one JSON array:
 `{"id": "...", "prompt": [{"role": "system", "content": "..."}, ...], "payload": {...}}`. `prompt`
@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from pipeline.data.rng import permutation
-from pipeline.data.rows import Rows, TaskRow, json_lines, rows_of_file
+from pipeline.data.rows import Rows, TaskRow, rows_of_file
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
 
@@ -199,50 +198,6 @@ def _is_call(call: Any) -> bool:
     return is_named and isinstance(function.get("arguments", {}), dict)
 
 
-class Demonstration(NamedTuple):
-    """A conversation for the warm start; `where` names its line or its task in messages."""
-
-    where: str
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None  # JSON schemas; None: those of the domain's environment
-
-
-def read_demonstrations(path: Path) -> list[Demonstration]:
-    """Return the demonstrations of a JSON Lines file. Raises UserError for an invalid line."""
-    demonstrations: list[Demonstration] = []
-    try:
-        for where, _, _, row in json_lines(path):
-            fields: Any = row if isinstance(row, dict) else {}
-            messages, tools = fields.get("messages"), fields.get("tools")
-            if problem := messages_problem(messages):
-                raise UserError(f"{where}: messages: {problem}")
-            roles = [message["role"] for message in messages]
-            if "assistant" not in roles or roles[0] == "assistant":
-                needed = "starts with a request and holds an assistant message"
-                raise UserError(f"{where}: a demonstration {needed}")
-            is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-            if tools is not None and not is_list:
-                raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
-            demonstrations.append(Demonstration(where, messages, tools))
-    except (OSError, UnicodeDecodeError) as error:
-        why = f"{path} cannot be read ({one_line(str(error))})"
-        raise UserError(f"demonstrations: {why}; check the path") from None
-    if not demonstrations:
-        raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
-    return demonstrations
-
-
-def save_tasks(tasks: Iterable[Task], path: Path) -> None:
-    """Write tasks to a JSON Lines file that `load_tasks` can read."""
-    keys = ("domain", "id", "family", "branch")
-    with path.open("w", encoding="utf-8") as file:
-        for task in tasks:
-            row = {key: getattr(task, key) for key in keys} | json.loads(task.columns)
-            row["prompt"] = task.prompt[0]["content"] if task.is_text else task.prompt
-            row["payload"] = json.loads(task.payload)
-            file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
-
-
 def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
     """Return the `count` tasks of step `step` (from 0). Every rank returns the same tasks.
 
@@ -258,8 +213,3 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
 @lru_cache(maxsize=16)  # all steps of a pass use the same permutation
 def _order(count: int, *key: int | str) -> array[int]:
     return array("Q", permutation(count, *key))
-
-
-def count_by(tasks: Iterable[Task], attribute: str) -> dict[str, int]:
-    """Return the number of tasks with each value of `attribute`, sorted by value."""
-    return dict(sorted(Counter(getattr(task, attribute) for task in tasks).items()))

@@ -10,10 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
-from pipeline.data.tasks import Demonstration, read_demonstrations
+from pipeline.data.rows import json_lines
+from pipeline.data.tasks import Message, messages_problem
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
@@ -24,6 +25,39 @@ MAX_READ = 400  # maximum number of a domain's demonstrations whose words are co
 MAX_WORDS = 400  # maximum number of words that a domain gets
 MAX_VALUE = 32  # maximum number of characters of a value, such as an id
 MAX_CHARACTERS = 100  # maximum number of characters of a word
+
+
+class Demonstration(NamedTuple):
+    """A conversation for the warm start; `where` names its line or its task in messages."""
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None  # JSON schemas; None: those of the domain's environment
+
+
+def read_demonstrations(path: Path) -> list[Demonstration]:
+    """Return the demonstrations of a JSON Lines file. Raises UserError for an invalid line."""
+    demonstrations: list[Demonstration] = []
+    try:
+        for where, _, _, row in json_lines(path):
+            fields: Any = row if isinstance(row, dict) else {}
+            messages, tools = fields.get("messages"), fields.get("tools")
+            if problem := messages_problem(messages):
+                raise UserError(f"{where}: messages: {problem}")
+            roles = [message["role"] for message in messages]
+            if "assistant" not in roles or roles[0] == "assistant":
+                needed = "starts with a request and holds an assistant message"
+                raise UserError(f"{where}: a demonstration {needed}")
+            is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+            if tools is not None and not is_list:
+                raise UserError(f"{where}: tools: got {shown(tools)}; give a list of JSON schemas")
+            demonstrations.append(Demonstration(where, messages, tools))
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"{path} cannot be read ({one_line(str(error))})"
+        raise UserError(f"demonstrations: {why}; check the path") from None
+    if not demonstrations:
+        raise UserError(f"{path}: holds no demonstrations; give one JSON object per line")
+    return demonstrations
 
 
 def has_demonstrations(config: Config, domain: Domain) -> bool:

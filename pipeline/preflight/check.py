@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
-from pipeline.data.tasks import count_by
 from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
@@ -110,7 +110,7 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
     yield from (f"note: {note}" for note in parts.notes)
     yield "tasks"
     for domain, tasks in parts.train.items():
-        counts = count_by(tasks, "family").items()
+        counts = sorted(Counter(task.family for task in tasks).items())
         families = ", ".join(f"{printable(name)} {count}" for name, count in counts if name)
         held_out = f"{len(parts.held_out[domain])} {config.data.eval_split}"
         yield f"  {domain}: {len(tasks)} to train{f' ({families})' * bool(families)}, {held_out}"

@@ -4,8 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.data.tasks import Demonstration
-from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
+from pipeline.environments.demonstrations import (
+    Demonstration,
+    demonstrations_of,
+    has_demonstrations,
+)
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.tools import tool_schemas
 from pipeline.environments.trials import try_expert
@@ -64,10 +67,8 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
         )
     # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
     num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
-    tasks, tools = (
-        generated(config.data, domain, num_made, "train"),
-        tool_schemas(domain.environment),
-    )
+    tasks = generated(config.data, domain, num_made, "train")
+    tools = tool_schemas(domain.environment)
     for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
         messages = try_expert(domain, task, timeout, threshold)
         yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
@@ -91,11 +92,8 @@ def _beyond_limits(
     """Return a warning if a rollout is too short for a demonstration; raises UserError if many."""
     needs, firsts, count = dict[str, int](), list[str](), 0
     for one in tried:
-        over = {
-            name: number
-            for name, number in _sizes(chat, one).items()
-            if number > getattr(limits, name)
-        }
+        sizes = _sizes(chat, one).items()
+        over = {name: number for name, number in sizes if number > getattr(limits, name)}
         needs = {name: max(over.get(name, 0), needs.get(name, 0)) for name in {**needs, **over}}
         firsts += [f"{one.where} needs {name} {number}" for name, number in over.items()]
         count += bool(over)

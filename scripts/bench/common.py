@@ -9,9 +9,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.data.tasks import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -146,3 +149,14 @@ def write_json(
         return
     content = {"figures": dict(figures), "machine": dict(where), "settings": settings}
     path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def save_tasks(tasks: Iterable[Task], path: Path) -> None:
+    """Write tasks to a JSON Lines file that `load_tasks` can read."""
+    keys = ("domain", "id", "family", "branch")
+    with path.open("w", encoding="utf-8") as file:
+        for task in tasks:
+            row = {key: getattr(task, key) for key in keys} | json.loads(task.columns)
+            row["prompt"] = task.prompt[0]["content"] if task.is_text else task.prompt
+            row["payload"] = json.loads(task.payload)
+            file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")

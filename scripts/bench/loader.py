@@ -19,11 +19,11 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
-from common import in_fresh_process, machine, write_json
+from common import in_fresh_process, machine, save_tasks, write_json
 
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, tasks_of_step
-from pipeline.data.tasks import Source, Task, Tasks, load_tasks, save_tasks
+from pipeline.data.tasks import Source, Task, Tasks, load_tasks
 from pipeline.embedded.airline import generate_tasks
 
 RANKS = (1, 8, 64, 1024)

@@ -27,9 +27,10 @@ from pipeline.config.cli import parse
 from pipeline.config.recipe import load_recipe, read_recipe
 from pipeline.config.settings import Config, DataSettings, ModelSettings
 from pipeline.data.rows import DatasetRows
-from pipeline.data.tasks import load_tasks, read_demonstrations, tasks_of
+from pipeline.data.tasks import load_tasks, tasks_of
 from pipeline.distributed.launch import resolve
 from pipeline.embedded.airline import generate_tasks
+from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.environments.domains import generated, load_domains
 from pipeline.errors import UserError
 from pipeline.models import lora

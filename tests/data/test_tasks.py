@@ -19,9 +19,7 @@ from pipeline.data.rng import permutation
 from pipeline.data.rows import DatasetRows
 from pipeline.data.tasks import (
     Task,
-    count_by,
     load_tasks,
-    save_tasks,
     tasks_for_step,
     tasks_of,
 )
@@ -31,6 +29,7 @@ from pipeline.embedded.airline import generate_tasks as airline_tasks
 from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.tasks import train_tasks
+from scripts.bench.common import save_tasks
 from tests.support import ROOT
 from tests.support.helpers import embedded
 from tests.support.messages import says
@@ -90,14 +89,6 @@ def test_a_task_cannot_be_altered_by_itself_or_through_its_row():
     row["prompt"][0]["content"] = "y"
     assert task.prompt[0]["content"] == "x"
     assert task.prompt[0]["tool_calls"] == [{"arguments": {"a": 1}}]
-
-
-def test_tasks_are_counted_by_what_they_are():
-    assert count_by(generate_tasks(0, 30, "train", "medium"), "family") == {
-        "cancel": 10,
-        "exchange": 10,
-        "refund": 10,
-    }
 
 
 # files

@@ -302,8 +302,8 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
 
 
 def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path: Path) -> None:
-    from pipeline.data.tasks import save_tasks
     from pipeline.embedded.airline import generate_tasks
+    from scripts.bench.common import save_tasks
 
     save_tasks(generate_tasks(5, 6, "train", "easy"), tmp_path / "airline.jsonl")
     arguments = ["--domains", "airline", "--tasks", "{airline: airline.jsonl}"]

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 
 from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, Config, RolloutSettings
-from pipeline.data.tasks import read_demonstrations
 from pipeline.distributed.ranks import Ranks
+from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.environments.domains import Domain, environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas

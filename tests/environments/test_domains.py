@@ -13,7 +13,6 @@ from datasets import Dataset
 
 from pipeline.checkpoints.manifest import write_manifest
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
-from pipeline.data.tasks import save_tasks
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.demonstrations import demonstrations_of
 from pipeline.environments.domains import generated
@@ -22,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, encode, sft_examples, warm_start
+from scripts.bench.common import save_tasks
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
 from tests.support.helpers import embedded, tokenizer

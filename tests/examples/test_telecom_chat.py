@@ -7,11 +7,11 @@ import pytest
 from examples import telecom_chat
 from examples.telecom_chat import REQUESTS, WORDINGS, TelecomChatEnvironment, asked_for
 from pipeline.config.cli import parse
-from pipeline.data.tasks import save_tasks
 from pipeline.embedded import telecom
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool, tool_methods
 from pipeline.preflight.prepare import prepare
+from scripts.bench.common import save_tasks
 
 
 def tasks(count=120, split="train", difficulty="medium"):

@@ -9,7 +9,6 @@ from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.data.tasks import save_tasks
 from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
@@ -20,6 +19,7 @@ from pipeline.preflight import check
 from pipeline.preflight.check import validate
 from pipeline.preflight.memory import memory_of_a_rank, memory_per_rank
 from pipeline.preflight.prepare import prepare
+from scripts.bench.common import save_tasks
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
 from tests.support.messages import says
