@@ -17,8 +17,9 @@ of `evaluate_simulation`, each part by itself, the text of each tool result, the
 the termination reason, and the evaluator's CPU seconds. A language model judges NL_ASSERTION, so
 the task is evaluated with another `reward_basis`: COMMUNICATE stands for NL_ASSERTION where
 `communicate_info` exists, and otherwise NL_ASSERTION is left out. Nothing else of the evaluator is
-altered. Parsing telecom's TOML files takes most of an episode's time: a case with "timed" parses
-the files as the official evaluator does, and the other cases copy what was parsed once.
+altered. Parsing telecom's TOML files and describing the tools takes most of an episode's time. A
+case with "timed" runs the official code as it is; the other cases copy what was parsed once and
+reuse the descriptions, of which the evaluator reads the names alone.
 """
 
 import copy
@@ -40,6 +41,7 @@ from tau2.data_model.tasks import RewardType
 from tau2.domains.telecom.user_data_model import PerformanceLevel, VpnDetails
 from tau2.domains.telecom.user_tools import TelecomUserTools
 from tau2.environment import db as databases
+from tau2.environment import toolkit
 from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
 from tau2.orchestrator.orchestrator import DEFAULT_FIRST_AGENT_MESSAGE
 from tau2.registry import registry
@@ -47,12 +49,20 @@ from tau2.registry import registry
 STOP = "###STOP###"
 MAX_ERRORS = 10
 NOW = "2025-01-01T00:00:00"
-load_file = databases.load_file
+load_file, as_tool = databases.load_file, toolkit.as_tool
 parsed_once = functools.cache(load_file)
+described = {}  # {function: description}
 
 
 def load_quickly(path):
     return copy.deepcopy(parsed_once(path)) if str(path).endswith(".toml") else load_file(path)
+
+
+def describe_quickly(method):
+    key = method.__func__
+    if key not in described:
+        described[key] = as_tool(method)
+    return described[key]
 
 
 def tasks_of(domain):
@@ -135,7 +145,9 @@ def parts_of(info):
 
 def scored(case, tasks):
     reset_shared_objects()
-    databases.load_file = load_file if case.get("timed") else load_quickly
+    timed = case.get("timed")
+    databases.load_file = load_file if timed else load_quickly
+    toolkit.as_tool = as_tool if timed else describe_quickly
     task = tasks[case["task"]]
     trajectory, reason, texts, errors = play(case["domain"], task, case["messages"])
     run = SimulationRun(
