@@ -258,10 +258,8 @@ def texts(maker: Maker, number: int) -> Iterator[Case]:
         task = rng.choice(speaking if speaking and rng.random() < 0.7 else maker.splits["base"])
         said, calls = maker.said(task), maker.gold(task)
         forms = [text.upper() for text in said], [f"{text[:1]},{text[1:]}" for text in said]
-        final = rng.choice(
-            ["Goodbye.", "; ".join(said[:-1]), " ".join(said), *map(" ".join, forms)]
-        )
-        case = maker.case("texts", task, calls, [{"content": final or "Well.", "calls": []}])
+        finals = ["", "; ".join(said[:-1]), " ".join(said), *map(" ".join, forms)]
+        case = maker.case("texts", task, calls, maker.end(rng.choice(finals)))
         if calls and rng.random() < 0.5:  # a text beside a call is a message as well
             rng.choice(case["messages"][:-1])["content"] = " ".join(said) or "One moment."
         if rng.random() < 0.15:  # the episode ends at the first text

@@ -2,8 +2,8 @@
 
     python scripts/proofs/tau2_conformance.py --tau2 CHECKOUT --official PYTHON312
 
-CHECKOUT is a checkout of sierra-research/tau2-bench, and PYTHON312 a Python in which the checkout is
-installed (see `tau2_official.py`). The cases are the gold calls of every task (telecom: all of
+CHECKOUT is a checkout of sierra-research/tau2-bench, and PYTHON312 a Python in which the checkout
+is installed (see `tau2_official.py`). The cases are the gold calls of every task (telecom: all of
 `full`), gold without any one call that changes a database, gold with other arguments, types, orders
 and additions, unknown tools, random calls, and what the model says. Both sides play each case; the
 reward, the text of each tool result and the number of errors must be equal. Then come the floors,

@@ -16,14 +16,17 @@ A line of RESULTS is {"reward", "parts", "texts", "errors", "end", "seconds", "f
 of `evaluate_simulation`, each part by itself, the text of each tool result, the number of errors,
 the termination reason, and the evaluator's CPU seconds. A language model judges NL_ASSERTION, so
 the task is evaluated with another `reward_basis`: COMMUNICATE stands for NL_ASSERTION where
-`communicate_info` exists, and otherwise NL_ASSERTION is left out. Nothing else of the evaluator is
-altered. Parsing telecom's TOML files and describing the tools takes most of an episode's time. A
-case with "timed" runs the official code as it is; the other cases copy what was parsed once and
-reuse the descriptions, of which the evaluator reads the names alone.
+`nl_assertions` and `communicate_info` exist, and otherwise NL_ASSERTION is left out.
+
+Parsing telecom's TOML files and describing the tools takes most of an episode's time. A case with
+"timed" runs the official code as it is; the other cases copy what was parsed once, reuse the
+descriptions, of which the evaluator reads the names alone, and do without garbage collection.
 """
 
+# ruff: noqa: E402
 import copy
 import functools
+import gc
 import json
 import os
 import sys
@@ -72,7 +75,8 @@ def tasks_of(domain):
         criteria = task.evaluation_criteria
         if RewardType.NL_ASSERTION in criteria.reward_basis:
             kept = [part for part in criteria.reward_basis if part != RewardType.NL_ASSERTION]
-            if criteria.communicate_info and RewardType.COMMUNICATE not in kept:
+            judged = criteria.nl_assertions and criteria.communicate_info
+            if judged and RewardType.COMMUNICATE not in kept:
                 kept.append(RewardType.COMMUNICATE)
             criteria.reward_basis = kept
         found[task.id] = task
@@ -146,6 +150,7 @@ def parts_of(info):
 def scored(case, tasks):
     reset_shared_objects()
     timed = case.get("timed")
+    gc.enable() if timed else gc.disable()
     databases.load_file = load_file if timed else load_quickly
     toolkit.as_tool = as_tool if timed else describe_quickly
     task = tasks[case["task"]]
@@ -185,7 +190,9 @@ def scored(case, tasks):
 def main(cases, results):
     tasks = {}
     with open(cases, encoding="utf-8") as lines, open(results, "w", encoding="utf-8") as out:
-        for line in lines:
+        for number, line in enumerate(lines):
+            if number % 50 == 0:
+                gc.collect()
             case = json.loads(line)
             domain = case["domain"]
             if domain not in tasks:
