@@ -9,12 +9,15 @@ What the official rules have and a reader may not expect, and what is the same h
 - ACTION compares the arguments that the model gave; a call without arguments equals any.
 - Gold calls that fail have no effect. A task without actions and assertions passes DB.
 - In solo mode, calls in the same message as `done` do not take place.
+- An assertion that fails on a state that a tool should have refused earns 0, not an exception.
 - An episode with MAX_ERRORS errors of tools, and one that is cut off, earns 0.
 """
 
 import copy
 import json
 import pickle
+import re
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from pipeline.tau2.checkout import Checkout
@@ -88,11 +91,19 @@ class World:
 
     def call(self, environment: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Call a tool; return the text that the model sees, and whether the call failed."""
+        if name == "calculate" and _is_endless(str(arguments)):
+            return "Error: Invalid characters in expression", True
         for table in tables_of(environment.tools.db):
             table.is_read_only = name not in self.writing
         call = self.package.ToolCall(name=name, arguments=arguments)
         answer = environment.get_response(call)
         return answer.content, answer.error
+
+
+def _is_endless(expression: str) -> bool:
+    """Return whether an expression may be a power with more digits than a process can compute."""
+    powers = expression.count("**")
+    return powers > 1 or (powers == 1 and re.search(r"\d{5}", expression) is not None)
 
 
 def _writes(kit: Any, name: str) -> bool:
@@ -137,20 +148,17 @@ class Tau2Environment:
             self.done = True
             return STOPPED, False
         self.calls.append((name, arguments))
-        if name == "calculate" and "**" in str(arguments):  # a power of powers never ends
-            text, is_error = "Error: Invalid characters in expression", True
-        else:
-            text, is_error = self.world.call(self._environment, name, arguments)
+        text, is_error = self.world.call(self._environment, name, arguments)
         self.num_errors += is_error
         self.done = self.num_errors >= MAX_ERRORS
         return text, is_error
 
     def get_reward(self) -> float:
+        self._take_back_calls_beside_done()
         self.reward_breakdown: dict[str, float] = {"graded": float(self._is_graded)}
         self.difference: dict[str, list[str]] = {}
         if not self._is_graded:
             return 0.0
-        self._take_back_calls_beside_done()
         criteria = self._task.evaluation_criteria
         reward = 1.0
         for part in parts_of(self._task):
@@ -165,13 +173,14 @@ class Tau2Environment:
         return self.done if self.world.is_solo else self.stop_reason == "completed"
 
     def _take_back_calls_beside_done(self) -> None:
-        last = self.messages[-1] if self.messages and self.world.is_solo else {}
-        names = [call["function"]["name"] for call in last.get("tool_calls") or ()]
-        if beside := names.index("done") if "done" in names else 0:
-            self.calls = self.calls[:-beside]
-            self._environment = self.world.start(self._task)
-            for name, arguments in self.calls:
-                self.world.call(self._environment, name, arguments)
+        results = list(takewhile(lambda message: message["role"] == "tool", self.messages[::-1]))
+        written = self.messages[-len(results) - 1 : len(self.messages) - len(results)]
+        names = [call["function"]["name"] for m in written for call in m.get("tool_calls") or ()]
+        count = sum(message["name"] != "done" for message in results)
+        if self.world.is_solo and count and "done" in names:
+            self.calls, self.done = self.calls[:-count], True
+            self._environment = start = self.world.start(self._task)
+            self.num_errors = sum(self.world.call(start, *call)[1] for call in self.calls)
 
     def _db(self, criteria: Any) -> bool:
         if criteria.actions is None and criteria.env_assertions is None:
@@ -184,16 +193,18 @@ class Tau2Environment:
         return ours == gold
 
     def _env_assertion(self, criteria: Any) -> bool:
-        check = self._environment.run_env_assertion
-        failed = [
-            assertion
-            for assertion in criteria.env_assertions or ()
-            if not check(assertion, raise_assertion_error=False)
-        ]
+        failed = [a for a in criteria.env_assertions or () if not self._holds(a)]
         for assertion in failed:
             expected = f"{assertion.assert_value} for {assertion.arguments}"
             self.difference[assertion.func_name] = [str(not assertion.assert_value), expected]
         return not failed
+
+    def _holds(self, assertion: Any) -> bool:
+        try:
+            check = self._environment.run_env_assertion
+            return bool(check(assertion, raise_assertion_error=False))
+        except Exception:  # tools store any argument, such as a number for the phone's APN settings
+            return False
 
     def _action(self, criteria: Any) -> bool:
         calls = [self.world.package.ToolCall(name=n, arguments=a) for n, a in self.calls]

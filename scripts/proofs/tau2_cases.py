@@ -62,7 +62,9 @@ class Maker:
     @cached_property
     def pools(self) -> dict[str, list[Any]]:
         """The different values of each argument in the gold calls of all tasks."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {
+            "expression": {text: text for text in ("2 ** 3", "1 / 0", "", "(2", "1e3", "07 + 1")}
+        }
         for task in self.tasks.values():
             for call in self.gold(task["id"]):
                 for key, value in call["arguments"].items():
@@ -277,6 +279,9 @@ def together(maker: Maker, number: int) -> Iterator[Case]:
         many = [{"content": None, "calls": tail}] if tail else []
         kind = maker.rng.choice(["several calls", "calls beside done", "cut"])
         if kind == "calls beside done" and maker.domain == "telecom":
+            if maker.rng.random() < 0.3:  # with the dropped error there are 10
+                head += [{"name": "no_such_tool", "arguments": {}}] * maker.rng.choice([8, 9])
+                tail.insert(0, {"name": "no_such_tool", "arguments": {}})
             tail.insert(maker.rng.randrange(len(tail) + 1), dict(DONE, arguments={"x": 1}))
             many, end = [{"content": None, "calls": tail}], []
         elif kind == "cut":

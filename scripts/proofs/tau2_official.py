@@ -14,9 +14,10 @@ without a call. A case whose messages run out before is cut, as by a limit of tu
 
 A line of RESULTS is {"reward", "parts", "texts", "errors", "end", "seconds", "failure"}: the reward
 of `evaluate_simulation`, each part by itself, the text of each tool result, the number of errors,
-the termination reason, and the evaluator's CPU seconds. A language model judges NL_ASSERTION, so
-the task is evaluated with another `reward_basis`: COMMUNICATE stands for NL_ASSERTION where
-`nl_assertions` and `communicate_info` exist, and otherwise NL_ASSERTION is left out.
+the termination reason, the evaluator's CPU seconds, and its exception or null. A language model
+judges NL_ASSERTION, so the task is evaluated with another `reward_basis`: COMMUNICATE stands for
+NL_ASSERTION where `nl_assertions` and `communicate_info` exist, and otherwise NL_ASSERTION is left
+out.
 
 Parsing telecom's TOML files and describing the tools takes most of an episode's time. A case with
 "timed" runs the official code as it is; the other cases copy what was parsed once, reuse the
@@ -174,8 +175,8 @@ def scored(case, tasks):
             domain=case["domain"],
         )
         reward, parts = info.reward, parts_of(info)
-    except ValueError as error:  # the strict replay found another tool result
-        failure = str(error)
+    except Exception as error:  # an assertion fails on the state, or the replay has other results
+        failure = f"{type(error).__name__}: {error}"
     return {
         "reward": reward,
         "parts": parts,
