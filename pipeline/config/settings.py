@@ -17,6 +17,7 @@ EMBEDDED_DOMAINS = {  # the environment class of each domain, as `module:Class`
     "retail": "pipeline.embedded.retail:RetailEnvironment",
     "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
 }
+TAU2 = "pipeline.tau2.domain:tau2_domain"
 SINGLE_TURN = "pipeline.environments.single_turn:SingleTurnEnvironment"
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
@@ -79,6 +80,9 @@ class DataSettings(Section):
     environments: dict[str, str | EnvironmentFactory] = field(
         {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
     )
+    tau2: Path | None = field(None, "a checkout of tau2-bench, whose three domains replace ours")
+    tau2_reward: Literal["verifiable", "official"] = field("verifiable", "official: with its judge")
+    tau2_refuel_consent: bool = field(True, "telecom's tickets have the consent to buy data")
     tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
     eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
     eval_split: Literal["validation", "test"] = field("test", "split of the held-out tasks")
@@ -111,8 +115,13 @@ class DataSettings(Section):
     @property
     def factories(self) -> dict[str, EnvironmentFactory]:
         """The environment of each known domain."""
-        embedded = EMBEDDED_DOMAINS.items()
-        return {n: EnvironmentFactory(factory=f) for n, f in embedded} | self.own_domains
+        known = {n: EnvironmentFactory(factory=f) for n, f in EMBEDDED_DOMAINS.items()}
+        if self.tau2 is not None:
+            given = {"reward": self.tau2_reward, "refuel_consent": self.tau2_refuel_consent}
+            for name in EMBEDDED_DOMAINS:
+                arguments = {"path": str(self.tau2), "domain": name, **given}
+                known[name] = EnvironmentFactory(factory=TAU2, arguments=arguments)
+        return known | self.own_domains
 
 
 class WarmStartSettings(Section):

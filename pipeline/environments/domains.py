@@ -8,9 +8,9 @@ texts or a function that returns a list; each text becomes a token of the tiny m
 Without `WORDS`, the words come from the domain's demonstrations (see `demonstrations.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,9 @@ class Domain:
     expert: Expert | None = None
     words: Callable[[], Iterable[str]] = tuple  # returns tokens for the tiny model's tokenizer
     max_tasks: int | None = None  # largest number `n` that generate_tasks accepts
+    baselines: Callable[[Task], Mapping[str, Sequence[tuple[str, dict[str, Any]]]]] | None = None
+    about: Callable[[], Mapping[str, Any]] | None = None
+    family_shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def reward_parts(self) -> dict[str, str]:
@@ -92,6 +95,8 @@ def _load(name: str, data: DataSettings) -> Domain:
     where = f"environments: {name}: got {setting.factory!r}"
     module, factory = imported(where, setting.factory)
     environment = _class_of(where, factory, setting.arguments)
+    if issubclass(environment, Domain):
+        return _renamed(environment(), name)
     _check_environment(where, environment, needs_reward=not data.reward_funcs)
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
@@ -104,6 +109,14 @@ def _load(name: str, data: DataSettings) -> Domain:
         words=partial(_words, where, getattr(module, "WORDS", ())),
         max_tasks=max_tasks,
     )
+
+
+def _renamed(domain: Domain, name: str) -> Domain:
+    def generate_tasks(*arguments: Any) -> list[Task]:
+        assert domain.generate_tasks is not None
+        return [replace(task, domain=name) for task in domain.generate_tasks(*arguments)]
+
+    return replace(domain, name=name, generate_tasks=domain.generate_tasks and generate_tasks)
 
 
 def _class_of(where: str, factory: Any, arguments: dict[str, Any]) -> type[Any]:

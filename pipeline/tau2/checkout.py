@@ -1,0 +1,148 @@
+"""A checkout of sierra-research/tau2-bench: its data files, tasks, tools and databases.
+
+The checkout's own code runs. Its package is imported without its `__init__.py`, which would import
+litellm, so Python 3.11 and the packages of the extra `tau2` suffice.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.files.untrusted import one_line, shown
+
+DOMAINS = ("airline", "retail", "telecom")
+TESTED_COMMIT = "a2c024725189473d2d7cea3a5cfdbcc67478e41f"  # rewards were compared at this commit
+PACKAGES = ("addict", "deepdiff", "docstring_parser", "dotenv", "loguru", "toml", "yaml")
+DATABASES = {
+    "airline": ("db.json",),
+    "retail": ("db.json",),
+    "telecom": ("db.toml", "user_db.toml"),
+}
+POLICIES = {
+    "airline": ("policy.md",),
+    "retail": ("policy.md",),
+    "telecom": ("main_policy_solo.md", "tech_support_workflow_solo.md"),
+}
+
+
+class Checkout:
+    """The checkout in a folder. Raises UserError for another project, or for a faulty file."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self.folder = path / "data" / "tau2" / "domains" / name
+        if name not in DOMAINS:
+            raise UserError(f"tau2: got the domain {shown(name)}; give {', '.join(DOMAINS)}")
+        source = path / "src" / "tau2" / "domains" / name
+        for needed in (path, source, self.folder):
+            if not needed.is_dir():
+                raise UserError(
+                    f"tau2: {needed} is no folder; give a checkout of sierra-research/tau2-bench"
+                )
+        files = [*DATABASES[name], *POLICIES[name], "tasks.json", "split_tasks.json"]
+        self.files = [self.folder / file for file in files]
+        for file in self.files:
+            if not file.is_file() or not file.stat().st_size:
+                raise UserError(
+                    f"tau2: {file} is missing or empty; check the file out again (git lfs?)"
+                )
+
+    @cached_property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """All tasks by id, as the data file has them."""
+        return {task["id"]: task for task in self._json("tasks.json", list)}
+
+    @cached_property
+    def splits(self) -> dict[str, list[str]]:
+        """The official splits: lists of ids of tasks."""
+        splits: dict[str, list[str]] = self._json("split_tasks.json", dict)
+        for split in ("train", "test", "full" if self.name == "telecom" else "base"):
+            unknown = [i for i in splits.get(split, [""]) if i not in self.tasks]
+            if unknown:
+                file, task = self.folder / "tasks.json", shown(unknown[0])
+                raise UserError(f"tau2: {file} lacks the task {task} of the split {split}")
+        return splits
+
+    def _json(self, file: str, kind: type[Any]) -> Any:
+        path = self.folder / file
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"tau2: {path} is cut off or no JSON ({error})") from None
+        if not isinstance(value, kind) or not value:
+            raise UserError(f"tau2: {path} holds no {kind.__name__}; check the file out again")
+        return value
+
+    @cached_property
+    def commit(self) -> str:
+        """The checkout's commit, or "unknown"."""
+        command = ["git", "-C", str(self.path), "rev-parse", "HEAD"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return "unknown"
+        return done.stdout.strip()
+
+    @cached_property
+    def data_hash(self) -> str:
+        """The first 12 digits of the SHA-256 of the domain's data files."""
+        return hashlib.sha256(b"".join(file.read_bytes() for file in self.files)).hexdigest()[:12]
+
+    @cached_property
+    def package(self) -> types.SimpleNamespace:
+        """The checkout's code: `environment` (a module), `Task`, `ToolCall`, `EnvAssertion`."""
+        _import_root(self.path)
+        try:
+            tasks = importlib.import_module("tau2.data_model.tasks")
+            return types.SimpleNamespace(
+                environment=importlib.import_module(f"tau2.domains.{self.name}.environment"),
+                Task=tasks.Task,
+                EnvAssertion=tasks.EnvAssertion,
+                ToolCall=importlib.import_module("tau2.data_model.message").ToolCall,
+            )
+        except (ImportError, AttributeError, ValueError) as error:
+            what = f"{type(error).__name__}: {one_line(str(error))}"
+            raise UserError(f"tau2: the code of {self.path} does not load ({what})") from None
+
+    def make_environment(self) -> Any:
+        """Return the official environment with the whole database, in solo mode for telecom.
+
+        Raises UserError if a database does not load.
+        """
+        options: dict[str, Any] = {}
+        if self.name == "telecom":
+            options = {"solo_mode": True, "policy_type": "workflow"}
+        try:
+            return self.package.environment.get_environment(**options)
+        except ValueError as error:  # also pydantic's ValidationError and toml's errors
+            files = " or ".join(str(self.folder / file) for file in DATABASES[self.name])
+            why = one_line(str(error))
+            raise UserError(f"tau2: {files} is cut off or of another version ({why})") from None
+
+
+@cache
+def _import_root(path: Path) -> None:
+    """Make `tau2` importable from the checkout. Raises UserError."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing)
+        raise UserError(f"tau2: needs {names}; pip install 'three-domain-grpo[tau2]'")
+    root = str(path / "src" / "tau2")
+    known = sys.modules.get("tau2")
+    if known is not None and [*known.__path__] != [root]:
+        raise UserError(f"tau2: {path} and {[*known.__path__][0]} in one process; give one of them")
+    package = types.ModuleType("tau2")
+    package.__path__ = [root]
+    sys.modules["tau2"] = package
+    os.environ["TAU2_DATA_DIR"] = str(path / "data")
+    os.environ.setdefault("PYTHON_DOTENV_DISABLED", "1")  # a .env file's keys are not for a run
+    importlib.import_module("loguru").logger.disable("tau2")

@@ -1,0 +1,87 @@
+"""A domain of τ²-bench as a `Domain` of a run; `--tau2 PATH` names this module's function."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.tasks import Task
+from pipeline.environments.domains import Domain
+from pipeline.errors import UserError
+from pipeline.files.untrusted import shown
+from pipeline.tau2.checkout import TESTED_COMMIT, Checkout
+from pipeline.tau2.environment import Tau2Environment, World
+from pipeline.tau2.tasks import TaskSource
+from pipeline.tau2.telecom_expert import expert
+from pipeline.tau2.words import words_of_telecom
+
+TRANSFER = ("transfer_to_human_agents", {"summary": "The customer needs a human agent."})
+SOLO = "a ticket, in solo mode"
+TICKET = "a ticket made from the customer's scenario"
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@cache
+def tau2_domain(
+    path: str, domain: str, reward: str = "verifiable", refuel_consent: bool = True
+) -> Domain:
+    """Return the domain `domain` of the checkout in `path`.
+
+    Raises UserError for a faulty checkout, or if the reward `official` needs a judge.
+    """
+    if reward not in ("verifiable", "official"):
+        raise UserError(f"tau2_reward: got {shown(reward)}; give verifiable or official")
+    world = _world(Path(path).expanduser().resolve(), domain)
+    source = TaskSource(domain, world, refuel_consent)
+    judged = [i for ids in source.needing_a_judge for i in ids]
+    if reward == "official" and judged:
+        ids = ", ".join(judged)
+        raise UserError(
+            f"tau2_reward: official needs a judge for {len(judged)} tasks of {domain} ({ids}), and "
+            "there is none; give verifiable"
+        )
+    known = {"world": world, "schemas": world.schemas}
+    done: Calls = [("done", {})] if world.is_solo else []
+    environment = type(f"Tau2{domain.title()}Environment", (Tau2Environment,), known)
+
+    def baselines(task: Task) -> Mapping[str, Sequence[tuple[str, dict[str, Any]]]]:
+        return {"nothing": done, "transfer": [TRANSFER, *done]}
+
+    def about() -> dict[str, Any]:
+        return _about(source, reward)
+
+    return Domain(
+        name=source.name,
+        environment=environment,
+        generate_tasks=source,
+        expert=expert if world.is_solo else None,
+        words=(lambda: words_of_telecom(source, environment)) if world.is_solo else tuple,
+        baselines=baselines,
+        about=about,
+        family_shares=source.family_shares,
+    )
+
+
+@cache
+def _world(path: Path, name: str) -> World:
+    checkout = Checkout(path, name)
+    assert checkout.tasks and checkout.splits  # both are checked when they are read
+    return World(checkout)
+
+
+def _about(source: TaskSource, reward: str) -> dict[str, Any]:
+    """Return what a reader of results must know about a domain's tasks and rewards."""
+    checkout, is_solo = source.world.checkout, source.world.is_solo
+    approximated, unjudged = source.needing_a_judge
+    consent = ", with the consent to buy data" if source.refuel_consent else ""
+    return {
+        "benchmark": f"τ²-bench {checkout.name}",
+        "commit": checkout.commit,
+        "tested_commit": TESTED_COMMIT,
+        "data_sha256": checkout.data_hash,
+        "customer": SOLO + consent if is_solo else TICKET,
+        "reward": reward,
+        "num_tasks": {split: len(ids) for split, ids in source.ids.items()},
+        "tasks_with_a_text_for_the_judge": len(approximated),
+        "tasks_without_their_judge": len(unjudged),
+    }

@@ -1,0 +1,228 @@
+"""Episodes of τ²-bench: the checkout's tools on a database of the episode, and exact rewards.
+
+The reward is the product over the task's `reward_basis`, by the rules of the official evaluator
+(`tau2.evaluator`). The official evaluator replays the recorded calls on new databases; an episode
+here is scored on its own live database, which is the same by construction.
+
+What the official rules have and a reader may not expect, and what is the same here:
+- COMMUNICATE looks for a text in lower case, and drops commas from the message only.
+- ACTION compares the arguments that the model gave; a call without arguments equals any.
+- Gold calls that fail have no effect. A task without actions and assertions passes DB.
+- In solo mode, calls in the same message as `done` do not take place.
+- An assertion that fails on a state that a tool should have refused earns 0, not an exception.
+- An episode with MAX_ERRORS errors of tools, and one that is cut off, earns 0.
+"""
+
+import copy
+import json
+import pickle
+import re
+from itertools import takewhile
+from typing import Any, ClassVar
+
+from pipeline.tau2.checkout import Checkout
+from pipeline.tau2.overlay import Base, State, changes_of, tables_of
+
+MAX_ERRORS = 10  # as the official orchestrator's default
+STOPPED = "###STOP###"
+DONE = {
+    "type": "function",
+    "function": {
+        "name": "done",
+        "description": "End the work on the ticket: the problem is solved or transferred.",
+        "parameters": {"properties": {}, "title": "parameters", "type": "object"},
+    },
+}
+
+
+class World:
+    """What the episodes of one domain share: databases, tools, gold states. Nothing changes it."""
+
+    def __init__(self, checkout: Checkout) -> None:
+        self.checkout, self.package = checkout, checkout.package
+        self._official = checkout.make_environment()
+        self.policy: str = self._official.policy
+        self.is_solo = self._official.user_tools is not None
+        kits = [kit for kit in (self._official.tools, self._official.user_tools) if kit is not None]
+        tools = [tool for kit in kits for tool in kit.get_tools().values()]
+        self.schemas = [*(tool.openai_schema for tool in tools), *([DONE] * self.is_solo)]
+        names = [tool.name for tool in tools]
+        self.writing = {n for kit in kits for n in names if kit.has_tool(n) and _writes(kit, n)}
+        databases = [kit.db for kit in kits]
+        self._base = None if self.is_solo else Base(databases[0])
+        self._pickled = pickle.dumps(databases, protocol=5)
+        vpn = "default_vpn_details"  # one object of the class, which `break_vpn` changes
+        self._vpn = copy.deepcopy(getattr(type(self._official.user_tools), vpn, None))
+        self._parsed: dict[str, Any] = {}
+        self._gold: dict[str, State] = {}
+
+    def task(self, task_id: str) -> Any:
+        if task_id not in self._parsed:
+            self._parsed[task_id] = self.package.Task.model_validate(self.checkout.tasks[task_id])
+        return self._parsed[task_id]
+
+    def start(self, task: Any) -> Any:
+        """Return an official environment in the initial state of a task, with its own database."""
+        official = self._official
+        if self._base is not None:
+            tools = type(official.tools)(self._base.overlay())
+            environment = type(official)(official.domain_name, self.policy, tools)
+        else:
+            database, user_database = pickle.loads(self._pickled)
+            user_tools = type(official.user_tools)(user_database)
+            if self._vpn is not None:
+                user_tools.default_vpn_details = copy.deepcopy(self._vpn)
+            tools = type(official.tools)(database)
+            environment = type(official)(official.domain_name, self.policy, tools, user_tools)
+            environment.solo_mode = True
+        state = task.initial_state
+        for action in (state.initialization_actions or ()) if state is not None else ():
+            environment.run_env_function_call(action)
+        return environment
+
+    def gold_state(self, task: Any) -> State:
+        """Return the state of the database after the gold actions of a task."""
+        if task.id not in self._gold:
+            environment = self.start(task)
+            for action in task.evaluation_criteria.actions or ():
+                self.call(environment, action.name, action.arguments)
+            self._gold[task.id] = changes_of(environment.tools.db)
+        return self._gold[task.id]
+
+    def call(self, environment: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """Call a tool; return the text that the model sees, and whether the call failed."""
+        if name == "calculate" and _is_endless(str(arguments)):
+            return "Error: Invalid characters in expression", True
+        for table in tables_of(environment.tools.db):
+            table.is_read_only = name not in self.writing
+        call = self.package.ToolCall(name=name, arguments=arguments)
+        answer = environment.get_response(call)
+        return answer.content, answer.error
+
+
+def _is_endless(expression: str) -> bool:
+    """Return whether an expression may be a power with more digits than a process can compute."""
+    powers = expression.count("**")
+    return powers > 1 or (powers == 1 and re.search(r"\d{5}", expression) is not None)
+
+
+def _writes(kit: Any, name: str) -> bool:
+    return bool(kit.tool_mutates_state(name))
+
+
+def parts_of(task: Any) -> list[str]:
+    """Return the parts of a task's reward. COMMUNICATE stands in for the judge of NL_ASSERTION."""
+    criteria = task.evaluation_criteria
+    basis = {part.value for part in criteria.reward_basis} if criteria is not None else set()
+    if "NL_ASSERTION" in basis and criteria.nl_assertions:
+        basis.add("COMMUNICATE")
+    return [part for part in ("DB", "ENV_ASSERTION", "ACTION", "COMMUNICATE") if part in basis]
+
+
+class Tau2Environment:
+    """An episode. `domain.py` makes a subclass for each domain, with `world` and `schemas`."""
+
+    uses_random_state = False
+    world: ClassVar[World]
+    schemas: ClassVar[list[dict[str, Any]]]
+    reward_parts: ClassVar[dict[str, str]] = {
+        "graded": "the episode ended by itself, with fewer than 10 errors of tools",
+        "DB": "the database equals that after the gold actions",
+        "ENV_ASSERTION": "all assertions about line and phone hold",
+        "ACTION": "every gold action was called",
+        "COMMUNICATE": "the model told the customer every expected text",
+    }
+
+    stop_reason = ""
+    messages: tuple[dict[str, Any], ...] | list[dict[str, Any]] = ()
+
+    def reset(self, payload: str, **row: Any) -> None:
+        task_id = json.loads(payload)["id"]
+        self.done, self.num_errors = False, 0
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self._task = self.world.task(task_id)
+        self._environment = self.world.start(self._task)
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        if name == "done" and self.world.is_solo:
+            self.done = True
+            return STOPPED, False
+        self.calls.append((name, arguments))
+        text, is_error = self.world.call(self._environment, name, arguments)
+        self.num_errors += is_error
+        self.done = self.num_errors >= MAX_ERRORS
+        return text, is_error
+
+    def get_reward(self) -> float:
+        self._take_back_calls_beside_done()
+        self.reward_breakdown: dict[str, float] = {"graded": float(self._is_graded)}
+        self.difference: dict[str, list[str]] = {}
+        if not self._is_graded:
+            return 0.0
+        criteria = self._task.evaluation_criteria
+        reward = 1.0
+        for part in parts_of(self._task):
+            self.reward_breakdown[part] = float(getattr(self, f"_{part.lower()}")(criteria))
+            reward *= self.reward_breakdown[part]
+        return reward
+
+    @property
+    def _is_graded(self) -> bool:
+        if self.num_errors >= MAX_ERRORS:
+            return False
+        return self.done if self.world.is_solo else self.stop_reason == "completed"
+
+    def _take_back_calls_beside_done(self) -> None:
+        results = list(takewhile(lambda message: message["role"] == "tool", self.messages[::-1]))
+        written = self.messages[-len(results) - 1 : len(self.messages) - len(results)]
+        names = [call["function"]["name"] for m in written for call in m.get("tool_calls") or ()]
+        count = sum(message["name"] != "done" for message in results)
+        if self.world.is_solo and count and "done" in names:
+            self.calls, self.done = self.calls[:-count], True
+            self._environment = start = self.world.start(self._task)
+            self.num_errors = sum(self.world.call(start, *call)[1] for call in self.calls)
+
+    def _db(self, criteria: Any) -> bool:
+        if criteria.actions is None and criteria.env_assertions is None:
+            return True
+        ours, gold = changes_of(self._environment.tools.db), self.world.gold_state(self._task)
+        for place in sorted(ours.keys() | gold.keys()):
+            mine, theirs = ours.get(place, "unchanged"), gold.get(place, "unchanged")
+            if mine != theirs:
+                self.difference["/".join(place)] = [mine or "deleted", theirs or "deleted"]
+        return ours == gold
+
+    def _env_assertion(self, criteria: Any) -> bool:
+        failed = [a for a in criteria.env_assertions or () if not self._holds(a)]
+        for assertion in failed:
+            expected = f"{assertion.assert_value} for {assertion.arguments}"
+            self.difference[assertion.func_name] = [str(not assertion.assert_value), expected]
+        return not failed
+
+    def _holds(self, assertion: Any) -> bool:
+        try:
+            check = self._environment.run_env_assertion
+            return bool(check(assertion, raise_assertion_error=False))
+        except Exception:  # tools store any argument, such as a number for the phone's APN settings
+            return False
+
+    def _action(self, criteria: Any) -> bool:
+        calls = [self.world.package.ToolCall(name=n, arguments=a) for n, a in self.calls]
+        missing = [
+            action
+            for action in criteria.actions or ()
+            if not any(action.compare_with_tool_call(call) for call in calls)
+        ]
+        self.difference |= {a.name: ["not called", f"called with {a.arguments}"] for a in missing}
+        return not missing
+
+    def _communicate(self, criteria: Any) -> bool:
+        said = [m["content"] for m in self.messages if m["role"] == "assistant" and m["content"]]
+        texts = [text.lower().replace(",", "") for text in said]
+        missing = [
+            info
+            for info in criteria.communicate_info or ()
+            if not any(info.lower() in text for text in texts)
+        ]
+        self.difference |= {f"said {info!r}": ["no", "yes"] for info in missing}
+        return not missing
