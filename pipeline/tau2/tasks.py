@@ -1,8 +1,8 @@
 """The tasks of a domain: official splits, a validation split, families, prompts, tickets.
 
 Train and test are the official splits. Validation tasks are cut from training tasks by a hash of
-the id. Telecom also trains on the official split `full` without the tasks of `test`, and validates
-on tasks of `full` that are neither.
+the id. Telecom also trains and validates on further tasks of the official split `full`: those whose
+combination of faults no task of `test` has.
 """
 
 import hashlib
@@ -64,7 +64,9 @@ class TaskSource:
         """Ids by split: train, validation, test."""
         splits = self.world.checkout.splits
         train, test = list(splits["train"]), list(splits["test"])
-        further = [i for i in splits.get("full", []) if i not in {*train, *test}]
+        tested = [{*faults_of(i)} for i in test]
+        further = [i for i in splits.get("full", []) if i not in train]
+        further = [i for i in further if {*faults_of(i)} not in tested]
         further.sort(key=_digest)
         if further:
             count = -(-len(further) // 10)
@@ -73,8 +75,8 @@ class TaskSource:
             train, further = [], train
             count = max(1, round(VALIDATION_SHARE * len(further)))
         validation, rest = further[:count], further[count:]
-        found = {"train": [*train, *rest], "validation": validation, "test": test}
-        return {split: self._in_turn(ids) if split != "test" else ids for split, ids in found.items()}
+        train, validation = self._in_turn([*train, *rest]), self._in_turn(validation)
+        return {"train": train, "validation": validation, "test": test}
 
     def _in_turn(self, ids: Sequence[str]) -> list[str]:
         """Return the ids with the families in turn; a prefix has as many of each as possible."""
