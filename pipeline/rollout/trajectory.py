@@ -19,6 +19,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # a turn or the episode reached its maximum number of tokens
     MALFORMED_CALL = "malformed_call"  # more malformed tool calls than max_malformed_calls
+    REPEATED_CALL = "repeated_call"  # max_repeated_calls equal tool calls in a row
     ENVIRONMENT_ERROR = "environment_error"  # environment code failed or exceeded its deadline
 
 
@@ -97,9 +98,8 @@ class Trajectory(RunRecord):
     def sampled_turns(self) -> list[tuple[list[int], list[float]]]:
         """Return the sampled ids of each assistant message with their log-probabilities."""
         tokens = zip(self.loss_mask, self.completion_ids, self.logprobs, strict=True)
-        turns = [
-            zip(*turn, strict=True) for sampled, turn in groupby(tokens, itemgetter(0)) if sampled
-        ]
+        groups = groupby(tokens, itemgetter(0))
+        turns = [zip(*turn, strict=True) for is_sampled, turn in groups if is_sampled]
         return [(list(ids), list(logprobs)) for _, ids, logprobs in turns]
 
     def record(self) -> RunRecord:

@@ -10,11 +10,11 @@ from pipeline.data.curriculum import (
     make_stages,
     on_plateau,
     one_after_another,
-    quota,
     replacement_tasks,
     split,
     tasks_of_step,
 )
+from pipeline.data.shares import quota
 from pipeline.errors import UserError
 from tests.support.helpers import make_task
 
@@ -170,7 +170,8 @@ def test_every_task_of_a_domain_comes_up():
 
 def test_replacements_are_other_tasks_of_the_same_domains_as_many_as_there_are():
     played = {("telecom", f"{n}") for n in range(5)} | {("airline", "0")}
-    wanted = ["airline", "telecom", "airline", "telecom", "telecom"]
+    names = ["airline", "telecom", "airline", "telecom", "telecom"]
+    wanted = [make_task(domain=name) for name in names]
     found = [task.key for task in replacement_tasks(wanted, played, SOURCES, 1, "stage", 3, 1)]
     assert [domain for domain, _ in found] == ["airline", "airline", "telecom", "telecom"]
     assert set(found[2:]) == {("telecom", "5"), ("telecom", "6")}
