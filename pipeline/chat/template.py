@@ -37,7 +37,7 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
 MAX_CACHED_TOKENS = 1 << 21  # largest number of cached ids, which take about 80 MB
-MAX_DIGESTS = 64  # largest number of lists of tools that a cache knows by identity
+MAX_DIGESTS = 16  # largest number of lists of tools that a cache knows by identity
 Tools = Sequence[dict[str, Any]]  # JSON schemas
 ENTRY = 8  # The overhead of a cache entry takes the memory of about 8 ids.
 

@@ -156,7 +156,7 @@ class RolloutSettings(Section):
     max_tokens_per_turn: PositiveInt = field(40, "sampled tokens per assistant message")
     max_tokens: PositiveInt = field(256, "tokens per episode, with its prompt")
     max_malformed_calls: NonNegativeInt = field(1, "malformed calls per episode; one more ends it")
-    max_repeated_calls: NonNegativeInt = field(0, "equal calls in a row that end an episode")
+    max_repeated_calls: NonNegativeInt = field(0, "equal calls in a row that end it; 0: no limit")
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
