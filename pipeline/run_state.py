@@ -183,7 +183,8 @@ class RunState:
                 "faults": {name: count for name, count in faults.items() if count},
                 "wall_s": self.checkpointer.wall_s,
             }
-            facts |= {"best": self.state.best} if self.state.best else {}
+            further = {"best": self.state.best, "about": self.parts.about}
+            facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             stages, held_out = self.stages, self.parts.held_out
             write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)

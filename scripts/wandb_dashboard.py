@@ -32,7 +32,8 @@ TRANSFER = (
     *("forgetting", "learning_efficiency", "area_under_curve"),
 )
 BY_DOMAIN = ("backward_transfer", "forward_transfer", "forgetting")
-STOPS = ("completed", "max_turns", "max_tokens", "malformed_call", "environment_error")
+STOPS = ("completed", "max_turns", "max_tokens", "malformed_call")
+STOPS += ("repeated_call", "environment_error")
 ROLLOUT = {
     "groups without a signal": ("frac_reward_zero_std", "all_failed", "all_solved"),
     "turns of an episode": ("turns",),

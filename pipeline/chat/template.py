@@ -37,6 +37,8 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 
 MAX_CACHED_TOKENS = 1 << 21  # largest number of cached ids, which take about 80 MB
+MAX_DIGESTS = 16  # largest number of lists of tools that a cache knows by identity
+Tools = Sequence[dict[str, Any]]  # JSON schemas
 ENTRY = 8  # The overhead of a cache entry takes the memory of about 8 ids.
 
 
@@ -46,24 +48,36 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
     def __init__(self, max_tokens: int) -> None:
         super().__init__()
         self.max_tokens, self.num_tokens = max_tokens, 0
+        self._digests: dict[int, tuple[Tools, bytes]] = {}  # lists of tools by `id`
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of `function(*arguments)`. The arguments must be JSON values.
+    def call(self, function: Callable[..., Any], *arguments: Any, tools: Tools = ()) -> Any:
+        """Return the result of `function(*arguments)`, or with `tools` as the last argument.
 
-        The result stays in the cache, so the caller must not change the result.
+        The arguments must be JSON values. The result stays in the cache, so the caller must not
+        change the result. The schemas of tools may be long and are the same in all episodes of a
+        domain, so a list of tools is read at its first use only, and must not change later.
         """
-        text = json.dumps([function.__name__, *arguments])
-        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        text = json.dumps([function.__name__, *arguments]).encode()
+        key = hashlib.blake2b(text + self._digest(tools), digest_size=16).digest()
         if key in self:
             self.move_to_end(key)
             return self[key][0]
-        result = function(*json.loads(text)[1:])
+        result = function(*json.loads(text)[1:], *([deepcopy(list(tools))] if tools else []))
         size = ENTRY + len(result if isinstance(result, list) else arguments[0])
         self[key] = result, size
         self.num_tokens += size
         while self.num_tokens > self.max_tokens:
             self.num_tokens -= self.popitem(last=False)[1][1]
         return result
+
+    def _digest(self, tools: Tools) -> bytes:
+        found = self._digests.get(id(tools))
+        if found is None and len(self._digests) >= MAX_DIGESTS:
+            self._digests.clear()
+        if found is None:
+            text = json.dumps(list(tools)).encode()
+            found = self._digests[id(tools)] = tools, hashlib.blake2b(text).digest()
+        return found[1]
 
 
 class Chat:
@@ -113,7 +127,7 @@ class Chat:
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation and of the next assistant message's header."""
-        return list(self.cache.call(self._prompt_ids, messages, tools))
+        return list(self.cache.call(self._prompt_ids, messages, tools=tools))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
         """Return the ids of tool results or a user message, and of the next message's header.
@@ -135,7 +149,7 @@ class Chat:
         guards = Guards()
         return self._encode_guarded(guards.put(text, self._special), guards)
 
-    def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+    def _prompt_ids(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         text, guards = self._render([], messages, tools=tools or None, add_generation_prompt=True)
         return self._encode_guarded(text, guards, at_start=True)
 
@@ -174,7 +188,8 @@ class Chat:
         guards, guarded = Guards(), list(before)
         for message in messages:
             special = self._control if message["role"] == "assistant" else self._special
-            put = {key: guards.put(value, special) for key, value in message.items()}
+            seen = {key: value for key, value in message.items() if key != "raw_content"}
+            put = {key: guards.put(value, special) for key, value in seen.items()}
             if "tool_calls" in message:
                 put["tool_calls"] = guards.put(message["tool_calls"], self._special)
             guarded.append({**put, "role": message["role"]})
@@ -238,11 +253,11 @@ class Chat:
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
-        typed_by = list(tools) if values_are_text(self._reader) else []
-        parsed: Parsed = self.cache.call(self._parse, list(ids), finished, typed_by)
+        typed_by = tools if values_are_text(self._reader) else ()
+        parsed: Parsed = self.cache.call(self._parse, list(ids), finished, tools=typed_by)
         return replace(parsed, calls=deepcopy(parsed.calls))  # tools may change a call's arguments
 
-    def _parse(self, ids: list[int], finished: bool, tools: list[dict[str, Any]]) -> Parsed:
+    def _parse(self, ids: list[int], finished: bool, tools: Tools = ()) -> Parsed:
         text: str = self.tokenizer.decode(
             ids[:-1] if finished else ids, clean_up_tokenization_spaces=False
         )

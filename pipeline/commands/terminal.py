@@ -18,7 +18,7 @@ from pipeline.data.tasks import Message, Task
 from pipeline.embedded.scripted import difference
 from pipeline.environments.customers import reply_of
 from pipeline.environments.domains import Domain
-from pipeline.environments.tools import tool_schemas
+from pipeline.environments.tools import raw_call, tool_schemas
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.console import styled
@@ -91,6 +91,7 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
         StopReason.MAX_TOKENS: f" (max_tokens_per_turn {limits.max_tokens_per_turn}, "
         f"max_tokens {limits.max_tokens})",
         StopReason.MALFORMED_CALL: f" (max_malformed_calls {limits.max_malformed_calls})",
+        StopReason.REPEATED_CALL: f" (max_repeated_calls {limits.max_repeated_calls})",
     }.get(reason, "")
     counts = f"{trajectory.num_turns} message(s) of the agent, {trajectory.num_tokens} tokens"
     tell("ended", f"{reason}{why}, {counts}")
@@ -165,7 +166,8 @@ def state_of(environment: Any) -> dict[str, Any]:
     Read are an attribute `_db` and the public attributes with plain data.
     """
     attributes = getattr(environment, "__dict__", {})
-    public = {k: v for k, v in attributes.items() if k[0] != "_" and k not in OF_THE_EPISODE}
+    hidden = OF_THE_EPISODE | ({"messages"} if raw_call(type(environment)) else set())
+    public = {k: v for k, v in attributes.items() if k[0] != "_" and k not in hidden}
     found = {**public, **_plain(attributes.get("_db", {}))}
     return {name: plain for name, value in found.items() if (plain := _plain(value)) is not None}
 

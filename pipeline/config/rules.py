@@ -89,6 +89,7 @@ def _names(config: Config) -> Iterator[str]:
         ("demonstrations", data.demonstrations, used, of_run),
         ("order", curriculum.order, used, of_run),
         ("domain_weights", curriculum.domain_weights, known, "domains"),
+        ("family_shares", curriculum.family_shares, known, "domains"),
         ("domain_advantage_scale", scales, known, "domains"),
         ("stage_weights", curriculum.stage_weights, stages, "stages"),
         ("stage_steps", curriculum.stage_steps, config.stage_names, "stages"),
@@ -122,6 +123,9 @@ def _curriculum(config: Config) -> Iterator[str]:
     if curriculum.replay + curriculum.preview >= 1:
         given = f"{curriculum.preview:g}, with replay {curriculum.replay:g}"
         yield f"preview: got {given}; leave groups to each stage's own domain: a sum below 1"
+    for domain, shares in curriculum.family_shares.items():
+        if (total := sum(shares.values())) > 1 + 1e-9:
+            yield f"family_shares: {domain}: got the sum {total:g}; give at most 1"
     if both := curriculum.stage_steps.keys() & curriculum.stage_tasks:
         yield f"stage_tasks: got {min(both)}, as stage_steps has; give one"
     if curriculum.plateau_patience and not config.evaluation.validation_steps:
@@ -152,6 +156,8 @@ def _run(config: Config) -> Iterator[str]:
     if rollout.max_tokens <= rollout.max_tokens_per_turn:
         given = f"{rollout.max_tokens}, with max_tokens_per_turn {rollout.max_tokens_per_turn}"
         yield f"max_tokens: got {given}; give an episode (prompt included) more than one turn"
+    if rollout.max_repeated_calls == 1:
+        yield "max_repeated_calls: got 1, which ends all episodes at a call; give 2 or more, or 0"
     num_steps = config.grpo.max_steps if config.grpo.use_grpo else 0
     if late := [step for step in run.profile if step > num_steps]:
         yield f"profile: got step {late[0]}, but {num_steps} are trained; name steps from 1 on"

@@ -140,6 +140,9 @@ class CurriculumSettings(Section):
     curriculum: Curriculum = field("sequential", "a stage per domain, or one stage of all domains")
     order: list[str] = field([], "domain of each stage; may repeat domains; none: `domains`")
     domain_weights: Weights = field({}, "weights in mixed and interleaved stages; missing: 1")
+    family_shares: dict[str, dict[str, Share]] = field(
+        {}, "shares of the draws, by domain and task family: {bank: {loan: 0.3}}"
+    )
     difficulties: list[Difficulty] = field([], "parts of each stage, such as easy,medium,hard")
     stage_weights: Weights = field({}, "weights of stages, which share max_steps; missing: 1")
     stage_steps: dict[str, PositiveInt] = field({}, "numbers of steps; other stages share the rest")
@@ -162,6 +165,7 @@ class RolloutSettings(Section):
     max_tokens_per_turn: PositiveInt = field(40, "sampled tokens per assistant message")
     max_tokens: PositiveInt = field(256, "tokens per episode, with its prompt")
     max_malformed_calls: NonNegativeInt = field(1, "malformed calls per episode; one more ends it")
+    max_repeated_calls: NonNegativeInt = field(0, "equal calls in a row that end it; 0: no limit")
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")

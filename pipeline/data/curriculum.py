@@ -3,13 +3,14 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice
 from typing import Any
 
 from pipeline.config.settings import Config, GRPOSettings
 from pipeline.data.rng import generator
-from pipeline.data.tasks import Source, Task, tasks_for_step
+from pipeline.data.shares import indices_of, kind_of, quota, tasks_of_source
+from pipeline.data.tasks import Source, Task
 from pipeline.errors import UserError
 
 
@@ -25,6 +26,7 @@ class Stage:
     schedule: tuple[str, ...] = ()  # the domain of each step; empty if steps mix domains
     first_step: int = 0  # number of steps before the stage
     num_steps: int = 0
+    family_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by domain
 
     @property
     def last_step(self) -> int:
@@ -104,18 +106,6 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
     return [steps[name] for name in names]
 
 
-def quota(shares: Mapping[str, float], count: int) -> list[str]:
-    """Return `count` names in proportion to `shares`, which sum to 1.
-
-    The proportions in each prefix of the list are also as close to `shares` as possible.
-    """
-    given, names = dict.fromkeys(shares, 0), list[str]()
-    for number in range(1, count + 1):
-        names.append(max(shares, key=lambda name: shares[name] * number - given[name]))
-        given[names[-1]] += 1
-    return names
-
-
 def split(total: int, weights: list[float]) -> list[int]:
     """Return integers with the sum `total` in proportion to `weights`, by largest remainders."""
     exact = [total * weight / sum(weights) for weight in weights]
@@ -135,26 +125,28 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
         domain = stage.schedule[number]
         groups, number = {domain: groups[domain]}, stage.schedule[:number].count(domain)
     key = (seed, "order", stage.name)
-    tasks = (tasks_for_step(sources[d], n, number, *key, d) for d, n in groups.items())
+    tasks = (tasks_of_source(sources[d], n, number, *key, d) for d, n in groups.items())
     return list(chain.from_iterable(tasks))
 
 
 def replacement_tasks(
-    domains: Sequence[str],
+    replaced: Sequence[Task],
     played: Collection[tuple[str, str]],
     sources: Mapping[str, Source],
     *key: int | str,
 ) -> list[Task]:
-    """Return a random task for each name in `domains`. Every rank returns the same tasks.
+    """Return a random task for each of the tasks `replaced`. Every rank returns the same tasks.
 
+    A task has the domain of the replaced task and, where families have shares, also the family.
     Tasks whose keys are in `played` are left out, so fewer tasks may be returned. `key` names the
     stream of random numbers.
     """
     tasks: list[Task] = []
-    for domain, count in Counter(domains).items():
-        source = sources[domain]
-        enough = min(len(source), count + len(played))
-        indices = generator(*key, domain).sample(range(len(source)), enough)
+    for kind, count in Counter(kind_of(sources[t.domain], t) for t in replaced).items():
+        source = sources[kind[0]]
+        of_kind = indices_of(source, kind)
+        enough = min(len(of_kind), count + len(played))
+        indices = generator(*key, *kind).sample(of_kind, enough)
         tasks += islice((t for t in map(source.__getitem__, indices) if t.key not in played), count)
     return tasks
 
@@ -173,6 +165,7 @@ def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
     described, seen, shares = list[dict[str, Any]](), set[str](), {"replay": 0.0, "preview": 0.0}
     for stage in stages:
         further = {key: getattr(stage, key) for key in keys}
+        further |= {"family_shares": stage.family_shares} if stage.family_shares else {}
         described.append(further | {"domains": stage.groups, "in_turns": bool(stage.schedule)})
         for domain in stage.groups.keys() - stage.own:
             name = "replay" if domain in seen else "preview"

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
 from pipeline.data.rows import json_lines
-from pipeline.data.tasks import Message, messages_problem
+from pipeline.data.shares import TaskMixture, quota
+from pipeline.data.tasks import Message, Task, messages_problem
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
@@ -24,6 +25,7 @@ from pipeline.files.untrusted import one_line, shown
 MAX_READ = 400  # maximum number of a domain's demonstrations whose words are counted
 MAX_WORDS = 400  # maximum number of words that a domain gets
 MAX_VALUE = 32  # maximum number of characters of a value, such as an id
+STRIDE = 1_000_003  # from the seed of a task's demonstration to that of the task's next one
 MAX_CHARACTERS = 100  # maximum number of characters of a word
 
 
@@ -75,15 +77,32 @@ def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[De
             yield found if found.tools is not None else found._replace(tools=tools)
         return
     timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
-    for task in generated(config.data, domain, count, "train"):
+    for task, number in _drawn(config, domain, count):
         try:
-            messages, _ = domain.demonstrate(task, timeout, share, config.run.seed)
+            messages, _ = domain.demonstrate(
+                task, timeout, share, config.run.seed + number * STRIDE
+            )
         except EnvironmentFault as fault:
             raise UserError(
                 f"tasks of {domain.name}: the expert fails on task {shown(task.id)} "
                 f"({one_line(str(fault))}); mend the expert or the task"
             ) from None
         yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
+
+
+def _drawn(config: Config, domain: Domain, count: int) -> Iterator[tuple[Task, int]]:
+    """Yield training tasks, and how often each was yielded before; families with shares repeat."""
+    tasks = generated(config.data, domain, count, "train")
+    shares = config.curriculum.family_shares.get(domain.name, domain.family_shares)
+    if not shares:
+        yield from ((task, 0) for task in tasks)
+        return
+    mixture, places = TaskMixture(tasks, shares), Counter[str]()
+    for family in quota(mixture.shares, count):
+        indices = mixture.indices[family]
+        number, place = divmod(places[family], len(indices))
+        places[family] += 1
+        yield mixture[indices[place]], number
 
 
 def words_of_demonstrations(config: Config, domain: Domain, count: int) -> list[str]:

@@ -6,15 +6,24 @@ and may have `MAX_TASKS`, the largest `n` that `generate_tasks` accepts. The mod
 function `expert`, which solves tasks (see `experts.py`). The module may have `WORDS`, a list of
 texts or a function that returns a list; each text becomes a token of the tiny model's tokenizer.
 Without `WORDS`, the words come from the domain's demonstrations (see `demonstrations.py`).
+
+The module may have three more functions. `baselines(task)` returns {name of a fixed policy: list of
+calls (tool, arguments)}. `about()` returns facts for results, as JSON values by name.
+`FAMILY_SHARES`, a dict or a function that returns a dict, has shares of the training draws by task
+family; the other families share the rest in proportion to their numbers of tasks.
+
+Instead of a class, the setting may name a function that returns a `Domain`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 from pipeline.config.settings import DataSettings
+from pipeline.data.shares import TINY
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
@@ -23,9 +32,11 @@ from pipeline.environments.timeouts import guarded
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.imports import user_module
-from pipeline.files.untrusted import one_line, shown
+from pipeline.files.untrusted import is_plain, one_line, shown
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
+Call: TypeAlias = tuple[str, dict[str, Any]]  # a tool and its arguments
+Baselines = Callable[[Task], Mapping[str, Sequence[Call]]]  # returns calls by name of a policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +49,9 @@ class Domain:
     expert: Expert | None = None
     words: Callable[[], Iterable[str]] = tuple  # returns tokens for the tiny model's tokenizer
     max_tasks: int | None = None  # largest number `n` that generate_tasks accepts
-    baselines: Callable[[Task], Mapping[str, Sequence[tuple[str, dict[str, Any]]]]] | None = None
-    about: Callable[[], Mapping[str, Any]] | None = None
-    family_shares: Mapping[str, float] = field(default_factory=dict)
+    baselines: Baselines | None = None
+    about: Callable[[], Mapping[str, Any]] | None = None  # returns facts as JSON values
+    family_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def reward_parts(self) -> dict[str, str]:
@@ -95,23 +106,74 @@ def _load(name: str, data: DataSettings) -> Domain:
     where = f"environments: {name}: got {setting.factory!r}"
     module, factory = imported(where, setting.factory)
     environment = _class_of(where, factory, setting.arguments)
-    if issubclass(environment, Domain):
-        return _renamed(environment(), name)
+    if issubclass(environment, Domain):  # the factory is a function that returns a Domain
+        made: Any = environment
+        return _checked(where, _renamed(made(), name))
     _check_environment(where, environment, needs_reward=not data.reward_funcs)
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
         raise UserError(f"{where}, whose MAX_TASKS is {shown(max_tasks)}; give a whole number")
-    return Domain(
+    shares = getattr(module, "FAMILY_SHARES", {})
+    with _refused(f"{where}, whose FAMILY_SHARES fail", "give {family: share}"):
+        shares = shares() if callable(shares) else shares
+    domain = Domain(
         name=name,
         environment=environment,
         generate_tasks=getattr(module, "generate_tasks", None),
         expert=getattr(module, "expert", None),
         words=partial(_words, where, getattr(module, "WORDS", ())),
         max_tasks=max_tasks,
+        baselines=getattr(module, "baselines", None),
+        about=getattr(module, "about", None),
+        family_shares=shares,
     )
+    return _checked(where, domain)
+
+
+def _checked(where: str, domain: Domain) -> Domain:
+    """Return a domain whose `about` raises UserError for bad facts. Raises UserError."""
+    for name in ("baselines", "about"):
+        if not callable(found := getattr(domain, name)) and found is not None:
+            raise UserError(f"{where}, whose {name} is {shown(found)}; give a function")
+    shares = domain.family_shares
+    is_valid = isinstance(shares, Mapping) and all(map(_is_share, shares.items()))
+    if not is_valid or sum(shares.values()) > 1 + TINY:
+        hint = "give {family: share} with shares from 0 to 1 and a sum of at most 1"
+        raise UserError(f"{where}, whose FAMILY_SHARES are {shown(shares)}; {hint}")
+    about = domain.about and partial(_facts, where, domain.about)
+    return replace(domain, about=about, family_shares=dict(shares))
+
+
+def _is_share(item: tuple[Any, Any]) -> bool:
+    family, share = item
+    return isinstance(family, str) and type(share) in (int, float) and 0 <= share <= 1
+
+
+def _facts(where: str, about: Callable[[], Any]) -> dict[str, Any]:
+    with _refused(f"{where}, whose about() fails"):
+        facts = about()
+    if not (isinstance(facts, dict) and all(isinstance(n, str) for n in facts) and is_plain(facts)):
+        raise UserError(f"{where}, whose about() gave {shown(facts)}; give JSON values by name")
+    return facts
+
+
+def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
+    """Return the calls of a domain's own policies; raises UserError if a policy is no list."""
+    assert domain.baselines is not None, f"{domain.name} has no policies"
+    where = f"baselines of {domain.name}"
+    with _refused(f"{where} fail on task {shown(task.id)}"):
+        found = domain.baselines(task)
+        policies = {str(name): [*calls] for name, calls in dict(found).items()}
+    for call in chain.from_iterable(policies.values()):
+        if not (isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]):
+            what = f"task {shown(task.id)} has the call {shown(call)}"
+            raise UserError(f"{where}: {what}; give (tool, arguments)")
+    return policies
 
 
 def _renamed(domain: Domain, name: str) -> Domain:
+    """Return a copy of a domain, whose tasks have the name, too."""
+
     def generate_tasks(*arguments: Any) -> list[Task]:
         assert domain.generate_tasks is not None
         return [replace(task, domain=name) for task in domain.generate_tasks(*arguments)]

@@ -6,7 +6,7 @@ of experts.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -22,6 +22,11 @@ from pipeline.environments.tools import (
     run_steps,
     settled,
 )
+
+
+def call_message(tool: str, arguments: Mapping[str, Any]) -> Message:
+    call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 @dataclass
@@ -43,8 +48,7 @@ class Agent:
 
     def call(self, tool: str, **arguments: Any) -> Any:
         """Call a tool and return the tool's result, parsed if the result is JSON."""
-        call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
-        self.messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        self.messages.append(call_message(tool, arguments))
         result, _, raised, _ = run_steps(answer_call(self.environment, tool, arguments))
         self.raised += [f"{tool} raised {raised}"] if raised else []
         self.messages.append({"role": "tool", "name": tool, "content": result})
@@ -108,4 +112,5 @@ def run_expert(
     if not is_done(environment):
         agent.messages.append({"role": "assistant", "content": final})
         environment.final_message = final
-    return [*prompt, *agent.messages], run_steps(reward_of(environment))
+    messages = [*prompt, *agent.messages]
+    return messages, run_steps(reward_of(environment, messages=messages))

@@ -10,18 +10,21 @@ messages that contain no tool call. A tool may set `done`, which ends the episod
 
 A class with an attribute `schemas`, the JSON schemas of its tools, and a method `call(name,
 arguments) -> (text, is_error)` gets every call as the model wrote it: unknown tools, missing
-arguments and values of other types included. Its other methods are no tools.
+arguments and values of other types included. Its other methods are no tools. Before the call of
+`get_reward`, `messages` is set to a copy of the conversation, prompt included.
 """
 
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.data.tasks import Message
 from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import MAX_CHARACTERS, describe, is_outage, only_faults, text_of
 from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
@@ -200,14 +203,18 @@ def method_of(environment: Any, *path: str) -> Any:
     return environment
 
 
-def reward_of(environment: Any, stop_reason: str = "completed") -> Steps[float]:
-    """Return the reward, or 0 if the environment has no `get_reward`.
+def reward_of(
+    environment: Any, stop_reason: str = "completed", messages: Sequence[Message] = ()
+) -> Steps[float]:
+    """Return the reward of a conversation, or 0 if the environment has no `get_reward`.
 
     Raises ValueError for NaN and for absolute values above MAX_REWARD.
     """
     if not hasattr(environment, "get_reward"):
         return 0.0
     environment.stop_reason = stop_reason
+    if raw_call(type(environment)):
+        environment.messages = deepcopy(list(messages))
     value = yield from awaited(environment.get_reward())
     if isinstance(value, (str, bytes)):
         raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
@@ -218,10 +225,10 @@ def reward_of(environment: Any, stop_reason: str = "completed") -> Steps[float]:
 
 
 def outcome_of(
-    environment: Any, stop_reason: str = "completed"
+    environment: Any, stop_reason: str = "completed", messages: Sequence[Message] = ()
 ) -> Steps[tuple[float, dict[str, float], dict[str, list[str]]]]:
     """Return the reward, and the environment's `reward_breakdown` and `difference`."""
-    reward = yield from reward_of(environment, stop_reason)
+    reward = yield from reward_of(environment, stop_reason, messages)
     parts = _explanation(getattr(environment, "reward_breakdown", None))
     return reward, parts, _explanation(getattr(environment, "difference", None))
 

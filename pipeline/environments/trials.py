@@ -51,7 +51,8 @@ def try_task(
             )
         difference = _difference(*made)  # `get_reward` may change the first
         with RandomState(task):
-            guarded("get_reward", seconds, partial(reward_of, made[0].environment))
+            score = partial(reward_of, made[0].environment, messages=task.prompt)
+            guarded("get_reward", seconds, score)
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
         hint = remedy or "mend the environment or the task"

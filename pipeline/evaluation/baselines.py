@@ -1,20 +1,22 @@
 """Blind baselines: the rewards of fixed policies that make no decision."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
-from pipeline.environments.domains import Domain
+from pipeline.environments.domains import Call, Domain, baseline_calls
+from pipeline.environments.experts import call_message
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
+    ToolAnswer,
     answer_call,
     reward_of,
     started,
@@ -25,6 +27,8 @@ from pipeline.environments.tools import (
 LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 ID = re.compile(r"\w*\d\w*")  # a word with a digit
 Schemas = Sequence[dict[str, Any]]
+Play: TypeAlias = Generator[Call, ToolAnswer, None]  # yields calls and gets the tools' answers
+Policy = Callable[[Task], Play]
 
 
 def baselines(
@@ -34,53 +38,85 @@ def baselines(
 ) -> dict[str, dict[str, float]]:
     """Return the mean reward of each blind policy on the tasks of each domain.
 
-    The policy `nothing` calls no tool, and `every_tool` calls each tool once. The policy `transfer`
-    calls tools that change nothing, then one `transfer...` tool with the reason that earns most.
-    An episode earns 0 if its environment fails or a call takes more than `call_timeout` seconds.
+    The policy `nothing` calls no tool. A domain may have policies of its own. In other domains, the
+    policy `every_tool` calls each tool once, and the policy `transfer` calls tools that change
+    nothing, then one `transfer...` tool with the reason that earns most. An episode earns 0 if its
+    environment fails or a call takes more than `call_timeout` seconds. Raises UserError if a
+    domain's policies are no lists of calls.
     """
     calls = Calls(call_timeout, lambda _: None)
-    return {name: _of_domain(calls, domains[name].environment, tasks[name]) for name in tasks}
+    return {name: _of_domain(calls, domains[name], tasks[name]) for name in tasks}
 
 
-def _of_domain(calls: Calls, environment: type[Any], tasks: Sequence[Task]) -> dict[str, float]:
-    def mean_reward(schemas: Schemas) -> float:
-        return fmean(_reward(calls, environment, schemas, task) for task in tasks)
+def _of_domain(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
+    def mean_reward(policy: Policy) -> float:
+        return fmean(_reward(calls, domain.environment, policy(task), task) for task in tasks)
 
-    schemas = [schema["function"] for schema in tool_schemas(environment)]
+    if domain.baselines is not None:
+        own = {task.key: baseline_calls(domain, task) for task in tasks}
+        names = dict.fromkeys(["nothing", *chain.from_iterable(own.values())])
+        return {name: mean_reward(partial(_in_order, own, name)) for name in names}
+    schemas = [schema["function"] for schema in tool_schemas(domain.environment)]
     lookups = [schema for schema in schemas if schema["name"].startswith(LOOKUPS)]
     transfers = [schema for schema in schemas if schema["name"].startswith("transfer")][:1]
     parameters = [p for s in transfers for p in s["parameters"]["properties"].values()]
     reasons: list[str] = next((p["enum"] for p in parameters if p.get("enum")), [])
     fixed = [{**schema, "fixed": reason} for schema in transfers for reason in reasons]
+    by_transfer = [partial(_guessed, [*lookups, transfer]) for transfer in fixed]
     return {
-        "nothing": mean_reward([]),
-        "transfer": max((mean_reward([*lookups, transfer]) for transfer in fixed), default=0.0),
-        "every_tool": mean_reward(schemas),
+        "nothing": mean_reward(partial(_guessed, [])),
+        "transfer": max(map(mean_reward, by_transfer), default=0.0),
+        "every_tool": mean_reward(partial(_guessed, schemas)),
     }
 
 
-def _reward(calls: Calls, environment_class: type[Any], schemas: Schemas, task: Task) -> float:
+def _in_order(own: Mapping[Any, Mapping[str, Sequence[Call]]], name: str, task: Task) -> Play:
+    """Make a task's calls of the domain's policy `name`; a task without the policy has no calls."""
+    for call in own[task.key].get(name, ()):
+        if (yield call).is_last:
+            return
+
+
+def _guessed(schemas: Schemas, task: Task) -> Play:
+    """Call each tool, with ids from the request and from answers, the newest ids first."""
+    ids = ID.findall(task.prompt[-1]["content"]) or ["x"]
+    for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
+        name, properties = schema["name"], schema.get("parameters", {}).get("properties", {})
+        for values in islice(product(reversed(ids), repeat=len(properties)), 100):
+            choices = zip(properties.items(), values, strict=True)
+            arguments = {key: p.get("enum", [an_id])[0] for (key, p), an_id in choices}
+            if "fixed" in schema:
+                arguments = dict.fromkeys(arguments, schema["fixed"])
+            answer = yield name, arguments
+            if "error" not in answer.content:
+                ids += [an_id for an_id in ID.findall(answer.content) if an_id not in ids]
+                break
+        if answer.is_last:
+            return
+
+
+def _reward(calls: Calls, environment_class: type[Any], policy: Play, task: Task) -> float:
     rewards = [0.0]
 
     async def play(guard: Guard) -> None:
-        environment, *_ = await guard("reset", partial(started, environment_class, task.row()))
-        ids = ID.findall(task.prompt[-1]["content"]) or ["x"]
-        for schema in sorted(schemas, key=lambda s: not s["name"].startswith(LOOKUPS)):
-            name, properties = schema["name"], schema.get("parameters", {}).get("properties", {})
-            # As arguments, try ids from the request and from tool answers, the newest ids first.
-            for values in islice(product(reversed(ids), repeat=len(properties)), 100):
-                choices = zip(properties.items(), values, strict=True)
-                arguments = {key: p.get("enum", [an_id])[0] for (key, p), an_id in choices}
-                if "fixed" in schema:
-                    arguments = dict.fromkeys(arguments, schema["fixed"])
-                answer = await guard(name, partial(answer_call, environment, name, arguments))
-                if "error" not in answer.content:
-                    ids += [an_id for an_id in ID.findall(answer.content) if an_id not in ids]
-                    break
-            if answer.is_last:
-                break
+        begin = partial(started, environment_class, task.row())
+        environment, addition, _ = await guard("reset", begin)
+        *rules, request = task.prompt
+        messages = [*rules, {**request, "content": request["content"] + addition}]
+        call = next(policy, None)
+        while call is not None:
+            name, arguments = call
+            messages.append(call_message(name, arguments))
+            answer = await guard(name, partial(answer_call, environment, name, arguments))
+            messages.append({"role": "tool", "name": name, "content": answer.content})
+            try:
+                call = policy.send(answer)
+            except StopIteration:
+                call = None
+        messages.append({"role": "assistant", "content": "Done."})
         await guard("final message", partial(setattr, environment, "final_message", "Done."))
-        rewards.append(await guard("get_reward", partial(reward_of, environment)))
+        score = partial(reward_of, environment, messages=messages)
+        rewards.append(await guard("get_reward", score))
 
     is_used = uses_random_state(environment_class)
     with suppress(EnvironmentFault), RandomState(task) if is_used else nullcontext():

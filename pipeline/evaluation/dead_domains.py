@@ -18,6 +18,7 @@ ADVICE = {
     StopReason.MAX_TURNS: "raise max_turns, or give the warm start demonstrations that succeed",
     StopReason.MAX_TOKENS: "raise max_tokens_per_turn and max_tokens, or shorten tool results",
     StopReason.MALFORMED_CALL: "give the warm start demonstrations of the tools' calls",
+    StopReason.REPEATED_CALL: "raise max_repeated_calls, or give demonstrations without repeats",
     StopReason.ENVIRONMENT_ERROR: "mend the environment",
 }
 

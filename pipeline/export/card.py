@@ -22,7 +22,14 @@ from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.untrusted import masked, printable
 from pipeline.models.files import HUB_ID
 from pipeline.report.page import TEMPLATES, table
-from pipeline.report.tables import METRICS, ends_in_words, metric, success_tables
+from pipeline.report.tables import (
+    METRICS,
+    about_table,
+    baseline_table,
+    ends_in_words,
+    metric,
+    success_tables,
+)
 from pipeline.tracking.run_files import RunData, after_name, load_run
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -162,6 +169,10 @@ def _results(run: RunData, checkpoint: RunCheckpoint) -> str:
     rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
     if len(transfer.get("points", [])) > 2:
         blocks.append(table([["transfer number", "value"], *rows]))
+    if rows := baseline_table(run.results):
+        blocks += ["Mean reward of fixed policies that make no decision:", table(rows)]
+    if rows := about_table(run.results):
+        blocks += ["Where the tasks come from:", table(rows)]
     return "\n\n".join(blocks)
 
 

@@ -3,9 +3,9 @@
 All rewards of a zero-std group are equal, so all advantages of the group are 0. With
 `dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), a step does not train on
 zero-std groups, but replaces zero-std groups by new groups in at most `max_resample_times` rounds.
-This pipeline replaces a group by a group of the same domain, so that each domain keeps its share of
-the groups; DAPO samples whole batches of new tasks. A step never trains on more than
-`tasks_per_step` groups.
+This pipeline replaces a group by a group of the same domain (and of the same task family, if
+families have shares), so that each domain keeps its share of the groups; DAPO samples whole batches
+of new tasks. A step never trains on more than `tasks_per_step` groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,9 +85,9 @@ def collect_rollouts(
         zero_std += [flag > 0 for flag in sums]
         if len(rounds) > settings.max_resample_times:
             break
-        domains = [tasks[group].domain for group in groups if zero_std[group]]
+        replaced = [tasks[group] for group in groups if zero_std[group]]
         key = (seed, "replacements", stage.name, step, len(rounds))
-        new = replacement_tasks(domains, {task.key for task in tasks}, sources, *key)
+        new = replacement_tasks(replaced, {task.key for task in tasks}, sources, *key)
     group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
     counted = in_baseline(left_out(trajectories), size).tolist()
     return RolloutBatch(

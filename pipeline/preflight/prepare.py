@@ -12,9 +12,10 @@ from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import resumable
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage, make_stages
+from pipeline.data.shares import TaskMixture, mixtures, num_drawn
 from pipeline.data.tasks import Task
 from pipeline.environments.demonstrations import has_demonstrations, words_of_demonstrations
-from pipeline.environments.domains import Domain, generated, load_domains
+from pipeline.environments.domains import Domain, baseline_calls, generated, load_domains
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.hub import check_upload
@@ -25,6 +26,8 @@ from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import longest_of, task_sets
 from pipeline.sft import sources_of
 
+Graded = dict[tuple[str, str], Sequence[Task]]  # training tasks by domain and difficulty
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -32,11 +35,12 @@ class Prepared:
     train: dict[str, Sequence[Task]]
     validation: dict[str, list[Task]]  # tasks for validations within a stage
     held_out: dict[str, list[Task]]  # tasks for the evaluations in results.json
-    graded: dict[tuple[str, str], list[Task]]  # training tasks by domain and difficulty
+    graded: Graded
     longest: dict[str, list[Task]]  # each domain's training tasks with the most text
     stages: list[Stage]
     tokenizer: Any
     chat: Chat
+    about: dict[str, Mapping[str, Any]]  # facts of domains about themselves
     notes: list[str]  # facts about the tasks and rewards that a user should know
     warnings: list[str]  # warnings about the demonstrations
 
@@ -46,6 +50,10 @@ class Prepared:
 
     def sources(self, stage: Stage) -> dict[str, Sequence[Task]]:
         return {d: self.graded.get((d, stage.difficulty), self.train[d]) for d in stage.groups}
+
+    def family_shares(self, stage: Stage) -> dict[str, dict[str, float]]:
+        found = self.sources(stage).items()
+        return {name: of.shares for name, of in found if isinstance(of, TaskMixture)}
 
     def prompt_ids(self, domain: str, task: Task) -> list[int]:
         return self.chat.prompt_ids(task.prompt, tool_schemas(self.domains[domain].environment))
@@ -67,10 +75,15 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     longest = {name: of.longest for name, of in sets.items()}
     notes = [note for of in sets.values() for note in of.notes]
     notes += check_reward_functions(config, domains, train)
-    graded, sizes = _graded(config, domains), {name: len(tasks) for name, tasks in train.items()}
+    graded = _graded(config, domains)
+    notes += _mix_families(config, domains, train, graded)
+    sizes = {name: num_drawn(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():
         longest[name] = longest[name] + longest_of(tasks)
-        sizes[name] = min(sizes[name], len(tasks))
+        sizes[name] = min(sizes[name], num_drawn(tasks))
+    for name, domain in domains.items():
+        if domain.baselines is not None:
+            baseline_calls(domain, sets[name].held_out[0])
     resumed = resumable(config)
     if with_tiny_tokenizer:
         tokenizer = load_tokenizer(ModelSettings(), domains.values())
@@ -92,9 +105,12 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         stages=make_stages(config, sizes),
         tokenizer=tokenizer,
         chat=chat,
+        about={name: facts for name, of in domains.items() if of.about and (facts := of.about())},
         notes=notes,
         warnings=[] if resumed else check_demonstrations(config, domains, chat),
     )
+    stages = [replace(s, family_shares=prepared.family_shares(s)) for s in prepared.stages]
+    prepared = replace(prepared, stages=stages)
     for name, tokens in prepared.longest_prompts().items():
         if tokens + limits.max_tokens_per_turn > limits.max_tokens:
             raise UserError(
@@ -121,8 +137,8 @@ def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[
     return load_tokenizer(settings, {**domains, **found}.values())
 
 
-def _graded(config: Config, domains: Mapping[str, Domain]) -> dict[tuple[str, str], list[Task]]:
-    data, difficulties, graded = config.data, config.curriculum.difficulties, {}
+def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
+    data, difficulties, graded = config.data, config.curriculum.difficulties, Graded()
     for name, difficulty in product(domains, difficulties):
         if name in data.tasks:
             raise UserError(
@@ -133,3 +149,18 @@ def _graded(config: Config, domains: Mapping[str, Domain]) -> dict[tuple[str, st
         tasks = generated(settings, domains[name], data.tasks_per_domain, "train")
         graded[name, str(difficulty)] = tasks
     return graded
+
+
+def _mix_families(
+    config: Config, domains: Mapping[str, Domain], train: dict[str, Sequence[Task]], graded: Graded
+) -> list[str]:
+    """Replace the tasks of domains whose families have shares by mixtures, and return notes."""
+    notes = list[str]()
+    for name, domain in domains.items():
+        if shares := config.curriculum.family_shares.get(name, domain.family_shares):
+            found = {n: tasks for (d, n), tasks in graded.items() if d == name}
+            made, said = mixtures(name, found or {"train": train[name]}, shares)
+            graded |= {(name, difficulty): made[difficulty] for difficulty in found}
+            train[name] = made.get("train", train[name])
+            notes += said
+    return notes

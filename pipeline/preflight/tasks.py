@@ -73,6 +73,10 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
                 sets.longest.append(_with_request(task, text))
     if source is not None and name in data.own_domains and len(sets.train) == data.tasks_per_domain:
         sets.notes.append(f"{name}: trains on the first {len(sets.train)} tasks (tasks_per_domain)")
+    asked = {"tasks_per_domain": sets.train, "eval_tasks_per_domain": sets.held_out}
+    for setting, found in asked.items() if source is None and eval_source is None else ():
+        if len(found) < (number := getattr(data, setting)):
+            sets.notes.append(f"{name}: {len(found)} tasks are all there are ({setting} {number})")
     trained = {_content(task) for task in sets.train} if source is None else set()
     seen = sum(_content(task) in trained for task in sets.held_out)
     if seen and domain.generate_tasks is not None:

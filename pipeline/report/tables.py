@@ -164,6 +164,8 @@ def data_of(run: RunData) -> dict[str, Any]:
         "success_tables": success_tables({**run.results, "transfer": run.transfer}),
         "ends_in_words": ends_in_words(run.evaluations),
         "failures": failures(run.evaluations, run.transfer),
+        "baselines": baseline_table(run.results),
+        "about": about_table(run.results),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "tools": _tools(run),
         "stop_reasons": {key: key.removeprefix(STOP) for key in metrics if key.startswith(STOP)},
@@ -172,6 +174,31 @@ def data_of(run: RunData) -> dict[str, Any]:
         "rate_of": lambda e, d, kind: with_interval(rate(e, d, kind, run.success_threshold)),
         "by_family": _by_family(run),
     }
+
+
+def baseline_table(results: Mapping[str, Any]) -> Rows:
+    """Return a row per domain: the mean reward of each baseline that the domain has."""
+    found: Mapping[str, Mapping[str, float]] = results.get("baselines", {})
+    names = list(dict.fromkeys(name for of in found.values() for name in of))
+    header = ["domain", *(name.replace("_", " ") for name in names)]
+    rows = [[d, *(number(of[n]) if n in of else "" for n in names)] for d, of in found.items()]
+    return [header, *rows] if rows else []
+
+
+def about_table(results: Mapping[str, Any]) -> Rows:
+    """Return a row per fact that the domains' modules tell, or no rows."""
+    rows = [
+        [domain, name.replace("_", " "), _fact(value)]
+        for domain, facts in results.get("about", {}).items()
+        for name, value in facts.items()
+    ]
+    return [["domain", "fact", "value"], *rows] if rows else []
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_fact(item)}" for name, item in value.items())
+    return ", ".join(map(_fact, value)) if isinstance(value, list) else str(value)
 
 
 def duration(seconds: float) -> str:

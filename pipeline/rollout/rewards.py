@@ -148,8 +148,7 @@ class RewardFunctions:
             for function in self.functions:
                 if not function.missing(columns_of(group[0].task)):
                     work = partial(self._score, function, group)
-                    here = partial(self._calls.here, key, work)
-                    is_async = function.is_async
+                    is_async, here = function.is_async, partial(self._calls.here, key, work)
                     waits.append((self._calls.beside(key, work) if is_async else here, group))
         for wait, group in waits:
             try:
@@ -241,8 +240,7 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
         is_good = False
     if not is_good or any(abs(reward) > MAX_REWARD for reward in rewards):
-        limit = f"not numbers up to {MAX_REWARD:g}"
-        raise EnvironmentFault(f"{where} {shown(returned)}, {limit}")
+        raise EnvironmentFault(f"{where} {shown(returned)}, not numbers up to {MAX_REWARD:g}")
     return [None if math.isnan(reward) else reward for reward in rewards]
 
 

@@ -1,5 +1,6 @@
 """Rollouts: the sampler writes the model's messages; environments and simulated users reply."""
 
+import json
 import math
 import time
 from collections import deque
@@ -43,6 +44,7 @@ class _Episode:
         self.environment: Any = None
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
+        self.calls: list[str] = []  # tool calls since the last message without a tool call
         self.wait: Callable[[], None] | None = None  # function that waits for the environment
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(environment_class) and not self.in_background
@@ -132,8 +134,7 @@ class Rollout:
         if self.rewards is not None:
             begun, failed = time.perf_counter(), StopReason.ENVIRONMENT_ERROR
             played = [e for e in episodes if e.trajectory.stop_reason is not failed]
-            found = [Completion(e.request.task, e.environment, e.trajectory) for e in played]
-            self.rewards(found)
+            self.rewards([Completion(e.request.task, e.environment, e.trajectory) for e in played])
             for t in (e.trajectory for e in played if e.trajectory.left_out == "reward"):
                 self.faults.add(t.domain, t.task_id, "reward_funcs", t.error)
             self.environment_s += time.perf_counter() - begun
@@ -219,18 +220,18 @@ class Rollout:
             content = tools.error_result(f"malformed call: {parsed.malformed}")
             episode.replies = [{"role": "tool", "name": "error", "content": content}]
         else:
-            self._begin(episode, partial(_answer, parsed, self.reply))
+            self._begin(episode, partial(_answer, self, parsed))
 
     def _continue(self, episode: _Episode) -> bool:
         """Append the replies to the episode's messages; return False if the episode has ended."""
         self._wait(episode)
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
         count, most = self.chat.num_content_tokens, limits.max_tool_result_tokens
-        for reply in (reply for reply in replies if reply["role"] == "tool"):
-            if (num_tokens := count(reply["content"])) > most:
-                reply["content"] = tools.error_result("result too long")
+        for r in (r for r in replies if r["role"] == "tool"):
+            if (num_tokens := count(r["content"])) > most:
+                r.update(content=tools.error_result("result too long"), raw_content=r["content"])
                 why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
-                self.faults.add(*episode.request.task.key, reply["name"], why)
+                self.faults.add(*episode.request.task.key, r["name"], why)
         trajectory.messages += replies
         self.on_messages(episode.environment, replies)
         if not episode.ended and trajectory.num_turns >= limits.max_turns:
@@ -279,17 +280,18 @@ class Rollout:
 
 
 async def _score(episode: _Episode, guard: Guard) -> None:
-    trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
-    score = partial(tools.outcome_of, environment, trajectory.stop_reason.value)
+    t, environment, episode.excused = episode.trajectory, episode.environment, ""
+    score = partial(tools.outcome_of, environment, t.stop_reason.value, t.messages)
     outcome = await guard("get_reward", score, tools.method_of(environment, "get_reward"))
-    trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
+    t.reward, t.reward_breakdown, t.difference = outcome
 
 
-async def _answer(parsed: Parsed, reply_to: Any, episode: _Episode, guard: Guard) -> None:
+async def _answer(rollout: Rollout, parsed: Parsed, episode: _Episode, guard: Guard) -> None:
     """Let the environment answer tool calls; without tool calls, let the customer answer."""
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
-    methods = tools.tool_methods(type(environment))
+    methods, most = tools.tool_methods(type(environment)), rollout.limits.max_repeated_calls
     for name, arguments in parsed.calls:
+        episode.calls.append(json.dumps([name, arguments], sort_keys=True))
         call = partial(tools.answer_call, environment, name, arguments)
         answer = await guard(name, call, methods.get(name, tools.raw_call(type(environment))))
         if answer.raised:
@@ -300,15 +302,15 @@ async def _answer(parsed: Parsed, reply_to: Any, episode: _Episode, guard: Guard
         trajectory.tools[known] = [calls + 1, errors + answer.is_error]
         episode.replies.append({"role": "tool", "name": name, "content": answer.content})
         if answer.is_last:
-            episode.end(StopReason.COMPLETED)
-            return
+            return episode.end(StopReason.COMPLETED)
+        if most and episode.calls[-most:] == episode.calls[-1:] * most:
+            return episode.end(StopReason.REPEATED_CALL)
     if not parsed.calls:
-        episode.excused = "reply"
+        episode.calls, episode.excused = [], "reply"
         method = tools.method_of(environment, "user", "reply")
-        reply = await guard("reply", partial(reply_to, environment, parsed.content), method)
+        reply = await guard("reply", partial(rollout.reply, environment, parsed.content), method)
         if reply is not None:
-            episode.replies.append({"role": "user", "content": reply})
-            return
+            return episode.replies.append({"role": "user", "content": reply})
         episode.excused = ""
         await guard("final message", partial(setattr, environment, "final_message", parsed.content))
         episode.end(StopReason.COMPLETED)

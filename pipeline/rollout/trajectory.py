@@ -17,6 +17,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # a turn or the episode reached its maximum number of tokens
     MALFORMED_CALL = "malformed_call"  # more malformed tool calls than max_malformed_calls
+    REPEATED_CALL = "repeated_call"  # max_repeated_calls equal tool calls in a row
     ENVIRONMENT_ERROR = "environment_error"  # environment code failed or exceeded its deadline
 
 

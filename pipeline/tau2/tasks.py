@@ -46,7 +46,7 @@ class TaskSource:
     refuel_consent: bool = True
 
     def __call__(self, seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-        """Return up to `n` tasks of a split, the same for each seed, families in turn.
+        """Return the first `n` tasks of a split; `seed` changes nothing.
 
         Raises ValueError if the domain has no such difficulty.
         """

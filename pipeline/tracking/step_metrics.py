@@ -64,7 +64,10 @@ def rollout_metrics(
     for kind in ZERO_STD:
         metrics[f"rollout/{kind}"] = sum(total[f"{kind} {d}"] for d in groups) * size / episodes
         metrics |= {f"rollout/{kind}/{d}": total[f"{kind} {d}"] / n for d, n in groups.items()}
-    metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
+    stops = {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
+    if not config.rollout.max_repeated_calls:
+        del stops[f"rollout/stop/{StopReason.REPEATED_CALL}"]
+    metrics |= stops
     if config.grpo.dynamic_sampling:
         replacements = sum(batch.rounds[1:])
         metrics["rollout/rounds"] = len(batch.rounds) - 1

@@ -177,6 +177,32 @@ def test_the_cache_stays_within_its_bound_and_drops_the_least_recently_used():
     assert made.cache.num_tokens == len(made.cache) == 0
 
 
+def test_a_list_of_tools_is_read_once():
+    class Tools(list):
+        num_reads = 0
+
+        def __iter__(self):
+            self.num_reads += 1
+            return super().__iter__()
+
+    made, tools = Chat(tokenizer()), Tools(TOOLS)
+    ids = made.prompt_ids(ASKED, tools)
+    read = tools.num_reads
+    assert made.prompt_ids(ASKED, tools) == ids == chat().prompt_ids(ASKED, TOOLS)
+    assert made.prompt_ids(ASKED[1:], tools) != ids
+    assert 0 < tools.num_reads <= 2 * read
+    for number in range(40):  # a later list may have the address of an earlier one
+        function = {**TOOLS[0]["function"], "name": f"tool_{number}"}
+        prompt = made.prompt_ids(ASKED, [{"type": "function", "function": function}])
+        assert f"tool_{number}" in made.tokenizer.decode(prompt)
+    assert len(made.cache._digests) < 40
+
+
+def test_the_raw_text_of_a_replaced_tool_result_is_not_rendered():
+    reply = {"role": "tool", "name": "look", "content": "short"}
+    assert chat().reply_ids([{**reply, "raw_content": "long"}]) == chat().reply_ids([reply])
+
+
 def test_the_tokens_of_a_text_are_counted():
     assert chat().num_content_tokens('{"status": "open"}') == 3
 

@@ -361,6 +361,12 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ["--domain-advantage-scale", "{bank: 2}"],
             ("domain_advantage_scale: got 'bank'", "name domains"),
         ),
+        (["--family-shares", "{bank: {a: 0.5}}"], ("family_shares: got 'bank'", "name domains")),
+        (
+            ["--family-shares", "{airline: {a: 0.6, b: 0.6}}"],
+            ("family_shares: airline: got the sum 1.2", "at most 1"),
+        ),
+        (["--max-repeated-calls", "1"], ("max_repeated_calls: got 1", "2 or more, or 0")),
         (
             ["--max-tokens", "40", "--max-tokens-per-turn", "40"],
             ("max_tokens: got 40", "max_tokens_per_turn 40", "more than one turn"),

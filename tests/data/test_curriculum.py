@@ -10,13 +10,14 @@ from pipeline.data.curriculum import (
     make_stages,
     on_plateau,
     one_after_another,
-    quota,
     replacement_tasks,
     split,
     tasks_of_step,
 )
+from pipeline.data.shares import TaskMixture, mixtures, quota
 from pipeline.errors import UserError
 from tests.support.helpers import make_task
+from tests.support.messages import refusal, says
 
 PLENTY = {"airline": 800, "retail": 800, "telecom": 800}
 
@@ -170,7 +171,8 @@ def test_every_task_of_a_domain_comes_up():
 
 def test_replacements_are_other_tasks_of_the_same_domains_as_many_as_there_are():
     played = {("telecom", f"{n}") for n in range(5)} | {("airline", "0")}
-    wanted = ["airline", "telecom", "airline", "telecom", "telecom"]
+    names = ["airline", "telecom", "airline", "telecom", "telecom"]
+    wanted = [make_task(domain=name) for name in names]
     found = [task.key for task in replacement_tasks(wanted, played, SOURCES, 1, "stage", 3, 1)]
     assert [domain for domain, _ in found] == ["airline", "airline", "telecom", "telecom"]
     assert set(found[2:]) == {("telecom", "5"), ("telecom", "6")}
@@ -178,6 +180,101 @@ def test_replacements_are_other_tasks_of_the_same_domains_as_many_as_there_are()
     others = [task.key for task in replacement_tasks(wanted, played, SOURCES, 1, "stage", 3, 2)]
     assert set(found[:2]) != set(others[:2])
     assert replacement_tasks([], played, SOURCES, 1) == []
+
+
+# Shares of task families
+
+
+def of_families(**counts):
+    """Tasks of telecom; the families take turns as long as they have tasks."""
+    numbers = ((n, family) for family, count in counts.items() for n in range(count))
+    made = [make_task(f"{f}-{n}", family=f, domain="telecom") for n, f in sorted(numbers)]
+    return made
+
+
+def drawn(mixture, count, steps, *key):
+    return [[task.id for task in mixture.draw(count, step, *key)] for step in steps]
+
+
+@pytest.mark.parametrize("count", [1, 5, 24])
+def test_after_each_step_the_draws_have_the_shares_and_no_step_has_a_task_twice(count):
+    mixture = TaskMixture(of_families(mms=60, data=30, service=10), {"service": 0.38, "mms": 0.4})
+    assert mixture.shares == pytest.approx({"service": 0.38, "mms": 0.4, "data": 0.22})
+    seen, total = Counter(), 0
+    for ids in drawn(mixture, count, range(60), 1, "order"):
+        assert len(set(ids)) == len(ids) == count
+        seen.update(name.partition("-")[0] for name in ids)
+        total += count
+        assert all(abs(seen[f] - share * total) < 1 for f, share in mixture.shares.items())
+
+
+def test_each_pass_over_a_family_has_each_of_its_tasks_once_in_another_order():
+    mixture = TaskMixture(of_families(a=7, b=5), {"a": 0.5})
+    ids = [name for step in drawn(mixture, 5, range(28), 1, "order") for name in step]
+    of_a = [name for name in ids if name[0] == "a"]
+    passes = [of_a[start : start + 7] for start in range(0, 70, 7)]
+    assert {tuple(sorted(found)) for found in passes} == {tuple(f"a-{n}" for n in range(7))}
+    assert len({tuple(found) for found in passes}) > 5
+
+
+def test_the_draws_depend_on_seed_stage_and_step_alone():
+    tasks, shares = of_families(a=20, b=4), {"b": 0.5}
+    one = TaskMixture(tasks, shares)
+    steps = drawn(one, 6, range(9), 1, "order", "x")
+    assert drawn(TaskMixture(tasks, shares), 6, [8, 2], 1, "order", "x") == [steps[8], steps[2]]
+    assert drawn(one, 6, range(9), 2, "order", "x") != steps != drawn(one, 6, range(9), 1, "y")
+
+
+def test_the_others_share_the_rest_by_their_numbers_and_a_share_of_0_draws_nothing():
+    tasks = of_families(a=10, b=30, c=10, d=5)
+    assert TaskMixture(tasks, {"d": 0.2}).shares == pytest.approx(
+        {"d": 0.2, "a": 0.16, "b": 0.48, "c": 0.16}
+    )
+    assert TaskMixture(tasks, {"a": 0.3, "b": 0.6, "c": 0.1}).shares.keys() == {*"abc"}
+    assert TaskMixture(tasks, {"b": 0}).shares.keys() == {*"acd"}
+
+
+def test_a_family_with_few_tasks_gives_all_it_has_and_no_task_twice():
+    mixture = TaskMixture(of_families(a=20, b=3), {"b": 0.5})
+    for ids in drawn(mixture, 10, range(20), 1):
+        assert sorted(name for name in ids if name[0] == "b") == ["b-0", "b-1", "b-2"]
+        assert len(set(ids)) == 10
+
+
+def test_a_stage_draws_and_replaces_by_family():
+    sources = {**SOURCES, "telecom": TaskMixture(of_families(a=9, b=4), {"b": 0.5})}
+    stages = make_stages(config(max_steps=9, tasks_per_step=6), {**PLENTY, "telecom": 13})
+    for step in range(6, 9):
+        tasks = tasks_of_step(stages[2], step, sources, 1)
+        assert Counter(t.family for t in tasks if t.domain == "telecom") == {"a": 2, "b": 2}
+        plain = [t.key for t in tasks_of_step(stages[2], step, SOURCES, 1) if t.domain == "airline"]
+        assert [task.key for task in tasks if task.domain == "airline"] == plain
+        first, *_ = replaced = [task for task in tasks if task.family == "b"]
+        found = replacement_tasks([*replaced, *replaced], {t.key for t in tasks}, sources, 1, step)
+        assert {task.family for task in found} == {"b"} and len(found) == 2
+        assert first.key not in {task.key for task in found}
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ({"c": 0.5}, ("telecom: got 'c', which has no tasks", "'a, b'")),
+        ({"a": 0.5, "b": 0.25}, ("sum 0.75", "leave out a family")),
+        ({"a": 0, "b": 1}, ("all tasks (hard) have the share 0",)),
+    ],
+)
+def test_shares_that_fit_no_tasks_are_refused(shares, words):
+    sources = {"easy": of_families(a=2, b=2), "hard": of_families(a=2)}
+    says(refusal(mixtures, "telecom", sources, shares), "family_shares", *words)
+
+
+def test_a_family_that_one_difficulty_lacks_is_told():
+    sources = {"easy": of_families(a=2, b=2), "hard": of_families(a=2)}
+    made, notes = mixtures("telecom", sources, {"b": 0.5})
+    assert made["hard"].shares == {"a": 1.0}
+    assert notes == [
+        "family_shares: telecom: the tasks (hard) have none of b; the other families get the share"
+    ]
 
 
 def test_a_step_outside_the_stage_is_a_mistake_of_the_program():

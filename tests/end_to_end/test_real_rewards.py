@@ -3,6 +3,7 @@
 A model that has learnt to say one of three words earns one of three rewards.
 """
 
+import gzip
 import json
 import os
 import shutil
@@ -48,7 +49,19 @@ class Lamp:
 
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    return [make_task(f"{split}-{i}", "which colour", domain="lamp") for i in range(n)]
+    made = {"domain": "lamp", "request": "which colour"}
+    return [make_task(f"{split}-{i}", family=("old", "new")[i % 2], **made) for i in range(n)]
+
+
+FAMILY_SHARES = {"new": 1}
+
+
+def baselines(task: Task) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    return {"press_twice": [("press", {"hard": True})] * 2}
+
+
+def about() -> dict[str, Any]:
+    return {"commit": "a2c0247", "num_lamps": 3, "colours": [*REWARDS]}
 
 
 FLAGS = [
@@ -92,9 +105,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "run", said
 
 
+def transcripts(folder: Path, stage: str) -> list[dict[str, Any]]:
+    paths = sorted((folder / "trajectories" / stage).glob("*.jsonl.gz"))
+    return [json.loads(line) for path in paths for line in gzip.open(path, "rt")]
+
+
 def read(folder: Path, name: str) -> Any:
     text = (folder / name).read_text()
     return json.loads(text) if name.endswith(".json") else list(map(json.loads, text.splitlines()))
+
+
+def test_what_a_domain_says_of_itself_is_in_results_report_and_curriculum(
+    run: tuple[Path, str],
+) -> None:
+    folder, _ = run
+    results = read(folder, "results.json")
+    assert results["about"] == {"lamp": about()}
+    assert results["baselines"] == {"lamp": {"nothing": -3.5, "press_twice": -3.5}}
+    page = (folder / "report.md").read_text()
+    assert "| domain | nothing | press twice |" in page and "| lamp | -3.50 | -3.50 |" in page
+    assert "## Where the tasks come from" in page
+    assert "| lamp | colours | red, green, blue |" in page
+    (stage,) = read(folder, "curriculum.json")["stages"]
+    assert stage["family_shares"] == {"lamp": {"new": 1.0}}
+    assert {t["family"] for t in transcripts(folder, "lamp")} == {"new"}
 
 
 def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]) -> None:

@@ -18,6 +18,7 @@ from pipeline.environments.demonstrations import demonstrations_of
 from pipeline.environments.domains import generated
 from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
+from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, encode, sft_examples, warm_start
@@ -134,6 +135,75 @@ def refusal(call, *arguments) -> str:
     message = str(refused.value)
     assert "\n" not in message
     return message
+
+
+# What a module may say of its domain
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("baselines = {}", ("whose baselines is {}", "give a function")),
+        ("about = 'me'", ("whose about is 'me'", "give a function")),
+        ("FAMILY_SHARES = [0.5]", ("whose FAMILY_SHARES are [0.5]", "give {family: share}")),
+        ("FAMILY_SHARES = {'a': 1.5}", ("whose FAMILY_SHARES are {'a': 1.5}", "from 0 to 1")),
+        ("FAMILY_SHARES = {'a': 0.6, 'b': 0.6}", ("'b': 0.6}", "a sum of at most 1")),
+        ("def FAMILY_SHARES(): return 1 / 0", ("FAMILY_SHARES fail (ZeroDivisionError", "line ")),
+        ("FAMILY_SHARES = {'big': 0.5}", ("family_shares: bank: got 'big', which has no tasks",)),
+        ("def about(): return {'a': {1, 2}}", ("whose about() gave {'a': {1, 2}}", "JSON")),
+        ("def about(): return 1 / 0", ("whose about() fails (ZeroDivisionError", "line ")),
+        ("def baselines(task): return 1 / 0", ("fail on task 'test-0' (ZeroDivisionError", "line")),
+        ("def baselines(task): return {'a': ['show']}", ("baselines of bank", "the call 'show'")),
+        (
+            "def generate_tasks(*given): raise ValueError(f'no {given[3]} tasks')",
+            ("tasks of bank: no medium tasks", "(own_bank.py, line "),
+        ),
+    ],
+)
+def test_what_a_module_says_wrongly_is_refused_in_one_line(own, code, words):
+    says(refusal(prepare, own(f"{BANK}\n\n{code}\n")), *words)
+
+
+SPOKEN = """
+
+FAMILY_SHARES = {"": 1}
+
+
+def about():
+    return {}
+
+
+def baselines(task):
+    return {"pay": [("freeze", {"account": "K00"}), ("show", {"account": "K00"})]}
+
+
+_made = generate_tasks
+
+
+def generate_tasks(seed, n, split, difficulty):
+    if difficulty == "hard":
+        raise ValueError("no hard ones")
+    return _made(seed, n, split, difficulty)
+"""
+
+
+def test_a_domain_without_tasks_of_a_difficulty_says_so(own):
+    config = own(BANK + SPOKEN, curriculum={"difficulties": ["easy", "hard"]})
+    says(refusal(prepare, config), "tasks of bank: no hard ones", "(own_bank.py, line ")
+
+
+def test_settings_replace_the_shares_of_the_module(own):
+    config = own(BANK + SPOKEN)
+    (domain,) = load_domains(config.data).values()
+    assert (domain.family_shares, domain.about()) == ({"": 1}, {})
+    parts = prepare(config)
+    assert [stage.family_shares for stage in parts.stages] == [{"bank": {"": 1.0}}]
+    assert (parts.about, len(parts.train["bank"])) == ({}, 6)
+    without = prepare(own(BANK + SPOKEN, curriculum={"family_shares": {"bank": {}}}))
+    assert [stage.family_shares for stage in without.stages] == [{}]
+    assert isinstance(without.train["bank"], list)
+    found = baselines({"bank": domain}, {"bank": parts.held_out["bank"]})
+    assert found == {"bank": {"nothing": 0.0, "pay": pytest.approx(1 / 3)}}
 
 
 # Who asks what is embedded

@@ -1,9 +1,11 @@
 """Classes that get calls as the model wrote them, tools called `done`, and the stop reason."""
 
 import json
+from typing import Any, ClassVar
 
 import pytest
 
+from pipeline.environments import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import (
     call_tool,
@@ -11,7 +13,9 @@ from pipeline.environments.tools import (
     tool_methods,
     tool_schemas,
 )
+from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
+from pipeline.evaluation.baselines import baselines
 from pipeline.preflight.tasks import undocumented
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
@@ -152,3 +156,82 @@ def test_the_reward_is_asked_with_the_stop_reason(messages, reason):
 def test_trl_cannot_make_raw_calls():
     with pytest.raises(UserError, match="takes raw calls"):
         factories({"desk": Counter})
+
+
+def roles_of(environment):
+    return [message["role"] for message in environment.messages]
+
+
+class Talker(Counter):
+    """Keeps what the reward was asked with."""
+
+    asked: ClassVar[list[Any]] = []
+
+    def call(self, name, arguments):
+        return "long " * 100 if arguments.get("long") else "ok", False
+
+    def get_reward(self):
+        self.asked.append(self)
+        self.messages[-1]["content"] += "?"  # the record does not change
+        return 1.0
+
+
+def test_the_reward_is_asked_with_the_whole_conversation():
+    Talker.asked.clear()
+    trajectory = play(call("pay", to="a"), say("bye"), environment=Talker)
+    task = make_task(payload=json.dumps({"goal": {"a": 1}}))
+    run_expert(Talker(), lambda agent, goal: agent.call("pay") and "bye", task)
+    domain = Domain(name="desk", environment=Talker, baselines=lambda _: {"pay": [("pay", {})]})
+    baselines({"desk": domain}, {"desk": [task]})
+    try_task(domain, task, "desk", 5)
+    played, shown, nothing, paid, tried = Talker.asked
+    whole = ["system", "user", "assistant", "tool", "assistant"]
+    assert roles_of(played) == roles_of(shown) == roles_of(paid) == whole
+    assert roles_of(nothing) == ["system", "user", "assistant"]
+    assert roles_of(tried) == ["system", "user"]
+    assert [m["content"] for m in trajectory.messages[2:]] == ["", "ok", "bye"]
+    assert played.messages[2]["tool_calls"][0]["function"]["arguments"] == {"to": "a"}
+
+
+def test_other_classes_keep_an_attribute_called_messages():
+    class Chatty(Lamp):
+        def reset(self, **row):
+            self.final_message, self.messages = "", 3
+
+        def get_reward(self):
+            return float(self.messages)
+
+    assert play(say("bye"), environment=Chatty).reward == 3.0
+
+
+def test_the_record_keeps_a_result_that_the_model_saw_replaced():
+    limits = LIMITS.model_copy(update={"max_tool_result_tokens": 60})
+    script = [call("pay", long=True), call("pay"), say("bye")]
+    trajectory = play(*script, limits=limits, environment=Talker)
+    replaced, whole = [m for m in trajectory.messages if m["role"] == "tool"]
+    assert replaced["content"] == json.dumps({"error": "result too long"})
+    assert replaced["raw_content"] == "long " * 100 and "raw_content" not in whole
+    seen = chat().tokenizer.decode(trajectory.ids)
+    assert "result too long" in seen and "long long" not in seen
+
+
+AGAIN = [call("pay", to="a", by=1), call("pay", by=1, to="a")]
+
+
+@pytest.mark.parametrize("environment", [Counter, AsyncCounter])
+@pytest.mark.parametrize(
+    ("most", "messages", "reason", "num_calls"),
+    [
+        (0, [*AGAIN, *AGAIN, say("bye")], "completed", 4),
+        (3, [*AGAIN, *AGAIN], "repeated_call", 3),
+        (2, [*AGAIN, say("bye")], "repeated_call", 2),
+        (2, [AGAIN[0], call("pay", to="a", by="1"), AGAIN[1], say("bye")], "completed", 3),
+        (2, [call("fly"), call("fly")], "repeated_call", 2),
+        (2, [call("done"), call("done")], "completed", 1),
+    ],
+)
+def test_equal_calls_in_a_row_end_an_episode(most, messages, reason, num_calls, environment):
+    limits = LIMITS.model_copy(update={"max_repeated_calls": most})
+    trajectory = play(*messages, limits=limits, environment=environment)
+    assert trajectory.stop_reason == next(iter(trajectory.reward_breakdown)) == reason
+    assert len(calls_of(trajectory)) == len(answers(trajectory)) == num_calls
