@@ -1,7 +1,7 @@
 """Draws domains and task families in proportion to shares."""
 
 from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,9 +41,9 @@ class TaskMixture(Sequence[Task]):
 
     def __init__(self, tasks: Source, named: Mapping[str, float]) -> None:
         self._tasks = tasks
-        self.indices = defaultdict[str, array[int]](lambda: array("Q"))  # indices of each family
+        self.indices: dict[str, array[int]] = {}  # by family
         for index, task in enumerate(tasks):
-            self.indices[task.family].append(index)
+            self.indices.setdefault(task.family, array("Q")).append(index)
         named = {family: share for family, share in named.items() if family in self.indices}
         others = {f: len(of) for f, of in self.indices.items() if f not in named}
         rest = max(0.0, round(1 - sum(named.values()), ndigits=9))

@@ -7,10 +7,10 @@ function `expert`, which solves tasks (see `experts.py`). The module may have `W
 texts or a function that returns a list; each text becomes a token of the tiny model's tokenizer.
 Without `WORDS`, the words come from the domain's demonstrations (see `demonstrations.py`).
 
-The module may have three more functions. `baselines(task)` returns {name of a fixed policy: list of
-calls (tool, arguments)}. `about()` returns facts for results, as JSON values by name.
-`FAMILY_SHARES`, a dict or a function that returns a dict, has shares of the training draws by task
-family; the other families share the rest in proportion to their numbers of tasks.
+The module may also have the functions `baselines(task)`, which returns {name of a fixed policy:
+list of calls (tool, arguments)}, and `about()`, which returns facts for results, as JSON values by
+name. `FAMILY_SHARES`, a dict or a function that returns a dict, has shares of the training draws by
+task family; the other families share the rest in proportion to their numbers of tasks.
 
 Instead of a class, the setting may name a function that returns a `Domain`.
 """
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeAlias
 
 from pipeline.config.settings import DataSettings
@@ -89,7 +88,7 @@ def load_domains(data: DataSettings) -> dict[str, Domain]:
 def imported(where: str, target: str) -> tuple[Any, Any]:
     """Import `module:name`, return the module and the object. Raises UserError."""
     module_name, _, attribute = target.partition(":")
-    with _refused(f"{where}, which fails on import"):
+    with refused(f"{where}, which fails on import"):
         try:
             module = user_module(module_name)
         except ImportError as error:
@@ -114,7 +113,7 @@ def _load(name: str, data: DataSettings) -> Domain:
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
         raise UserError(f"{where}, whose MAX_TASKS is {shown(max_tasks)}; give a whole number")
     shares = getattr(module, "FAMILY_SHARES", {})
-    with _refused(f"{where}, whose FAMILY_SHARES fail", "give {family: share}"):
+    with refused(f"{where}, whose FAMILY_SHARES fail", "give {family: share}"):
         shares = shares() if callable(shares) else shares
     domain = Domain(
         name=name,
@@ -150,25 +149,11 @@ def _is_share(item: tuple[Any, Any]) -> bool:
 
 
 def _facts(where: str, about: Callable[[], Any]) -> dict[str, Any]:
-    with _refused(f"{where}, whose about() fails"):
-        facts = about()
-    if not (isinstance(facts, dict) and all(isinstance(n, str) for n in facts) and is_plain(facts)):
-        raise UserError(f"{where}, whose about() gave {shown(facts)}; give JSON values by name")
+    with refused(f"{where}, whose about() fails", "return JSON values by name"):
+        facts = dict(about())
+        if not is_plain(facts):
+            raise ValueError(f"gave {shown(facts)}")
     return facts
-
-
-def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
-    """Return the calls of a domain's own policies; raises UserError if a policy is no list."""
-    assert domain.baselines is not None, f"{domain.name} has no policies"
-    where = f"baselines of {domain.name}"
-    with _refused(f"{where} fail on task {shown(task.id)}"):
-        found = domain.baselines(task)
-        policies = {str(name): [*calls] for name, calls in dict(found).items()}
-    for call in chain.from_iterable(policies.values()):
-        if not (isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]):
-            what = f"task {shown(task.id)} has the call {shown(call)}"
-            raise UserError(f"{where}: {what}; give (tool, arguments)")
-    return policies
 
 
 def _renamed(domain: Domain, name: str) -> Domain:
@@ -191,7 +176,7 @@ def _class_of(where: str, factory: Any, arguments: dict[str, Any]) -> type[Any]:
             return factory
         kind: type[Any] = factory
     elif callable(factory):
-        with _refused(f"{where}, which fails"):
+        with refused(f"{where}, which fails"):
             kind = type(factory(**arguments))
     else:
         raise UserError(f"{where}, which is {shown(factory)}; name a class or a function")
@@ -206,12 +191,12 @@ def _check_environment(where: str, environment: type[Any], needs_reward: bool) -
             hint = ", or give reward_funcs" if name == "get_reward" else ""
             raise UserError(f"{where}, which has no {name}(); add it{hint}")
     remedy = "give each public method type hints and a Google docstring, or a name with _"
-    with _refused(f"{where}, whose tools cannot be told to a model", remedy):
+    with refused(f"{where}, whose tools cannot be told to a model", remedy):
         tool_schemas(environment)
 
 
 def _words(where: str, words: Any) -> list[str]:
-    with _refused(f"{where}, whose WORDS fail", "give a list of texts"):
+    with refused(f"{where}, whose WORDS fail", "give a list of texts"):
         texts = list(words() if callable(words) else words)
     if isinstance(words, str) or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where}, whose WORDS are {shown(words)}; give a list of texts")
@@ -219,7 +204,7 @@ def _words(where: str, words: Any) -> list[str]:
 
 
 @contextmanager
-def _refused(what: str, remedy: str = "mend it") -> Iterator[None]:
+def refused(what: str, remedy: str = "mend it") -> Iterator[None]:
     """If a domain's code raises an exception, raise UserError("{what} (reason); {remedy}")."""
     try:
         yield
@@ -237,7 +222,7 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
     arguments = (data.task_seed, count, split, data.difficulty)
     where = f"tasks of {domain.name}"
     call = f"{where}: {module}.generate_tasks{arguments}"
-    with _refused(f"{call} fails"):
+    with refused(f"{call} fails"):
         try:
             tasks = domain.generate_tasks(*arguments)
         except ValueError as error:  # for example because fewer than `count` tasks exist

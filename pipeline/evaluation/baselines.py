@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
-from pipeline.environments.domains import Call, Domain, baseline_calls
+from pipeline.environments.domains import Call, Domain, refused
 from pipeline.environments.experts import call_message
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard
@@ -23,6 +23,8 @@ from pipeline.environments.tools import (
     tool_schemas,
     uses_random_state,
 )
+from pipeline.errors import UserError
+from pipeline.files.untrusted import shown
 
 LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 ID = re.compile(r"\w*\d\w*")  # a word with a digit
@@ -46,6 +48,20 @@ def baselines(
     """
     calls = Calls(call_timeout, lambda _: None)
     return {name: _of_domain(calls, domains[name], tasks[name]) for name in tasks}
+
+
+def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
+    """Return the calls of a domain's own policies; raises UserError if a policy is no list."""
+    assert domain.baselines is not None, f"{domain.name} has no policies"
+    where = f"baselines of {domain.name}"
+    with refused(f"{where} fail on task {shown(task.id)}"):
+        found = domain.baselines(task)
+        policies = {str(name): [*calls] for name, calls in dict(found).items()}
+    for call in chain.from_iterable(policies.values()):
+        if not (isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]):
+            what = f"task {shown(task.id)} has the call {shown(call)}"
+            raise UserError(f"{where}: {what}; give (tool, arguments)")
+    return policies
 
 
 def _of_domain(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:

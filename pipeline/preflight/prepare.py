@@ -15,9 +15,10 @@ from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.shares import TaskMixture, mixtures, num_drawn
 from pipeline.data.tasks import Task
 from pipeline.environments.demonstrations import has_demonstrations, words_of_demonstrations
-from pipeline.environments.domains import Domain, baseline_calls, generated, load_domains
+from pipeline.environments.domains import Domain, generated, load_domains
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
+from pipeline.evaluation.baselines import baseline_calls
 from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer

@@ -234,6 +234,7 @@ class Finished(train.Training):
     def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
         self.folder, self.ranks, self.log = folder, ranks, log
         self.state, self.config = TrainState(), parse([])
-        self.parts = SimpleNamespace(held_out={}, domains={}, stages=[])  # type: ignore[assignment]
+        parts = SimpleNamespace(held_out={}, domains={}, stages=[], about={})
+        self.parts = parts  # type: ignore[assignment]
         self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
         self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]
