@@ -178,5 +178,7 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
     known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
     plain = name.lstrip("-").replace("_", "-")
     near = {"recipe": "config", "no-use-grpo": "no-grpo"}.get(plain) or nearest(plain, known)
+    longer = [name for name in known if name.endswith(f"-{plain}")]
+    near = near or (longer[0] if len(longer) == 1 else "")
     hint = f"did you mean --{near}?" if near else "--help lists all"
     return instead(name) or f"unknown flag {name}; {hint}"

@@ -18,6 +18,10 @@ from pipeline.tau2.words import words_of_telecom
 TRANSFER = ("transfer_to_human_agents", {"summary": "The customer needs a human agent."})
 SOLO = "a ticket, in solo mode"
 TICKET = "a ticket made from the customer's scenario"
+REPEATS = (
+    "one customer, five tickets, and the tools' texts, which a tiny model memorises; no combination "
+    "of faults of a test task is among training tasks or demonstrations"
+)
 Calls = list[tuple[str, dict[str, Any]]]
 
 
@@ -84,4 +88,5 @@ def _about(source: TaskSource, reward: str) -> dict[str, Any]:
         "num_tasks": {split: len(ids) for split, ids in source.ids.items()},
         "tasks_with_a_text_for_the_judge": len(approximated),
         "tasks_without_their_judge": len(unjudged),
+        **({"what_repeats": REPEATS} if is_solo else {}),
     }
