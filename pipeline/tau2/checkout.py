@@ -21,7 +21,6 @@ from pipeline.files.untrusted import one_line, shown
 
 DOMAINS = ("airline", "retail", "telecom")
 TESTED_COMMIT = "a2c024725189473d2d7cea3a5cfdbcc67478e41f"  # rewards were compared at this commit
-PACKAGES = ("addict", "deepdiff", "docstring_parser", "dotenv", "loguru", "toml", "yaml")
 DATABASES = {
     "airline": ("db.json",),
     "retail": ("db.json",),
@@ -109,7 +108,12 @@ class Checkout:
                 EnvAssertion=tasks.EnvAssertion,
                 ToolCall=importlib.import_module("tau2.data_model.message").ToolCall,
             )
-        except (ImportError, AttributeError, ValueError) as error:
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] == "tau2":
+                raise UserError(f"tau2: {self.path} lacks the module {error.name}") from None
+            hint = "pip install 'three-domain-grpo[tau2]'"
+            raise UserError(f"tau2: needs the package {error.name}; {hint}") from None
+        except (ImportError, AttributeError, ValueError, SyntaxError) as error:
             what = f"{type(error).__name__}: {one_line(str(error))}"
             raise UserError(f"tau2: the code of {self.path} does not load ({what})") from None
 
@@ -132,17 +136,15 @@ class Checkout:
 @cache
 def _import_root(path: Path) -> None:
     """Make `tau2` importable from the checkout. Raises UserError."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        names = ", ".join(missing)
-        raise UserError(f"tau2: needs {names}; pip install 'three-domain-grpo[tau2]'")
     root = str(path / "src" / "tau2")
     known = sys.modules.get("tau2")
-    if known is not None and [*known.__path__] != [root]:
-        raise UserError(f"tau2: {path} and {[*known.__path__][0]} in one process; give one of them")
+    if known is not None and root not in known.__path__:
+        other = next(iter(known.__path__))
+        raise UserError(f"tau2: got {path}, but {other} is loaded already; give one checkout")
     package = types.ModuleType("tau2")
     package.__path__ = [root]
     sys.modules["tau2"] = package
     os.environ["TAU2_DATA_DIR"] = str(path / "data")
     os.environ.setdefault("PYTHON_DOTENV_DISABLED", "1")  # a .env file's keys are not for a run
-    importlib.import_module("loguru").logger.disable("tau2")
+    if importlib.util.find_spec("loguru") is not None:
+        importlib.import_module("loguru").logger.disable("tau2")

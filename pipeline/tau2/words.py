@@ -33,7 +33,7 @@ def words_of_telecom(source: TaskSource, environment: type[Any]) -> list[str]:
             messages, _ = run_expert(environment(), expert, task, share)
             count.update(field for text in _texts(messages) for field in FIELD.findall(text))
     fields = [field for field, number in count.most_common(MOST_WORDS) if number >= LEAST]
-    return [*fields, f"tau2 telecom{names}", f"tau2 telecom", names]
+    return [*fields, f"tau2 telecom{names}", "tau2 telecom", names]
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[str]:
