@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -244,12 +244,19 @@ def minus(maker: Maker) -> Iterator[Case]:
                 yield maker.case("minus", task, calls[:place] + calls[place + 1 :])
 
 
-def changed(maker: Maker, number: int) -> Iterator[Case]:
-    """Yield `number` cases of each kind of change; some tasks allow no change of a kind."""
+def changed(maker: Maker, number: int, kinds: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield `number` cases of each kind of change, or of `kinds`.
+
+    Some tasks allow no change of a kind, so up to 20 * `number` tasks are drawn.
+    """
     for change in CHANGES:
-        for _ in range(number):
+        if kinds and change.__name__ not in kinds:
+            continue
+        made = 0
+        for _ in range(20 * number):
             task = maker.rng.choice(maker.splits["base"])
-            if (calls := change(maker, maker.gold(task))) is not None:
+            if made < number and (calls := change(maker, maker.gold(task))) is not None:
+                made += 1
                 yield maker.case(change.__name__, task, calls)
 
 

@@ -42,10 +42,13 @@ Played = dict[str, Any]
 SHARES = {"telecom": 1.0, "retail": 0.25, "airline": 1 / 12}  # of the number of cases
 TIMED = 5  # cases of each domain in which the official evaluator's time is measured
 LEAST_RATIO = 100
-FLOORS = {  # success in %: nothing on test and on all, transfer at once on test and on all
+# Success in %: nothing on test and on all tasks, transfer at once on test and on all. The last line
+# leaves NL_ASSERTION out; `verifiable` demands the texts of the judge's assertions instead.
+FLOORS = {
     "airline": (35.0, 46.0, 35.0, 46.0),
-    "retail": (10.0, 10.5, 10.0, 10.5),
+    "retail": (5.0, 6.1, 5.0, 6.1),
     "telecom": (0.0, 0.0, 30.0, 17.5),
+    "retail, NL_ASSERTION left out": (10.0, 9.6, 10.0, 9.6),
 }
 
 
@@ -85,7 +88,8 @@ def play(domain: Domain, case: Case) -> Played:
     except Exception:  # a rollout records the exception, and the episode earns 0
         reward = None
     seconds += time.process_time() - begun
-    return {"reward": reward, "texts": texts, "errors": errors, "seconds": seconds}
+    parts = dict(environment.reward_breakdown)
+    return {"reward": reward, "parts": parts, "texts": texts, "errors": errors, "seconds": seconds}
 
 
 def differs(case: Case, ours: dict[str, Any], official: dict[str, Any]) -> str:
@@ -178,21 +182,28 @@ def print_gold(cases: list[Case], ours: list[Played]) -> bool:
     return fine
 
 
+def floors(domain: Domain, maker: Maker, ignored: str = "") -> tuple[float, ...]:
+    """Return the success in % of doing nothing and of transferring at once, on test and on all."""
+    found = []
+    for kind in ("nothing", "transfer"):
+        for split in ("test", "base"):
+            played = [play(domain, case) for case in maker.floors(split) if case["kind"] == kind]
+            parts = [{k: v for k, v in one["parts"].items() if k != ignored} for one in played]
+            found.append(round(100 * fmean(all(of.values()) for of in parts), 1))
+    return tuple(found)
+
+
 def print_floors(domains: dict[str, Domain], makers: dict[str, Maker]) -> bool:
     """Print the success of the two floor policies; return whether each success is as known."""
-    fine = True
+    found = {name: floors(domains[name], maker) for name, maker in makers.items()}
+    if "retail" in makers:
+        name = "retail, NL_ASSERTION left out"
+        found[name] = floors(domains["retail"], makers["retail"], "COMMUNICATE")
     print("| floor, success in % | nothing: test | all | transfer: test | all |")
     print("|---|--:|--:|--:|--:|")
-    for name, maker in makers.items():
-        found = []
-        for kind in ("nothing", "transfer"):
-            for split in ("test", "base"):
-                cases = [case for case in maker.floors(split) if case["kind"] == kind]
-                rewards = [play(domains[name], case)["reward"] for case in cases]
-                found.append(round(100 * fmean(rewards), 1))
-        print(f"| {name} | " + " | ".join(f"{value:.1f}" for value in found) + " |")
-        fine = fine and tuple(found) == FLOORS[name]
-    return fine
+    for name, values in found.items():
+        print(f"| {name} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
+    return all(values == FLOORS[name] for name, values in found.items())
 
 
 def print_times(cases: list[Case], ours: list[Played], official: list[Played]) -> bool:
