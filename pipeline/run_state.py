@@ -84,7 +84,6 @@ class RunState:
         lock = None if opened is None else opened.lock
         arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
-        self._forget_lost_best()
         self.checkpointer.owners += [self.log, self.errors, self.dead]
         if opened is not None:
             described = json.dumps(describe(self.stages, config), indent=1)
@@ -94,13 +93,6 @@ class RunState:
         self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
         self._rewards: dict[str, float] = {}  # the latest mean reward of each domain
         self._on_batch, self._warned_of_gap = on_batch, False
-
-    def _forget_lost_best(self) -> None:
-        """Forget the best checkpoint of a resumed run if later checkpoints have replaced it."""
-        name = self.state.best.get("checkpoint")
-        if name and not (self.checkpointer.folder / name).is_dir():
-            self.say(f"warning: keep_best: {name} is gone; the best from now on is kept")
-            self.state.best = {}
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
         """Return the saved state and the model with which this run starts."""

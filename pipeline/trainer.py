@@ -16,10 +16,7 @@ from pipeline.evaluation.results import training_summary
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
 from pipeline.run_state import RunState
 from pipeline.tracking.profiling import Meter, profiled
-from pipeline.tracking.step_metrics import (
-    over_iterations,
-    rollout_metrics,
-)
+from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
 
 
 class Trainer(RunState):

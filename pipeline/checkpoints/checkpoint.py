@@ -148,6 +148,11 @@ class Checkpointer:
         self._saved = None if resumed is None else state.position
         self._begun = self._saved_at = time.perf_counter()
         self._warned = False
+        name = state.best.get("checkpoint")
+        if name and not (self.folder / name).is_dir():  # later checkpoints have replaced it
+            if ranks.is_main:
+                print(f"warning: keep_best: {name} is gone; the best from now on is kept")
+            state.best = {}
 
     @property
     def wall_s(self) -> float:

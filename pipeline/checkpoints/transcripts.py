@@ -4,7 +4,9 @@ import gzip
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -27,9 +29,10 @@ def save_transcripts(
     path = folder / f"step-{step:06d}.rank-{rank}.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
         for i, trajectory in enumerate(trajectories):
-            turns = trajectory.sampled_turns()
+            turns, record = sampled_turns(trajectory), asdict(trajectory.record())
+            rewards = record.pop("rewards")
             line = {
-                **trajectory.record().as_dict(),
+                **record,
                 "messages": trajectory.messages,
                 "advantage": None if advantages is None else round(advantages[i], 4),
                 "reward_breakdown": trajectory.reward_breakdown,
@@ -37,10 +40,16 @@ def save_transcripts(
                 "ids": [ids for ids, _ in turns],
                 "logprobs": [[round(number, 3) for number in numbers] for _, numbers in turns],
             }
-            if trajectory.rewards:
-                line |= {"rewards": trajectory.rewards, "extra": trajectory.extra}
+            line |= {"rewards": rewards, "extra": trajectory.extra} if rewards else {}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return path
+
+
+def sampled_turns(trajectory: Trajectory) -> list[tuple[list[int], list[float]]]:
+    """Return the sampled ids of each assistant message with their log-probabilities."""
+    tokens = zip(trajectory.loss_mask, trajectory.completion_ids, trajectory.logprobs, strict=True)
+    turns = [zip(*of, strict=True) for sampled, of in groupby(tokens, itemgetter(0)) if sampled]
+    return [(list(ids), list(logprobs)) for _, ids, logprobs in turns]
 
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:

@@ -23,13 +23,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.environments.event_loop import Steps
-from pipeline.environments.faults import (
-    MAX_CHARACTERS,
-    describe,
-    is_outage,
-    only_faults,
-    text_of,
-)
+from pipeline.environments.faults import MAX_CHARACTERS, describe, is_outage, only_faults, text_of
 from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
 from pipeline.environments.faults import Outage as Outage
 from pipeline.environments.timeouts import awaited
@@ -83,14 +77,6 @@ def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
         return list(environment_class.schemas)
     methods = tool_methods(environment_class).values()
     return [get_json_schema(m if m.__doc__ else _documented(m)) for m in methods]
-
-
-def undocumented(environment_class: type[Any]) -> list[str]:
-    """Return the names of the tools without a docstring, or without a description."""
-    if raw_call(environment_class):
-        functions = [schema["function"] for schema in environment_class.schemas]
-        return [function["name"] for function in functions if not function.get("description")]
-    return [name for name, tool in tool_methods(environment_class).items() if not tool.__doc__]
 
 
 def _documented(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from pipeline.data.datasets import has_split, open_tasks
 from pipeline.data.rows import TaskRow
 from pipeline.data.tasks import KEYS, Message, Task, columns_text
 from pipeline.environments.domains import Domain, generated
-from pipeline.environments.tools import undocumented
+from pipeline.environments.tools import raw_call, tool_methods
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -82,6 +82,14 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
         why = "has no docstring, so a model sees only its name"
         sets.notes.append(f"{name}: the tool {tool} {why}")
     return sets
+
+
+def undocumented(environment_class: type[Any]) -> list[str]:
+    """Return the names of the tools without a docstring, or without a description."""
+    if raw_call(environment_class):
+        functions = [schema["function"] for schema in environment_class.schemas]
+        return [function["name"] for function in functions if not function.get("description")]
+    return [name for name, tool in tool_methods(environment_class).items() if not tool.__doc__]
 
 
 def _content(task: Task) -> tuple[str, ...]:

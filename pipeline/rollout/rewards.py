@@ -158,29 +158,27 @@ class RewardFunctions:
                 for trajectory in (completion.trajectory for completion in group):
                     trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
                     trajectory.left_out, trajectory.error = "reward", str(fault)
-        for completion in completions:
-            self._add_up(completion.trajectory)
-
-    def _add_up(self, trajectory: Trajectory) -> None:
         weights = {function.name: function.weight for function in self.functions}
-        known = {name: r for name, r in trajectory.rewards.items() if r is not None}
-        if trajectory.left_out:
-            known = {}
-        elif not known:
-            trajectory.left_out, trajectory.error = "reward", "every reward function returned None"
-        trajectory.reward = math.fsum(weights.get(name, 1.0) * r for name, r in known.items())
+        for trajectory in (completion.trajectory for completion in completions):
+            known = {name: r for name, r in trajectory.rewards.items() if r is not None}
+            if trajectory.left_out:
+                known = {}
+            elif not known:
+                trajectory.left_out = "reward"
+                trajectory.error = "every reward function returned None"
+            trajectory.reward = math.fsum(weights.get(name, 1.0) * r for name, r in known.items())
 
     async def _score(
         self, function: RewardFunction, group: Sequence[Completion], guard: Guard
     ) -> None:
         """Call one function for the completions of one task, and store the rewards."""
         for attempt in range(1, ATTEMPTS + 1):
-            logged = _Logged()
+            extra, metrics = dict[str, list[str]](), list[tuple[str, float]]()
             arguments = {
                 **arguments_of(group),
                 "trainer_state": self.trainer_state,
-                "log_extra": logged.log_extra,
-                "log_metric": logged.log_metric,
+                "log_extra": partial(_log_extra, extra),
+                "log_metric": partial(_log_metric, metrics),
             }
             self.num_calls += function.is_async
             try:
@@ -196,25 +194,19 @@ class RewardFunctions:
         rewards = _rewards(function.name, returned, len(group))
         for number, (completion, reward) in enumerate(zip(group, rewards, strict=True)):
             completion.trajectory.rewards[function.name] = reward
-            for name, values in logged.extra.items():
+            for name, values in extra.items():
                 completion.trajectory.extra[name] = "".join(values[number : number + 1])
-        for name, value in logged.metrics:
+        for name, value in metrics:
             self.metrics[name].append(value)
 
 
-class _Logged:
-    """What one call of a reward function logs."""
+def _log_extra(extra: dict[str, list[str]], column: str, values: Iterable[Any]) -> None:
+    extra[writable(str(column))] = [writable(str(v)[:MAX_LOGGED]) for v in values]
 
-    def __init__(self) -> None:
-        self.extra: dict[str, list[str]] = {}
-        self.metrics: list[tuple[str, float]] = []
 
-    def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        self.extra[writable(str(column))] = [writable(str(v)[:MAX_LOGGED]) for v in values]
-
-    def log_metric(self, name: str, value: float) -> None:
-        if math.isfinite(value := float(value)):
-            self.metrics.append((writable(str(name)), value))
+def _log_metric(metrics: list[tuple[str, float]], name: str, value: float) -> None:
+    if math.isfinite(value := float(value)):
+        metrics.append((writable(str(name)), value))
 
 
 def columns_of(task: Task) -> dict[str, Any]:

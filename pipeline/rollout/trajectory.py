@@ -5,10 +5,8 @@ loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled 
 end of turn, and t a token of a tool's reply.
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 
@@ -56,9 +54,6 @@ class RunRecord:
     error: str = ""  # text of the environment's failure, or empty
     rewards: dict[str, float | None] = field(default_factory=dict)  # with reward functions, by name
 
-    def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "rewards"}
-
 
 @dataclass(kw_only=True)
 class Trajectory(RunRecord):
@@ -93,14 +88,6 @@ class Trajectory(RunRecord):
         self.loss_mask += [is_sampled] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
         self.num_sampled_tokens += is_sampled * len(ids)
-
-    def sampled_turns(self) -> list[tuple[list[int], list[float]]]:
-        """Return the sampled ids of each assistant message with their log-probabilities."""
-        tokens = zip(self.loss_mask, self.completion_ids, self.logprobs, strict=True)
-        turns = [
-            zip(*turn, strict=True) for sampled, turn in groupby(tokens, itemgetter(0)) if sampled
-        ]
-        return [(list(ids), list(logprobs)) for _, ids, logprobs in turns]
 
     def record(self) -> RunRecord:
         return RunRecord(**{f.name: getattr(self, f.name) for f in fields(RunRecord)})

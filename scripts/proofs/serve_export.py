@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run", type=Path, required=True, help="folder of a run")
     parser.add_argument("--tasks", type=int, default=8, help="tasks of each domain")
     options = parser.parse_args(argv)
+    from pipeline.checkpoints.transcripts import sampled_turns
     from pipeline.commands.terminal import load_rollout
     from pipeline.environments.domains import load_domains
     from pipeline.environments.tools import tool_schemas
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
                     end = next(
                         i for i, m in enumerate(trajectory.messages) if m["role"] == "assistant"
                     )
-                    ours = trajectory.sampled_turns()[0][0]
+                    ours = sampled_turns(trajectory)[0][0]
                     text = rollout.chat.tokenizer.decode(ours, skip_special_tokens=True)
                     asked = {
                         "model": str(out),

@@ -3,16 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.config.cli import parse
+from pipeline.config.settings import RunSettings
+from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import mean_success
 from pipeline.export.checkpoint import open_checkpoint
-from pipeline.run_state import RunState
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import Unreported
 from tests.support import warm
@@ -70,18 +70,16 @@ def test_the_best_checkpoint_survives_a_kill_and_later_checkpoints(tmp_path):
     assert open_checkpoint(tmp_path / "out").path == folder / "stage-1-sums"
 
 
-def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(tmp_path):
-    said: list[str] = []
+def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(tmp_path, capsys):
     state = TrainState(best={"checkpoint": "step-000004", "step": 4, "success": 0.875})
-    run = SimpleNamespace(state=state, say=said.append)
-    run.checkpointer = SimpleNamespace(folder=tmp_path)
-    (tmp_path / "step-000004").mkdir()
-    RunState._forget_lost_best(run)
-    assert state.best["step"] == 4 and not said
-    (tmp_path / "step-000004").rmdir()
-    RunState._forget_lost_best(run)
+    best = tmp_path / "checkpoints" / "step-000004"
+    best.mkdir(parents=True)
+    Checkpointer(tmp_path, RunSettings(), Ranks(0, 1, 60), state, None)
+    assert state.best["step"] == 4 and not capsys.readouterr().out
+    best.rmdir()
+    Checkpointer(tmp_path, RunSettings(), Ranks(0, 1, 60), state, None)
     assert state.best == {}
-    says(said[0], "keep_best", "step-000004 is gone")
+    says(capsys.readouterr().out, "keep_best", "step-000004 is gone")
 
 
 def test_the_mean_over_domains_needs_every_domain():

@@ -10,9 +10,9 @@ from pipeline.environments.tools import (
     is_done,
     tool_methods,
     tool_schemas,
-    undocumented,
 )
 from pipeline.errors import UserError
+from pipeline.preflight.tasks import undocumented
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.bench.trl_adapter import factories
