@@ -16,12 +16,16 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
-from pipeline.tracking.wandb import exit_code_of, has_wandb_key
+from pipeline.tracking.wandb import has_wandb_key
+from scripts.wandb_sync import exit_code_of
 
 TRANSFER = (
     *("average_accuracy", "total_gain", "stage_gain", "backward_transfer", "forward_transfer"),

@@ -3,14 +3,29 @@
 import fcntl
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.layout import METRICS, RUN_SETTINGS
+from pipeline.files.untrusted import reason_of
 from pipeline.tracking.run_files import read_metrics
-from pipeline.tracking.wandb import WandbFeed, exit_code_of, has_wandb_key
+from pipeline.tracking.wandb import WandbFeed, has_wandb_key
+
+
+def exit_code_of(command: Callable[[], None]) -> int:
+    """Run the command; returns 0, or 2 after a UserError, or 1 after any other exception."""
+    try:
+        command()
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    except Exception as error:
+        say(f"error: W&B: {type(error).__name__}: {reason_of(error)}; try again")
+        return 1
+    return 0
 
 
 def send(*arguments: str) -> None:

@@ -196,16 +196,3 @@ def send_results(run: Any, folder: Path) -> None:
     with may_fail("W&B did not get the table of episodes", ADVICE):
         if episodes := episode_rows(folder):
             run.summary["trajectories"] = wandb.Table(columns=[*COLUMNS], data=episodes)
-
-
-def exit_code_of(command: Callable[[], None]) -> int:
-    """Run the command; returns 0, or 2 after a UserError, or 1 after any other exception."""
-    try:
-        command()
-    except UserError as error:
-        say(f"error: {error}")
-        return 2
-    except Exception as error:
-        say(f"error: W&B: {type(error).__name__}: {reason_of(error)}; try again")
-        return 1
-    return 0

@@ -538,7 +538,7 @@ def test_a_run_that_failed_sends_no_results(tmp_path, server):
 
 
 def command(*arguments: Path) -> int:
-    return feed.exit_code_of(lambda: wandb_sync.send(*map(str, arguments)))
+    return wandb_sync.exit_code_of(lambda: wandb_sync.send(*map(str, arguments)))
 
 
 def test_a_run_without_a_key_is_sent_once_when_there_is_one(tmp_path, server, machine, capfd):
