@@ -1,6 +1,7 @@
 """An exit code, names of environment variables, and exceptions that end a run."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 # Name of the environment variable for the folder in which each rank writes the rank's exit code.
 STARTED_BY_US = "PIPELINE_STARTED_BY_US"
@@ -36,25 +37,11 @@ class CtrlC(KeyboardInterrupt):
 def nearest(word: str, names: Iterable[str]) -> str:
     """Return the name that `word` misspells, or the only name that `word` begins, or "".
 
-    A misspelled name has up to 2 wrong, missing, extra or swapped characters; a name of up to 5
-    characters has 1. Names that are less similar often mean something else.
+    A short name may have a wrong, missing or extra character, or two swapped characters; a long
+    name may have two. Names that are less similar often mean something else.
     """
     known = list(names)
     begun = [name for name in known if name.startswith((f"{word}-", f"{word}_"))]
-    most = 1 if len(word) <= 5 else 2
-    close = [name for name in known if abs(len(name) - len(word)) <= most]
-    found = min(((_distance(word, name), name) for name in close), default=(most + 1, ""))
-    return found[1] if found[0] <= most else begun[0] if len(begun) == 1 else ""
-
-
-def _distance(first: str, second: str) -> int:
-    """Return the number of wrong, missing, extra or swapped characters between two texts."""
-    rows = [list(range(len(second) + 1))]
-    for i, x in enumerate(first):
-        row = [i + 1]
-        for j, y in enumerate(second):
-            row.append(min(rows[i][j + 1] + 1, row[j] + 1, rows[i][j] + (x != y)))
-            if i and j and (x, y) == (second[j - 1], first[i - 1]):
-                row[j + 1] = min(row[j + 1], rows[i - 1][j - 1] + 1)
-        rows.append(row)
-    return rows[-1][-1]
+    least = min(0.88, 0.999 - 1 / max(2, len(word)))  # the similarity after a swap, at most 0.88
+    close = get_close_matches(word, known, 1, least)
+    return close[0] if close else begun[0] if len(begun) == 1 else ""
