@@ -21,7 +21,7 @@ from pipeline.evaluation.transfer import summary
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.untrusted import masked, printable
 from pipeline.models.files import HUB_ID
-from pipeline.report.page import table
+from pipeline.report.page import TEMPLATES, table
 from pipeline.report.tables import METRICS, ends_in_words, metric, success_tables
 from pipeline.tracking.run_files import RunData, after_name, load_run
 
@@ -30,51 +30,9 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 ELSEWHERE = {"output_dir", "resume_from_checkpoint", "override", "check", "doctor"}
 ELSEWHERE |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 
-CARD = """\
----
-{{ card_data }}
----
-
-# {{ title }}
-
-{{ kind }}, made from {{ base }} with {{ warm_start }}{{ step }} steps of GRPO.
-Domains: {{ domains }}.
-
-## Results
-
-{{ results }}
-
-## How to use it
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{{ place }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ place }}")
-messages = [{"role": "system", "content": RULES}, {"role": "user", "content": "..."}]
-inputs = tokenizer.apply_chat_template(
-    messages, {{ options }}add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)
-output = model.generate(**inputs, max_new_tokens={{ limits.max_tokens_per_turn }}, do_sample=False)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
-```
-
-`RULES` is the system message of a domain's tasks, if the tasks have one.{{ tools }} The command
-`three-domain-grpo chat` prints both. An episode
-had at most {{ limits.max_turns }} messages and {{ limits.max_tokens }} tokens in all.
-
-## Limits
-
-{{ warnings }}
-
-## How it was made
-
-```bash
-{{ command }}
-```
-
-Recipe `{{ config.recipe }}`, seed {{ config.run.seed }}; {{ made }}.{{ differing }}
-"""
+CARD = TEMPLATES / "model_card.md.jinja"
+TINY = "random weights (a Qwen3 of half a million parameters, `tiny`)"
+WARM_START = "{} supervised steps on demonstrations (warm start) and "
 TOOLS = " `TOOLS` are the JSON schemas of the domain's tools; the model saw these tools alone."
 
 
@@ -97,11 +55,11 @@ def model_card(
             pipeline_tag="text-generation",
             tags=["grpo", "reinforcement-learning", "tool-use"],
         ),
-        template_str=CARD,
+        template_path=str(CARD),
         title=(repo_id or checkpoint.run.resolve().name).rpartition("/")[2],
         kind="LoRA adapters (PEFT)" if base_of_adapters else "A language model",
-        base=_base(config),
-        warm_start=_warm_start(config),
+        base=TINY if config.model.model == "tiny" else f"`{config.model.model}`",
+        warm_start=WARM_START.format(steps) if (steps := config.warm_start.steps) else "",
         step=checkpoint.step,
         domains=", ".join(config.data.domains),
         results=_results(run, checkpoint),
@@ -162,28 +120,15 @@ def command_of(config: Config) -> str:
         if isinstance(value, bool):
             plain = option.removeprefix("--").removeprefix("use-")
             words.append(option if value else f"--no-{plain}")
-        elif isinstance(value, list):
-            words += [option, ",".join(map(str, value)) or "none"]
-        elif isinstance(value, str):
-            words += [option, value]
         else:
-            words += [option, json.dumps(value, ensure_ascii=False)]
+            is_list, is_text = isinstance(value, list), isinstance(value, str)
+            text = ",".join(map(str, value)) or "none" if is_list else value
+            words += [option, text if is_list or is_text else json.dumps(text, ensure_ascii=False)]
     return shlex.join(words)
 
 
 def _is_hub_id(name: str) -> bool:
     return "/" in name and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
-
-
-def _base(config: Config) -> str:
-    if config.model.model == "tiny":
-        return "random weights (a Qwen3 of half a million parameters, `tiny`)"
-    return f"`{config.model.model}`"
-
-
-def _warm_start(config: Config) -> str:
-    steps = config.warm_start.steps
-    return f"{steps} supervised steps on demonstrations (warm start) and " if steps else ""
 
 
 def _results(run: RunData, checkpoint: RunCheckpoint) -> str:

@@ -37,7 +37,10 @@ def written_whole(out: Path) -> Iterator[Path]:
 
     Raises UserError if `out` is not empty or cannot be written to.
     """
-    check_out(out)
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if not is_empty and (out.is_symlink() or out.exists()):
+        what = "a folder that is not empty" if out.is_dir() else "no folder"
+        raise UserError(f"got {str(out)!r}, which is {what}; give a new or empty folder")
     writing = out.parent / f".{out.name}.writing"
     shutil.rmtree(writing, ignore_errors=True)
     try:
@@ -50,15 +53,6 @@ def written_whole(out: Path) -> Iterator[Path]:
         raise UserError(f"{out} cannot be written ({reason_of(error)}); name another one") from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)
-
-
-def check_out(out: Path) -> None:
-    """Raise UserError unless `out` is missing or an empty folder."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.is_symlink() or out.exists():
-        what = "a folder that is not empty" if out.is_dir() else "no folder"
-        raise UserError(f"got {str(out)!r}, which is {what}; give a new or empty folder")
 
 
 def is_portable(checkpoint: RunCheckpoint) -> bool:
