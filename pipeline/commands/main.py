@@ -4,6 +4,7 @@ Exit codes are those of `pipeline/run.py`. A command is imported only when the c
 """
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
@@ -18,22 +19,21 @@ TRAIN = "pipeline.run:main"
 class Command(NamedTuple):
     """A command: the user's arguments, one line of help, and the function that runs the command.
 
-    `function` is `module:name`; the function gets a list of arguments and returns an exit code.
-    The arguments in `flags` come before the user's own.
+    `function` is `module:name`, or empty for `main` of the module with the command's name. The
+    function gets a list of arguments and returns an exit code. The arguments in `flags` come before
+    the user's own.
     """
 
     arguments: str
     about: str
-    function: str
+    function: str = ""
     flags: tuple[str, ...] = ()
 
 
 COMMANDS = {
     "train": Command("[FLAGS]", "train a model: warm start, GRPO, evaluations, report", TRAIN),
     "evaluate": Command(
-        "MODEL [FLAGS]",
-        "evaluate a run, a checkpoint or another model on the held-out tasks",
-        "pipeline.commands.evaluate:main",
+        "MODEL [FLAGS]", "evaluate a run, a checkpoint or another model on the held-out tasks"
     ),
     "check": Command("[FLAGS]", "say what a run would do and need", TRAIN, ("--check",)),
     "doctor": Command("[FLAGS]", "test the ranks, links and run folder", TRAIN, ("--doctor",)),
@@ -42,24 +42,12 @@ COMMANDS = {
         "write the report of a run again, or compare runs",
         "pipeline.report.write:main",
     ),
-    "chat": Command(
-        "RUN [FLAGS]", "serve a customer in the terminal", "pipeline.commands.chat:main"
-    ),
+    "chat": Command("RUN [FLAGS]", "serve a customer in the terminal"),
     "sweep": Command(
-        "[FLAGS] [-- FLAGS]",
-        "run a recipe over a grid of settings and seeds, and compare the runs",
-        "pipeline.commands.sweep:main",
+        "[FLAGS] [-- FLAGS]", "run a recipe over a grid of settings and seeds, and compare the runs"
     ),
-    "export": Command(
-        "RUN OUT [FLAGS]",
-        "write a checkpoint as one Hugging Face folder",
-        "pipeline.commands.export:main",
-    ),
-    "make-tiny": Command(
-        "DEMONSTRATIONS OUT",
-        "make a tiny model for domains of your own",
-        "pipeline.commands.make_tiny:main",
-    ),
+    "export": Command("RUN OUT [FLAGS]", "write a checkpoint as one Hugging Face folder"),
+    "make-tiny": Command("DEMONSTRATIONS OUT", "make a tiny model for domains of your own"),
 }
 
 
@@ -90,9 +78,15 @@ def _run(argv: list[str]) -> int:
     if chosen.flags and {"-h", "--help"} & {*arguments}:
         print(usage(name))
         return 0
-    module, _, function = chosen.function.partition(":")
-    code: int = getattr(import_module(module), function)([*chosen.flags, *arguments])
+    code: int = function_of(name)([*chosen.flags, *arguments])
     return code
+
+
+def function_of(name: str) -> Callable[[list[str]], int]:
+    own = f"pipeline.commands.{name.replace('-', '_')}:main"
+    module, _, function = (COMMANDS[name].function or own).partition(":")
+    found: Callable[[list[str]], int] = getattr(import_module(module), function)
+    return found
 
 
 def overview() -> str:

@@ -24,15 +24,14 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS
 from pipeline.config.trl_names import instead
-from pipeline.distributed.launch import RUN
+from pipeline.distributed.launch import RUN, visible_gpus
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command
 from pipeline.report import write
@@ -49,8 +48,7 @@ NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --st
 NO_STAGES += "--validation-steps 0 --plateau-patience 0 --domain-weights {}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """The name of a run's folder, and the flags of the run."""
 
     name: str
@@ -69,7 +67,7 @@ def main(argv: list[str]) -> int:
     for settings in configurations:
         parse([*common, *flags_of(settings)])  # refuses wrong settings before the first run
     folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
-    side_by_side = options.side_by_side or max(1, num_gpus() // options.num_gpus)
+    side_by_side = options.side_by_side or max(1, visible_gpus() // options.num_gpus)
     sweep = Sweep(folder, options.num_gpus, side_by_side)
     shares_warm_start = not any(is_of(name, FIXED) for name in grid)
     failed = sweep.run(configurations, options.seeds, common, shares_warm_start)
@@ -78,11 +76,8 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=command("sweep"),
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    form = argparse.RawTextHelpFormatter
+    made = argparse.ArgumentParser(command("sweep"), description=__doc__, formatter_class=form)
     made.add_argument("--recipe", default="forgetting", help="a recipe file, or a shipped one")
     made.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
     made.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -190,12 +185,6 @@ def label(settings: Mapping[str, str]) -> str:
     return "".join(c if c.isalnum() or c in "=.-_+" else "_" for c in text)
 
 
-def num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 class Sweep:
     """Runs jobs in a folder, several at a time, with their output in `<name>.log`."""
 
@@ -218,28 +207,23 @@ class Sweep:
         starts: dict[int, list[str]] = {seed: [] for seed in seeds}
         failed: list[str] = []
         if shares_warm_start and parse(list(common)).warm_start.steps:
-            jobs = {seed: self._warm_start(seed, common) for seed in seeds}
+            flags = {seed: (*common, "--seed", str(seed), *NO_STAGES.split()) for seed in seeds}
+            jobs = {seed: Job(f"{WARM_STARTS}/seed-{seed}", flags[seed]) for seed in seeds}
             failed = self.run_all(list(jobs.values()))
+            folders = {s: self._folder(job) for s, job in jobs.items() if job.name not in failed}
             starts = {
-                seed: ["--model", str(self._folder(job) / "checkpoints" / "warm-start")]
-                for seed, job in jobs.items()
-                if job.name not in failed
+                seed: ["--model", f"{folder}/checkpoints/warm-start", "--warm-start-steps", "0"]
+                for seed, folder in folders.items()
             }
-            starts = {seed: [*flags, "--warm-start-steps", "0"] for seed, flags in starts.items()}
-        return failed + self.run_all(
-            [
-                Job(
-                    name=f"{label(settings)}-seed-{seed}",
-                    flags=(*common, *start, *flags_of(settings), "--seed", str(seed)),
-                )
-                for seed, start in starts.items()
-                for settings in configurations
-            ]
-        )
-
-    def _warm_start(self, seed: int, common: Sequence[str]) -> Job:
-        flags = (*common, "--seed", str(seed), *NO_STAGES.split())
-        return Job(name=f"{WARM_STARTS}/seed-{seed}", flags=flags)
+        of_runs = [
+            Job(
+                name=f"{label(settings)}-seed-{seed}",
+                flags=(*common, *start, *flags_of(settings), "--seed", str(seed)),
+            )
+            for seed, start in starts.items()
+            for settings in configurations
+        ]
+        return failed + self.run_all(of_runs)
 
     def _folder(self, job: Job) -> Path:
         return (self.folder / job.name).resolve()
@@ -262,8 +246,13 @@ class Sweep:
 
     def _run(self, job: Job) -> int:
         done = self.folder / f"{job.name}.done.json"  # flags of the finished run
-        if self._stopped.is_set() or done.is_file():
-            return 0 if self._stopped.is_set() else self._check_done(done, job)
+        if self._stopped.is_set():
+            return 0
+        if done.is_file():
+            if json.loads(done.read_text(encoding="utf-8")) == list(job.flags):
+                return 0
+            print(f"{job.name}: done before, with other flags; give another --output-dir")
+            return 2
         slot, log = self._slots.get(), self.folder / f"{job.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         flags = ["--num-gpus", str(self.ranks), "--output-dir", str(self._folder(job))]
@@ -287,15 +276,9 @@ class Sweep:
         print(f"{job.name}: {said}", flush=True)
         return code
 
-    def _check_done(self, done: Path, job: Job) -> int:
-        if json.loads(done.read_text(encoding="utf-8")) == list(job.flags):
-            return 0
-        print(f"{job.name}: done before, with other flags; give another --output-dir", flush=True)
-        return 2
-
     def _place(self, slot: int) -> dict[str, Any]:
         """The environment variables that give a run its GPUs, or its share of the CPU cores."""
-        if gpus := num_gpus():
+        if gpus := visible_gpus():
             named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
             known = named.split(",")
             own = [known[(slot * self.ranks + i) % len(known)] for i in range(self.ranks)]

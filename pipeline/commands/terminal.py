@@ -15,6 +15,7 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
+from pipeline.embedded.scripted import difference
 from pipeline.environments.customers import reply_of
 from pipeline.environments.domains import Domain
 from pipeline.environments.tools import tool_schemas
@@ -96,9 +97,8 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
     if trajectory.error:
         tell("error", trajectory.error)
     if customer.before:
-        was, now = _flat(customer.before), _flat(state_of(customer.environment))
-        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        changes = [f"{name}: {was.get(name, '-')} -> {now.get(name, '-')}" for name in names]
+        found = difference(state_of(customer.environment), customer.before)
+        changes = [f"{name}: {was} -> {now}" for name, (now, was) in found.items()]
         tell("changed", changes or "nothing")
     parts = trajectory.rewards or trajectory.reward_breakdown
     told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
@@ -188,15 +188,6 @@ def _rows(state: Mapping[str, Any], where: str = "") -> Iterator[str]:
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _rows(value, f"{where}.{name}".lstrip("."))
-
-
-def _flat(state: Mapping[str, Any], where: str = "") -> dict[str, str]:
-    """Return {path: value} for all values in nested dicts."""
-    found: dict[str, str] = {}
-    for name, value in state.items():
-        path = f"{where}.{name}".lstrip(".")
-        found |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
-    return found
 
 
 def _signature(function: Mapping[str, Any]) -> str:

@@ -64,7 +64,8 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
     result, fault = None, None
     try:
         steps = steps_of(call)
-        result = _under_alarm(seconds, steps) if in_main_thread() else run_steps(steps)
+        is_main = threading.current_thread() is threading.main_thread()
+        result = _under_alarm(seconds, steps) if is_main else run_steps(steps)
     except CallTimeout:
         fault = too_long(name, seconds)
     except BaseException as error:
@@ -171,10 +172,6 @@ async def finish_or_fault(
     """Return the result of `finish`, with an exception replaced by an EnvironmentFault."""
     result, error = await finish(steps, awaitable)
     return result, None if error is None else fault_of(error, name)
-
-
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def fault_of(error: BaseException, name: str) -> EnvironmentFault:

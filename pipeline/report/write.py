@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.files.console import command
-from pipeline.files.untrusted import printable
 from pipeline.plots import pictures
 from pipeline.report import comparison
 from pipeline.report.page import write_files
@@ -44,28 +43,21 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run `report FOLDER ...`; raises UserError for a mistake of the user."""
     parser = argparse.ArgumentParser(prog=command("report"), description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of runs")
     parser.add_argument("--output", type=Path, help="folder for the comparison of several runs")
     options = parser.parse_args(arguments)
     folders, output = options.folders, options.output
-    try:
-        runs = comparison.runs_in(folders)
-        if len(folders) == 1 and (runs == folders or not runs):
-            if output is not None:
-                raise UserError(
-                    "report: --output is for comparisons; a run's folder has its report"
-                )
-            write_report(folders[0])
-            print(folders[0] / "report.md")
-        elif len(folders) > 1 and output is None:
-            raise UserError(
-                "report: got several runs; say where the comparison goes: --output FOLDER"
-            )
-        else:
-            write_comparison(runs, output or folders[0])
-            print((output or folders[0]) / "comparison.md")
-    except UserError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 2
+    runs = comparison.runs_in(folders)
+    if len(folders) == 1 and (runs == folders or not runs):
+        if output is not None:
+            raise UserError("report: --output is for comparisons; a run's folder has its report")
+        write_report(folders[0])
+        print(folders[0] / "report.md")
+    elif len(folders) > 1 and output is None:
+        raise UserError("report: got several runs; say where the comparison goes: --output FOLDER")
+    else:
+        write_comparison(runs, output or folders[0])
+        print((output or folders[0]) / "comparison.md")
     return 0

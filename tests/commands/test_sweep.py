@@ -148,17 +148,18 @@ def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path, run
 
 def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path, run_sweep):
     # so many tasks are not generated, which a run finds out when it makes them
-    words = ["--grid", "validation_tasks=2,100001", "--output-dir", "sweep", "--", *TINY]
+    words = ["--grid", "curriculum=mixed", "validation_tasks=2,100001"]
+    words += ["--output-dir", "sweep", "--", *TINY]
     done = run_sweep(*words, "--warm-start-steps", "0", "--max-steps", "2", code=1)
-    assert "validation_tasks=100001-seed-1: failed with exit code 2, see " in done.out
-    assert "validation_tasks=2-seed-1: done" in done.out
+    assert "mixed-validation_tasks=100001-seed-1: failed with exit code 2, see " in done.out
+    assert "mixed-validation_tasks=2-seed-1: done" in done.out
 
 
 def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "num_gpus", lambda: 8)
+    monkeypatch.setattr(sweep, "visible_gpus", lambda: 8)
     places = [sweep.Sweep(tmp_path, 2, 4)._place(slot) for slot in range(4)]
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0,1", "2,3", "4,5", "6,7"]
-    monkeypatch.setattr(sweep, "num_gpus", lambda: 2)
+    monkeypatch.setattr(sweep, "visible_gpus", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")  # the others are somebody else's
     places = [sweep.Sweep(tmp_path, 1, 2)._place(slot) for slot in range(2)]
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4", "5"]

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ import pytest
 
 from pipeline.commands import sweep
 from pipeline.commands.evaluate import settings_of
-from pipeline.commands.main import COMMANDS, main
+from pipeline.commands.main import COMMANDS, function_of, main
 from pipeline.config.cli import parse
 from scripts import settings_page
 from tests.support import ROOT
@@ -112,9 +111,8 @@ def flags_of_run(words: list[str]) -> list[str] | None:
 
 
 def help_of(name: str) -> str:
-    module, _, function = COMMANDS[name].function.partition(":")
     with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
-        getattr(import_module(module), function)(["--help"])
+        function_of(name)(["--help"])
     return said.getvalue()
 
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import yaml
 
+from pipeline.commands.main import main as command
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.plots.drawing import shown
@@ -116,7 +117,7 @@ def test_names_are_equal_in_tables_and_plot_and_never_the_same_for_two_configura
 
 def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path, capsys):
     runs = [str(sweep / f"{name}-seed-1") for name in ("replay=0.05", "replay=0.5")]
-    assert main(runs) == 2
+    assert command(["report", *runs]) == 2
     assert "say where the comparison goes: --output FOLDER" in capsys.readouterr().err
     assert main([*runs, "--output", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "comparison.md").read_text()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from pipeline.commands.main import main as command
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
 from pipeline.plots.drawing import shown
@@ -290,7 +291,7 @@ def test_the_command_makes_a_report_again_or_says_why_not(tmp_path, capsys, with
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.md'}\n"
     (tmp_path / "empty").mkdir()
-    assert main([str(tmp_path / "empty")]) == 2
+    assert command(["report", str(tmp_path / "empty")]) == 2
     says(capsys.readouterr().err, "error: report:", str(tmp_path / "empty"), "give a run folder")
     with pytest.raises(SystemExit):
         main([])
