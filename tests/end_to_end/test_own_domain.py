@@ -42,20 +42,31 @@ def test_an_example_is_short(example: str) -> None:
     assert len(text.splitlines()) <= 80
 
 
+@pytest.mark.parametrize(
+    ("examples", "ranks"),
+    [
+        ([EXAMPLES[0]], "2"),
+        ([EXAMPLES[-1]], "1"),
+        pytest.param([*EXAMPLES[1:-1]], "1", marks=pytest.mark.proof),  # checked below
+    ],
+    ids=["service", "dataset", "others"],
+)
 def test_examples_are_trained_by_the_commands_of_their_docstrings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    examples: list[str],
+    ranks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(own_domains, "subprocess", warm_subprocess())
-    first, *others = EXAMPLES
-    for examples, ranks in (([first], "2"), (others, "1")):
-        flags = ["--seeds", "1", "--examples", *examples, "--output-dir", str(tmp_path)]
-        code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", ranks])
-        said = capsys.readouterr()
-        assert code == 1, said  # after so few steps no bound is kept
-        lines = said.out.splitlines()
-        assert [line.split("|")[1].strip() for line in lines[2:-2]] == examples
-        assert lines[-1].startswith("least success ")
-    for example in EXAMPLES:
+    flags = ["--seeds", "1", "--examples", *examples, "--output-dir", str(tmp_path)]
+    code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", ranks])
+    said = capsys.readouterr()
+    assert code == 1, said  # after so few steps no bound is kept
+    lines = said.out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:-2]] == examples
+    assert lines[-1].startswith("least success ")
+    for example in examples:
         folder, own = tmp_path / f"{example}-seed-1", OWN.get(example, "sums")
         results = json.loads((folder / "results.json").read_text())
         expected = ["sums"] if own == "sums" else ["airline", own]
@@ -63,6 +74,23 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
         played = [row for row in episodes(folder) if row["domain"] == own]
         assert len(played) > 6
         assert {row["error"] for row in played} == {""}  # each reward is the server's answer
+
+
+@pytest.mark.parametrize("example", EXAMPLES[1:-1])
+def test_an_examples_commands_lead_to_a_run_that_would_begin(
+    example: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Tasks, tools, rewards and demonstrations are tried, and nothing is trained."""
+    monkeypatch.chdir(tmp_path)
+    *before, run = commands_of(example)
+    with own_domains.prepared(before, tmp_path):
+        code = main([*run[2:], *SHORT, "--check", "--output-dir", str(tmp_path / "out")])
+    said = capfd.readouterr()
+    assert code == 0, said
+    assert f"  {OWN[example]}: 8 to train" in said.out
 
 
 def silent(example: str, folder: Path, port: int) -> list[str]:
