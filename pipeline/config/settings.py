@@ -118,7 +118,7 @@ class DataSettings(Section):
         known = {n: EnvironmentFactory(factory=f) for n, f in EMBEDDED_DOMAINS.items()}
         if self.tau2 is not None:
             given = {"reward": self.tau2_reward, "refuel_consent": self.tau2_refuel_consent}
-            for name in EMBEDDED_DOMAINS:
+            for name in [*known]:
                 arguments = {"path": str(self.tau2), "domain": name, **given}
                 known[name] = EnvironmentFactory(factory=TAU2, arguments=arguments)
         return known | self.own_domains

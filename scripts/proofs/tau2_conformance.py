@@ -81,10 +81,9 @@ def play(domain: Domain, case: Case) -> Played:
             reason = "completed"
             break
     texts = [m["content"] for m in messages if m["role"] == "tool" and m["name"] != "done"]
-    environment.messages = messages
     begun = time.process_time()
     try:
-        reward = run_steps(reward_of(environment, reason))
+        reward = run_steps(reward_of(environment, reason, messages))
     except Exception:  # a rollout records the exception, and the episode earns 0
         reward = None
     seconds += time.process_time() - begun

@@ -14,7 +14,7 @@ import pytest
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS, dump, load_recipe
 from pipeline.config.settings import Config
-from pipeline.config.trl_names import CALLED, INSTEAD, instead
+from pipeline.config.trl_names import instead, tables
 from pipeline.errors import nearest
 from tests.support import ROOT
 from tests.support.messages import refusal, says
@@ -532,7 +532,7 @@ def test_no_setting_of_trl_is_taken_for_a_misspelling():
 
 def test_each_answer_names_present_settings():
     known = {flag(*key) for key in SETTINGS}
-    for name in " ".join((*CALLED, *INSTEAD)).split():
+    for name in " ".join(name for table in tables().values() for name in table).split():
         line = instead(f"--{name.replace('*', 'x')}")
         flags = re.findall(r"--[a-z][a-z0-9-]*", line.partition(" ")[2])
         assert flags or "ACCELERATE_USE_CPU" in line, line

@@ -206,6 +206,61 @@ def test_settings_replace_the_shares_of_the_module(own):
     assert found == {"bank": {"nothing": 0.0, "pay": pytest.approx(1 / 3)}}
 
 
+WHOLE = """
+
+from dataclasses import replace
+
+from pipeline.environments import Domain
+
+
+def few_tasks(seed, n, split, difficulty):
+    tasks = [replace(t, domain="whole", family=["big", "small"][i >= 3])
+             for i, t in enumerate(generate_tasks(seed, 5, split, difficulty))]
+    return tasks[:n]
+
+
+def whole(tasks):
+    return Domain(name="whole", environment=BankEnvironment, generate_tasks=globals()[tasks],
+                  expert=expert, family_shares={"small": 0.75})
+"""
+
+
+def with_a_whole_domain(own, **sections):
+    config = own(BANK + WHOLE, **sections)
+    factory = {"factory": "own_bank:whole", "arguments": {"tasks": "few_tasks"}}
+    data = {**config.data.model_dump(), "environments": {"bank": factory}}
+    return config.model_copy(update={"data": DataSettings(**data)})
+
+
+def test_a_function_may_return_a_whole_domain(own):
+    parts = prepare(with_a_whole_domain(own))
+    assert {task.domain for tasks in (parts.train, parts.held_out) for task in tasks["bank"]} == {
+        "bank"
+    }
+    assert parts.stages[0].family_shares == {"bank": {"small": 0.75, "big": 0.25}}
+    assert parts.notes[0] == "bank: 5 tasks are all there are (tasks_per_domain 6)"
+
+
+def test_demonstrations_have_the_shares_of_families_and_repeat_no_flaws(own):
+    """Of 16 demonstrations, 12 come from the two small tasks, each with other random decisions."""
+    config = with_a_whole_domain(own, warm_start={"rule_share": 0.5})
+    (bank,) = load_domains(config.data).values()
+    made = list(demonstrations_of(config, bank, 16))
+    accounts = [one.messages[3]["content"] for one in made]
+    assert {account: accounts.count(account) for account in sorted(set(accounts))} == {
+        "K00": 2,
+        "K01": 1,
+        "K02": 1,
+        "K03": 6,
+        "K04": 6,
+    }
+    ends = [one.messages[-2]["content"] for one in made if one.messages[3]["content"] == "K03"]
+    assert {"frozen", '{"error": "no such account"}'} == set(ends)
+    assert [one.messages for one in demonstrations_of(config, bank, 16)] == [
+        m.messages for m in made
+    ]
+
+
 # Who asks what is embedded
 
 
