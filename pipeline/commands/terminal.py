@@ -15,7 +15,6 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
-from pipeline.embedded.scripted import difference
 from pipeline.environments.customers import reply_of
 from pipeline.environments.domains import Domain
 from pipeline.environments.tools import raw_call, tool_schemas
@@ -98,8 +97,9 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
     if trajectory.error:
         tell("error", trajectory.error)
     if customer.before:
-        found = difference(state_of(customer.environment), customer.before)
-        changes = [f"{name}: {was} -> {now}" for name, (now, was) in found.items()]
+        was, now = _flat(customer.before), _flat(state_of(customer.environment))
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        changes = [f"{name}: {was.get(name, '-')} -> {now.get(name, '-')}" for name in names]
         tell("changed", changes or "nothing")
     parts = trajectory.rewards or trajectory.reward_breakdown
     told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
@@ -222,3 +222,12 @@ def tell(name: str, content: str | Sequence[str]) -> None:
     for number, line in enumerate(wrapped or lines):
         heading = (name if number == 0 else "").ljust(INDENT)
         print(styled(f"{heading}{line}", STYLES.get(name, "dim")), flush=True)
+
+
+def _flat(state: Mapping[str, Any], where: str = "") -> dict[str, str]:
+    """Return {path: value} for all values in nested dicts."""
+    found: dict[str, str] = {}
+    for name, value in state.items():
+        path = f"{where}.{name}".lstrip(".")
+        found |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
+    return found

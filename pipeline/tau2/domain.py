@@ -19,7 +19,7 @@ TRANSFER = ("transfer_to_human_agents", {"summary": "The customer needs a human 
 SOLO = "a ticket, in solo mode"
 TICKET = "a ticket made from the customer's scenario"
 REPEATS = (
-    "one customer, five tickets, and the tools' texts, which a tiny model memorises; no combination "
+    "one customer, five tickets and the tools' texts, which a tiny model memorises; no combination "
     "of faults of a test task is among training tasks or demonstrations"
 )
 Calls = list[tuple[str, dict[str, Any]]]

@@ -156,6 +156,8 @@ def test_the_shipped_recipes_are_what_their_names_say():
         "forgetting",
         "mixed",
         "qwen3_4b_8gpu",
+        "tau2_telecom_tiny",
+        "tau2_three_smoke",
         "three_domain_tiny",
     ]
     assert load_recipe("three_domain_tiny").curriculum.curriculum == "sequential"
@@ -163,6 +165,8 @@ def test_the_shipped_recipes_are_what_their_names_say():
     assert load_recipe("forgetting").curriculum.replay == load_recipe("forgetting").grpo.beta == 0
     assert load_recipe("mixed").curriculum.curriculum == "mixed"
     assert load_recipe("evaluate_only").grpo.use_grpo is False
+    assert load_recipe("tau2_telecom_tiny").data.domains == ["telecom"]
+    assert load_recipe("tau2_three_smoke").data.domains == ["airline", "retail", "telecom"]
     qwen = load_recipe("qwen3_4b_8gpu")
     assert (qwen.model.model, qwen.run.num_gpus) == ("Qwen/Qwen3-4B", 8)
     assert qwen.model.chat_template_kwargs == {"enable_thinking": False}
