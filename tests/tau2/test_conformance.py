@@ -16,6 +16,8 @@ from scripts.proofs.tau2_cases import CHANGES, DONE, cases_of, changed, minus, t
 from scripts.proofs.tau2_conformance import FLOORS, leaked, play, started, whole_database
 from tests.tau2.conftest import SOURCE
 
+# Tools store arguments of any type, and pydantic warns of them when the official code dumps them.
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 IS_REAL = SOURCE == "tau2-bench"
 MINIATURE_FLOORS = {"airline": (50, 50), "retail": (50, 50), "telecom": (0, 50)}
 
