@@ -152,3 +152,12 @@ def test_calls_in_the_message_of_done_do_not_take_place(domain, maker):
     assert play(domain, maker.case("beside", task, [], beside))["reward"] == 0.0
     before = [{"content": None, "calls": calls}, *maker.end()]
     assert play(domain, maker.case("before", task, [], before))["reward"] == 1.0
+
+
+@pytest.mark.parametrize("domain", ["airline"], indirect=True)
+def test_commas_in_what_the_model_says_do_not_count(domain, maker):
+    task = next(task for task in maker.tasks if maker.said(task))
+    told = " ".join(f"{text[:1]},{text[1:]}".upper() for text in maker.said(task))
+    for text, reward in ((told, 1.0), (told[:-1], 0.0)):
+        case = maker.case("commas", task, maker.gold(task), maker.end(text))
+        assert play(domain, case)["reward"] == reward
