@@ -284,8 +284,9 @@ def together(maker: Maker, number: int) -> Iterator[Case]:
         place = maker.rng.randrange(len(calls) + 1)
         head, tail = calls[:place], calls[place:]
         many = [{"content": None, "calls": tail}] if tail else []
-        kind = maker.rng.choice(["several calls", "calls beside done", "cut"])
-        if kind == "calls beside done" and maker.domain == "telecom":
+        kinds = ["several calls", "cut", *["calls beside done"] * (maker.domain == "telecom")]
+        kind = maker.rng.choice(kinds)
+        if kind == "calls beside done":
             if maker.rng.random() < 0.3:  # with the dropped error there are 10
                 head += [{"name": "no_such_tool", "arguments": {}}] * maker.rng.choice([8, 9])
                 tail.insert(0, {"name": "no_such_tool", "arguments": {}})

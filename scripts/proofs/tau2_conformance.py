@@ -120,7 +120,7 @@ def whole_database(environment: Any) -> str:
     def dumped(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: dumped(value[key]) for key in value}
-        return value.model_dump() if hasattr(value, "model_dump") else value
+        return value.model_dump(warnings=False) if hasattr(value, "model_dump") else value
 
     kits = [kit for kit in (environment.tools, environment.user_tools) if kit is not None]
     tables = [{n: dumped(getattr(k.db, n)) for n in type(k.db).model_fields} for k in kits]
