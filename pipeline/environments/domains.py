@@ -107,7 +107,8 @@ def _load(name: str, data: DataSettings) -> Domain:
     environment = _class_of(where, factory, setting.arguments)
     if issubclass(environment, Domain):  # the factory is a function that returns a Domain
         made: Any = environment
-        return _checked(where, _renamed(made(), name))
+        domain = _renamed(made(), name)
+        return _checked(where, replace(domain, words=partial(_words, where, domain.words)))
     _check_environment(where, environment, needs_reward=not data.reward_funcs)
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
