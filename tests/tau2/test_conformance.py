@@ -158,6 +158,6 @@ def test_calls_in_the_message_of_done_do_not_take_place(domain, maker):
 def test_commas_in_what_the_model_says_do_not_count(domain, maker):
     task = next(task for task in maker.tasks if maker.said(task))
     told = " ".join(f"{text[:1]},{text[1:]}".upper() for text in maker.said(task))
-    for text, reward in ((told, 1.0), (told[:-1], 0.0)):
+    for text, reward in ((told, 1.0), ("no", 0.0)):
         case = maker.case("commas", task, maker.gold(task), maker.end(text))
         assert play(domain, case)["reward"] == reward
