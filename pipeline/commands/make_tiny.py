@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.config.cli import Parser, seed_of
 from pipeline.environments.demonstrations import (
     Demonstration,
+    fields_of,
     names_of,
     read_demonstrations,
     words_of,
@@ -30,7 +31,10 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     demonstrations = read_demonstrations(options.demonstrations)
     tools = _tools(demonstrations)
-    words = words_of(demonstrations, names_of(tools))
+    names = names_of(tools)
+    words = words_of(demonstrations, names)
+    if options.fields:
+        words = [*names, *fields_of(demonstrations)]
     with importing():
         from pipeline.chat.template import Chat
         from pipeline.models.lora import quiet
@@ -75,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     about, _, rest = str(__doc__).partition("\n\n")
     parser = Parser(prog=command("make-tiny"), description=about, epilog=rest, allow_abbrev=False)
     parser.add_argument("demonstrations", type=Path, metavar="DEMONSTRATIONS", help="a file")
+    about = "a token for each frequent piece up to ', ', ' | ' or a line break, digits included"
+    parser.add_argument("--fields", action="store_true", help=about)
     parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
     about = "seed of the random weights [1]"
     parser.add_argument("--seed", type=seed_of, default=1, metavar="N", help=about)

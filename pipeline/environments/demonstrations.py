@@ -24,6 +24,8 @@ from pipeline.files.untrusted import one_line, shown
 
 MAX_READ = 400  # maximum number of a domain's demonstrations whose words are counted
 MAX_WORDS = 400  # maximum number of words that a domain gets
+MAX_FIELDS = 1500  # maximum number of fields that a domain gets
+FIELD = re.compile(r".+?(?:, | \| |\n)|.+", re.DOTALL)
 MAX_VALUE = 32  # maximum number of characters of a value, such as an id
 STRIDE = 1_000_003  # from the seed of a task's demonstration to that of the task's next one
 MAX_CHARACTERS = 100  # maximum number of characters of a word
@@ -143,6 +145,25 @@ def words_of(made: Sequence[Demonstration], fixed: Iterable[str]) -> list[str]:
     return [*fixed, *(word for word in frequent if len(word) > 1 and word not in fixed)][:MAX_WORDS]
 
 
+def fields_of(made: Iterable[Demonstration]) -> list[str]:
+    """Return up to MAX_FIELDS frequent fields of demonstrations, the most frequent first.
+
+    A field is a piece of a message up to `, `, ` | ` or a line break: one argument of a call, one
+    value of a tool's result. Fields suit tools that answer with lines of text, and may have digits.
+    """
+    count = Counter[str]()
+    for message in (m for one in made for m in one.messages if m["role"] != "system"):
+        texts = [message["content"], *map(_written, message.get("tool_calls") or ())]
+        count.update(field for text in texts for field in FIELD.findall(text))
+    return [field for field, number in count.most_common(MAX_FIELDS) if number >= 3]
+
+
+def _written(call: Mapping[str, Any]) -> str:
+    """Return a call as the tiny model's chat template writes the call."""
+    name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+    return f'\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n'
+
+
 def _is_word(text: str) -> bool:
     return len(text) <= MAX_CHARACTERS and not any(map(str.isdigit, text))
 
@@ -161,8 +182,7 @@ def _split(demonstration: Demonstration) -> set[str]:
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"].get("arguments", {})
             values.update((name, *_leaves(arguments)))
-            rest = json.dumps(arguments, ensure_ascii=False)
-            texts.append(f'\n{{"name": "{name}", "arguments": {rest}}}\n')
+            texts.append(_written(call))
     longest_first = sorted(values, key=lambda value: (-len(value), value))
     at_values = "|".join(map(re.escape, longest_first)) or r"(?!)"
     splits = (re.split(rf"(?<!\w)(?:{at_values})(?!\w)", text) for text in texts)

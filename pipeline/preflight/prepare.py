@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,10 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     for name, domain in domains.items():
         if domain.baselines is not None:
             baseline_calls(domain, sets[name].held_out[0])
+    about = {name: facts for name, of in domains.items() if of.about and (facts := of.about())}
+    for name, facts in about.items():
+        told = (f"{fact} {value}" for fact, value in islice(facts.items(), 3))
+        notes.append(f"{name}: {', '.join(told)}")
     resumed = resumable(config)
     if with_tiny_tokenizer:
         tokenizer = load_tokenizer(ModelSettings(), domains.values())
@@ -106,7 +110,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         stages=make_stages(config, sizes),
         tokenizer=tokenizer,
         chat=chat,
-        about={name: facts for name, of in domains.items() if of.about and (facts := of.about())},
+        about=about,
         notes=notes,
         warnings=[] if resumed else check_demonstrations(config, domains, chat),
     )

@@ -1,20 +1,24 @@
 """A domain of τ²-bench as a `Domain` of a run; `--tau2 PATH` names this module's function."""
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pipeline.data.tasks import Task
+from pipeline.environments.demonstrations import Demonstration, fields_of
 from pipeline.environments.domains import Domain
+from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.tau2.checkout import TESTED_COMMIT, Checkout
 from pipeline.tau2.environment import Tau2Environment, World
 from pipeline.tau2.tasks import TaskSource
 from pipeline.tau2.telecom_expert import expert
-from pipeline.tau2.words import words_of_telecom
 
+NUM_READ = 300  # training tasks whose demonstrations give the tiny model's tokens
 TRANSFER = ("transfer_to_human_agents", {"summary": "The customer needs a human agent."})
 SOLO = "a ticket, in solo mode"
 TICKET = "a ticket made from the customer's scenario"
@@ -59,11 +63,22 @@ def tau2_domain(
         environment=environment,
         generate_tasks=source,
         expert=expert if world.is_solo else None,
-        words=(lambda: words_of_telecom(source, environment)) if world.is_solo else tuple,
+        words=partial(_words, source, environment) if world.is_solo else tuple,
         baselines=baselines,
         about=about,
         family_shares=source.family_shares,
     )
+
+
+def _words(source: TaskSource, environment: type[Any]) -> list[str]:
+    """Return the fields of clean and of flawed demonstrations of telecom, and the tools' names."""
+    made = list[Demonstration]()
+    for task, share in product(source(0, NUM_READ, "train", "medium"), (1.0, 0.6)):
+        with suppress(LookupError, TypeError, ValueError):  # a warm start refuses such an expert
+            messages, _ = run_expert(environment(), expert, task, share)
+            made.append(Demonstration(task.id, messages, None))
+    names = " ".join(["\ntools:", *(schema["function"]["name"] for schema in environment.schemas)])
+    return [*fields_of(made), f"tau2 telecom{names}", "tau2 telecom", names]
 
 
 @cache
@@ -78,10 +93,13 @@ def _about(source: TaskSource, reward: str) -> dict[str, Any]:
     checkout, is_solo = source.world.checkout, source.world.is_solo
     approximated, unjudged = source.needing_a_judge
     consent = ", with the consent to buy data" if source.refuel_consent else ""
+    is_tested = checkout.commit == TESTED_COMMIT
+    other = (
+        "" if is_tested else f" (rewards were compared with the official ones at {TESTED_COMMIT})"
+    )
     return {
         "benchmark": f"τ²-bench {checkout.name}",
-        "commit": checkout.commit,
-        "tested_commit": TESTED_COMMIT,
+        "commit": checkout.commit + other * (checkout.commit != TESTED_COMMIT),
         "data_sha256": checkout.data_hash,
         "customer": SOLO + consent if is_solo else TICKET,
         "reward": reward,

@@ -14,7 +14,7 @@ from pipeline.models.loading import load_folder, load_tokenizer
 from tests.support.messages import refusal, says
 
 ASKED = {"role": "user", "content": "hi"}
-LONG = {"role": "assistant", "content": "9" * 1100}
+LONG = {"role": "assistant", "content": "9" * 4200}
 
 
 @pytest.fixture
@@ -43,6 +43,17 @@ def test_the_folder_is_a_model_whose_tokens_are_the_words_of_the_file(tickets, c
     assert not load_folder("other", settings).lm_head.weight.equal(model.lm_head.weight)
 
 
+def test_fields_are_tokens_with_their_digits(tickets, capsys):
+    lines = "SIM: ok, 5G\nSpeed: 12 Mbps | Battery: 80%"
+    answers = [ASKED, {"role": "assistant", "content": "I look, now"}]
+    answers.append({"role": "tool", "content": lines})
+    tickets.write_text(f"{json.dumps({'messages': answers})}\n" * 3)
+    assert main([str(tickets), "tiny", "--fields"]) == 0
+    tokenizer = load_tokenizer(parse(["--model", "./tiny"]).model)
+    fields = [tokenizer.decode([number]) for number in tokenizer(lines)["input_ids"]]
+    assert fields == ["SIM: ok, ", "5G\n", "Speed: 12 Mbps | ", "Battery: 80%"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -50,7 +61,7 @@ def test_the_folder_is_a_model_whose_tokens_are_the_words_of_the_file(tickets, c
         ('{"messages": []}', ["tickets.jsonl, line 61", "messages"]),
         ('{"messages": [{"role": "user", "content": "hi"}]}', ["line 61", "an assistant message"]),
         (json.dumps({"messages": [ASKED, LONG], "tools": 1}), ["line 61"]),
-        (json.dumps({"messages": [ASKED, LONG]}), ["line 61", "tokens, the tiny model 1024"]),
+        (json.dumps({"messages": [ASKED, LONG]}), ["line 61", "tokens, the tiny model 4096"]),
     ],
 )
 def test_a_bad_line_is_told_by_its_number(tickets, line, words):
