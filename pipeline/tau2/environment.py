@@ -138,8 +138,8 @@ class Tau2Environment:
 
     def reset(self, payload: str, **row: Any) -> None:
         task_id = json.loads(payload)["id"]
-        self.done, self.num_errors = False, 0
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.done, self._num_errors = False, 0
+        self._calls: list[tuple[str, dict[str, Any]]] = []
         self._task = self.world.task(task_id)
         self._environment = self.world.start(self._task)
 
@@ -147,10 +147,10 @@ class Tau2Environment:
         if name == "done" and self.world.is_solo:
             self.done = True
             return STOPPED, False
-        self.calls.append((name, arguments))
+        self._calls.append((name, arguments))
         text, is_error = self.world.call(self._environment, name, arguments)
-        self.num_errors += is_error
-        self.done = self.num_errors >= MAX_ERRORS
+        self._num_errors += is_error
+        self.done = self._num_errors >= MAX_ERRORS
         return text, is_error
 
     def get_reward(self) -> float:
@@ -168,7 +168,7 @@ class Tau2Environment:
 
     @property
     def _is_graded(self) -> bool:
-        if self.num_errors >= MAX_ERRORS:
+        if self._num_errors >= MAX_ERRORS:
             return False
         return self.done if self.world.is_solo else self.stop_reason == "completed"
 
@@ -178,9 +178,9 @@ class Tau2Environment:
         names = [call["function"]["name"] for m in written for call in m.get("tool_calls") or ()]
         count = sum(message["name"] != "done" for message in results)
         if self.world.is_solo and count and "done" in names:
-            self.calls, self.done = self.calls[:-count], True
+            self._calls, self.done = self._calls[:-count], True
             self._environment = start = self.world.start(self._task)
-            self.num_errors = sum(self.world.call(start, *call)[1] for call in self.calls)
+            self._num_errors = sum(self.world.call(start, *call)[1] for call in self._calls)
 
     def _db(self, criteria: Any) -> bool:
         if criteria.actions is None and criteria.env_assertions is None:
@@ -207,7 +207,7 @@ class Tau2Environment:
             return False
 
     def _action(self, criteria: Any) -> bool:
-        calls = [self.world.package.ToolCall(name=n, arguments=a) for n, a in self.calls]
+        calls = [self.world.package.ToolCall(name=n, arguments=a) for n, a in self._calls]
         missing = [
             action
             for action in criteria.actions or ()
