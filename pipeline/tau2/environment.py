@@ -4,13 +4,7 @@ The reward is the product over the task's `reward_basis`, by the rules of the of
 (`tau2.evaluator`). The official evaluator replays the recorded calls on new databases; an episode
 here is scored on its own live database, which is the same by construction.
 
-What the official rules have and a reader may not expect, and what is the same here:
-- COMMUNICATE looks for a text in lower case, and drops commas from the message only.
-- ACTION compares the arguments that the model gave; a call without arguments equals any.
-- Gold calls that fail have no effect. A task without actions and assertions passes DB.
-- In solo mode, calls in the same message as `done` do not take place.
-- An assertion that fails on a state that a tool should have refused earns 0, not an exception.
-- An episode with MAX_ERRORS errors of tools, and one that is cut off, earns 0.
+The oddities of the official rules are the same here; `docs/tau2.md` lists them.
 """
 
 import copy
@@ -47,7 +41,8 @@ class World:
         tools = [tool for kit in kits for tool in kit.get_tools().values()]
         self.schemas = [*(tool.openai_schema for tool in tools), *([DONE] * self.is_solo)]
         names = [tool.name for tool in tools]
-        self.writing = {n for kit in kits for n in names if kit.has_tool(n) and _writes(kit, n)}
+        writes = ((kit, n) for kit in kits for n in names if kit.has_tool(n))
+        self.writing = {name for kit, name in writes if kit.tool_mutates_state(name)}
         databases = [kit.db for kit in kits]
         self._base = None if self.is_solo else Base(databases[0])
         self._pickled = pickle.dumps(databases, protocol=5)
@@ -104,10 +99,6 @@ def _is_endless(expression: str) -> bool:
     """Return whether an expression may be a power with more digits than a process can compute."""
     powers = expression.count("**")
     return powers > 1 or (powers == 1 and re.search(r"\d{5}", expression) is not None)
-
-
-def _writes(kit: Any, name: str) -> bool:
-    return bool(kit.tool_mutates_state(name))
 
 
 def parts_of(task: Any) -> list[str]:
