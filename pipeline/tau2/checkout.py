@@ -86,7 +86,7 @@ class Checkout:
         """The checkout's commit, or "unknown" if the folder is not the top of a repository."""
         if _git(self.path, "rev-parse", "--show-toplevel") != str(self.path):
             return "unknown"
-        changed = _git(self.path, "diff", "--name-only", "HEAD", "--", "src/tau2")
+        changed = _git(self.path, "diff", "--name-only", "--diff-filter=M", "HEAD", "--", "src")
         return str(_git(self.path, "rev-parse", "HEAD")) + " with local changes" * bool(changed)
 
     @cached_property
