@@ -113,7 +113,7 @@ def indices_of(source: Source, kind: tuple[str, ...]) -> Sequence[int]:
 
 
 def mixtures(
-    domain: str, sources: Mapping[str, Source], shares: Mapping[str, float], is_strict: bool
+    domain: str, sources: Mapping[str, Source], shares: Mapping[str, float], is_strict: bool = True
 ) -> tuple[dict[str, TaskMixture], list[str]]:
     """Return the sources of a domain as mixtures, and notes about families without tasks.
 
