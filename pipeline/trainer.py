@@ -85,7 +85,10 @@ class Trainer(RunState):
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
-        return collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
+        batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
+        if self.customers is not None:
+            self.check_customers()
+        return batch
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
         """Return each episode's advantage, and a flag: True if the update uses the episode."""
@@ -167,6 +170,7 @@ class Trainer(RunState):
         assert updater is not None
         with self.ranks.phase("validate", stage.name, step):
             records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
+            self.check_customers()
             kl = self.kl_probe.divergences(updater)
         rewards, keys = scored(records), {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})

@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
     seed = config.run.seed if options.seed is None else options.seed
     with importing():
         from pipeline.commands.terminal import find_task, load_rollout, play, tell
+        from pipeline.customers.service import Customers, served_domains
         from pipeline.environments.domains import load_domains
 
     domain = load_domains(config.data)[name]
@@ -31,8 +32,12 @@ def main(argv: list[str]) -> int:
     tell("model", f"{checkpoint}; {how}, seed {seed}")
     tell("domain", name if options.domain or not names[1:] else f"{name}, the first of {of}")
     tell("task", f"{task.id}{f' ({task.family})' if task.family else ''}")
+    rollout = load_rollout(checkpoint, domain, options.human)
+    if not options.human and served_domains(config.data, {name: domain}, {name: [task]}):
+        tell("customer", config.data.customer_name)
+        rollout.welcomes = Customers(config, checkpoint.run, [name], name="chat").welcomes
     try:
-        play(load_rollout(checkpoint, domain, options.human), task, seed, options)
+        play(rollout, task, seed, options)
     except (KeyboardInterrupt, EOFError):
         print("\nended before the conversation did")
     return 0

@@ -1,10 +1,11 @@
 """Finds contradictions between settings. Each error names a setting, its value and a remedy."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
 from pipeline.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -22,7 +23,7 @@ def reward_names(functions: Sequence[str]) -> list[str]:
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    for rule in (_model, _environments, _rewards, _names, _curriculum, _loss, _run):
+    for rule in (_model, _environments, _customer, _rewards, _names, _curriculum, _loss, _run):
         for mistake in rule(config):
             raise UserError(mistake)
 
@@ -63,6 +64,27 @@ def _environments(config: Config) -> Iterator[str]:
         if not IMPORT_STRING.fullmatch(setting.factory):
             hint = "write module:Class, such as my_pkg.bank:BankEnvironment"
             yield f"environments: got {name}: {setting.factory!r}; {hint}"
+
+
+def _customer(config: Config) -> Iterator[str]:
+    data, default = config.data, type(config.data)()
+    of_llm = [n for n in DataSettings.model_fields if re.search("customer_", n)]
+    if data.customer != "llm":
+        for name in (n for n in of_llm if getattr(data, n) != getattr(default, n)):
+            given = f"{getattr(data, name)}, with customer {data.customer}"
+            yield f"{name}: got {given}, which calls no endpoint; give customer llm, or take it out"
+    else:
+        for name in (n for n in ("customer_url", "customer_model") if not getattr(data, n)):
+            yield f"{name}: customer llm needs it; give the endpoint's URL and its model's name"
+        if not re.match(r"https?://[^/\s]", str(data.customer_url)):
+            hint = "give the base URL of an OpenAI-compatible server, such as http://HOST:8000/v1"
+            yield f"customer_url: got {data.customer_url!r}; {hint}"
+        if data.customer_key != default.customer_key and data.customer_key not in os.environ:
+            yield f"customer_key: got {data.customer_key}, which is not set; set the variable"
+    scripted = [n for n in data.domains if n in ("airline", "retail") and data.tau2 is not None]
+    if data.customer == "scripted" and scripted != data.domains:
+        hint = "it is for airline and retail with tau2; name these domains, or give ticket or llm"
+        yield f"customer: got scripted for {','.join(data.domains)}; {hint}"
 
 
 def _rewards(config: Config) -> Iterator[str]:

@@ -85,6 +85,13 @@ class DataSettings(Section):
         "verifiable", "official: refuse domains whose rewards need a judge"
     )
     tau2_refuel_consent: bool = field(True, "telecom's tickets have the consent to buy data")
+    customer: Literal["ticket", "scripted", "llm"] = field("ticket", "who plays the customer")
+    customer_url: Text | None = field(None, "chat endpoint of llm, such as http://HOST:8000/v1")
+    customer_model: Text | None = field(None, "name of the model at customer_url")
+    customer_temperature: NonNegativeFloat = field(0.0, "sampling temperature of the customer")
+    customer_key: Text = field("OPENAI_API_KEY", "environment variable that holds the API key")
+    max_customer_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
+    max_customer_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
     tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
     eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
     eval_split: Literal["validation", "test"] = field("test", "split of the held-out tasks")
@@ -107,6 +114,12 @@ class DataSettings(Section):
         return None if value is None else value.expanduser().resolve()
 
     @property
+    def customer_name(self) -> str:
+        """The language model that plays the customer, or an empty text."""
+        model = f"{self.customer_model} at temperature {self.customer_temperature:g}"
+        return model if self.customer == "llm" else ""
+
+    @property
     def own_domains(self) -> dict[str, EnvironmentFactory]:
         """The environments of the domains that are not embedded.
 
@@ -124,9 +137,11 @@ class DataSettings(Section):
         """The environment of each known domain."""
         known = {n: EnvironmentFactory(factory=f) for n, f in EMBEDDED_DOMAINS.items()}
         if self.tau2 is not None:
-            given = {"reward": self.tau2_reward, "refuel_consent": self.tau2_refuel_consent}
+            given: dict[str, Any] = {"path": str(self.tau2), "reward": self.tau2_reward}
+            given |= {"refuel_consent": self.tau2_refuel_consent, "customer": self.customer}
+            given["played_by"] = self.customer_name
             for name in [*known]:
-                arguments = {"path": str(self.tau2), "domain": name, **given}
+                arguments = {**given, "domain": name}
                 known[name] = EnvironmentFactory(factory=TAU2, arguments=arguments)
         return known | self.own_domains
 

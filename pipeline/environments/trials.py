@@ -63,7 +63,7 @@ def try_task(
             f"{where}: reset starts another episode each time ({difference}), but the episodes of "
             f"a group must have one task; let reset(self, id, **kwargs) draw from {given}"
         )
-    if not task.prompt[-1]["content"] and not made[0].addition:
+    if not (task.prompt[-1]["content"] or made[0].addition or task.row().get("scenario")):
         names = ", ".join(name for name in task.row() if name not in ("domain", "payload"))
         hint = f"{remedy or 'give a column prompt'}, or let reset return the request"
         raise UserError(f"{where}: has no request, only {names}; {hint}")

@@ -11,6 +11,7 @@ from pipeline.chat.template import Chat
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import resumable
 from pipeline.config.settings import Config, ModelSettings
+from pipeline.customers.service import check_scenarios
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.shares import TaskMixture, mixtures, num_drawn
 from pipeline.data.tasks import Task
@@ -72,9 +73,10 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         check_upload(str(config.run.hub_model_id))
     limits, domains = config.rollout, load_domains(config.data)
     sets = {name: task_sets(config, domain) for name, domain in domains.items()}
+    notes = check_scenarios(config.data, domains, {name: of.held_out for name, of in sets.items()})
     train = {name: of.train for name, of in sets.items()}
     longest = {name: of.longest for name, of in sets.items()}
-    notes = [note for of in sets.values() for note in of.notes]
+    notes += [note for of in sets.values() for note in of.notes]
     notes += check_reward_functions(config, domains, train)
     graded = _graded(config, domains)
     notes += _mix_families(config, domains, train, graded)
@@ -90,10 +92,8 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         told = (f"{fact} {value}" for fact, value in islice(facts.items(), 5))
         notes.append(f"{name}: {', '.join(told)}")
     resumed = resumable(config)
-    if with_tiny_tokenizer:
-        tokenizer = load_tokenizer(ModelSettings(), domains.values())
-    else:
-        tokenizer = _tokenizer(config, domains, resumed)
+    tiny = load_tokenizer(ModelSettings(), domains.values()) if with_tiny_tokenizer else None
+    tokenizer = _tokenizer(config, domains, resumed) if tiny is None else tiny
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
     for name, of in sets.items():
         tokens = max(map(chat.num_content_tokens, of.texts), default=0)

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
+from pipeline.customers.scenario import Welcome, record
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import customers, tools
 from pipeline.environments.faults import FaultLog
@@ -38,9 +39,11 @@ class RolloutRequest:
 
 
 class _Episode:
-    def __init__(self, request: RolloutRequest, environment_class: type[Any]) -> None:
-        self.request, task = request, request.task
-        self.in_background = tools.may_wait(environment_class)  # whether calls run there
+    def __init__(
+        self, request: RolloutRequest, environment_class: type[Any], welcome: Welcome | None
+    ) -> None:
+        self.request, self.welcome, task = request, welcome, request.task
+        self.in_background = welcome is not None or tools.may_wait(environment_class)
         self.environment: Any = None
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
@@ -94,6 +97,7 @@ class Rollout:
         self.on_messages: Callable[[Any, list[Message]], None] = lambda environment, messages: None
         self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
         self.environment_s, self.reply = 0.0, customers.reply_of  # seconds; the user's answers
+        self.welcomes: Mapping[str, Welcome] = {}  # by domain
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
 
     def __call__(
@@ -114,7 +118,8 @@ class Rollout:
     def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
         """Run and score episodes, at most `max_concurrent_episodes` at the same time."""
         classes = [self.environments[request.task.domain] for request in requests]
-        episodes = list(map(_Episode, requests, classes))
+        welcomes = [self.welcomes.get(request.task.domain) for request in requests]
+        episodes = list(map(_Episode, requests, classes, welcomes))
         try:
             self._run(deque(episodes), greedy)
             for episode in episodes:
@@ -128,6 +133,8 @@ class Rollout:
             for episode in episodes:
                 self._close(episode)
             raise
+        for episode in (episode for episode in episodes if episode.welcome is not None):
+            record(episode.environment, episode.trajectory)
         return [episode.trajectory for episode in episodes]
 
     def _call_reward_functions(self, episodes: Sequence[_Episode]) -> None:
@@ -181,6 +188,10 @@ class Rollout:
         task, episode.excused = episode.request.task, "reset"
         start = partial(tools.started, self.environments[task.domain], task.row())
         episode.environment, addition, episode.in_background = await guard("reset", start)
+        if (welcome := episode.welcome) is not None:
+            arguments = episode.environment, task, episode.request.key, addition
+            addition = await guard("customer", partial(welcome, *arguments), welcome)
+            episode.in_background = tools.may_wait(type(episode.environment), episode.environment)
         episode.trajectory.messages[-1]["content"] += addition
 
     def _sample(self, live: list[_Episode], greedy: bool) -> tuple[list[_Episode], list[_Episode]]:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -33,11 +34,18 @@ POLICIES = {
 }
 
 
-class Checkout:
-    """The checkout in a folder. Raises UserError for another project, or for a faulty file."""
+TALKING_POLICIES = POLICIES | {"telecom": ("main_policy.md", "tech_support_manual.md")}
+GREETING = re.compile(r'DEFAULT_FIRST_AGENT_MESSAGE\b[^"]*"assistant",\s*content="([^"]+)"')
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
+
+class Checkout:
+    """The checkout in a folder. Raises UserError for another project, or for a faulty file.
+
+    With `is_talking`, a customer talks with the agent; else telecom is in the solo mode.
+    """
+
+    def __init__(self, path: Path, name: str, is_talking: bool = False) -> None:
+        self.path, self.name, self.is_talking = path, name, is_talking
         self.folder = path / "data" / "tau2" / "domains" / name
         if name not in DOMAINS:
             raise UserError(f"tau2: got the domain {shown(name)}; give {', '.join(DOMAINS)}")
@@ -47,8 +55,13 @@ class Checkout:
                 raise UserError(
                     f"tau2: {needed} is no folder; give a checkout of sierra-research/tau2-bench"
                 )
-        files = [*DATABASES[name], *POLICIES[name], "tasks.json", "split_tasks.json"]
+        policies = (TALKING_POLICIES if is_talking else POLICIES)[name]
+        files = [*DATABASES[name], *policies, "tasks.json", "split_tasks.json"]
         self.files = [self.folder / file for file in files]
+        if is_talking:
+            tools = "_tools" if name == "telecom" else ""
+            self.guidelines = path / f"data/tau2/user_simulator/simulation_guidelines{tools}.md"
+            self.files += [self.guidelines, path / "src/tau2/orchestrator/orchestrator.py"]
         for file in self.files:
             if not file.is_file() or not file.stat().st_size:
                 raise UserError(
@@ -59,6 +72,11 @@ class Checkout:
     def tasks(self) -> dict[str, dict[str, Any]]:
         """All tasks by id, as the data file has them."""
         return {task["id"]: task for task in self._json("tasks.json", list)}
+
+    def instructions(self, task_id: str) -> dict[str, Any]:
+        """Return the parts of the customer's instructions by name."""
+        found = self.tasks[task_id]["user_scenario"]["instructions"]
+        return found if isinstance(found, dict) else {"task_instructions": found}
 
     @cached_property
     def splits(self) -> dict[str, list[str]]:
@@ -80,6 +98,19 @@ class Checkout:
         if not isinstance(value, kind) or not value:
             raise UserError(f"tau2: {path} holds no {kind.__name__}; check the file out again")
         return value
+
+    @cached_property
+    def greeting(self) -> str:
+        """The agent's first message, which the benchmark writes. Raises UserError."""
+        found = GREETING.search(self.files[-1].read_text(encoding="utf-8"))
+        if found is None:
+            raise UserError(f"tau2: {self.files[-1]} has no greeting; give another commit")
+        return found[1]
+
+    def customer_prompt(self, scenario: str) -> str:
+        """Return the system prompt of the language model that plays a customer."""
+        guidelines = self.guidelines.read_text(encoding="utf-8").replace("<PERSONA_GUIDELINES>", "")
+        return f"{guidelines}\n\n<scenario>\n{scenario}\n</scenario>"
 
     @cached_property
     def commit(self) -> str:
@@ -116,12 +147,12 @@ class Checkout:
             raise UserError(f"tau2: the code of {self.path} does not load ({what})") from None
 
     def make_environment(self) -> Any:
-        """Return the official environment with the whole database, in solo mode for telecom.
+        """Return the official environment with the whole database.
 
         Raises UserError if a database does not load.
         """
         options: dict[str, Any] = {}
-        if self.name == "telecom":
+        if self.name == "telecom" and not self.is_talking:
             options = {"solo_mode": True, "policy_type": "workflow"}
         try:
             return self.package.environment.get_environment(**options)

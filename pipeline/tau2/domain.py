@@ -15,7 +15,7 @@ from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 from pipeline.tau2.checkout import DATABASES, TESTED_COMMIT, Checkout
-from pipeline.tau2.environment import Tau2Environment, World
+from pipeline.tau2.environment import TalkingEnvironment, Tau2Environment, World
 from pipeline.tau2.tasks import TaskSource
 from pipeline.tau2.telecom_expert import expert
 
@@ -23,6 +23,7 @@ NUM_READ = 300  # training tasks whose demonstrations give the tiny model's toke
 TRANSFER = ("transfer_to_human_agents", {"summary": "The customer needs a human agent."})
 SOLO = "a ticket, in solo mode"
 TICKET = "a ticket made from the customer's scenario"
+SCRIPTED = "a script that tells the scenario part by part"
 REPEATS = (
     "one customer, five tickets and the tools' texts, which a tiny model memorises; "
     "in these splits, no combination of faults of a test task is among the training tasks"
@@ -32,15 +33,21 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 @cache
 def tau2_domain(
-    path: str, domain: str, reward: str = "verifiable", refuel_consent: bool = True
+    path: str,
+    domain: str,
+    reward: str = "verifiable",
+    refuel_consent: bool = True,
+    customer: str = "ticket",
+    played_by: str = "",
 ) -> Domain:
     """Return the domain `domain` of the checkout in `path`.
 
+    `customer` is ticket, scripted or llm; `played_by` tells results which language model.
     Raises UserError for a faulty checkout, or if the reward `official` needs a judge.
     """
     if reward not in ("verifiable", "official"):
         raise UserError(f"tau2_reward: got {shown(reward)}; give verifiable or official")
-    world = _world(Path(path).expanduser().resolve(), domain)
+    world = _world(Path(path).expanduser().resolve(), domain, customer != "ticket")
     source = TaskSource(domain, world, refuel_consent)
     judged = [i for ids in source.needing_a_judge for i in ids]
     if reward == "official" and judged:
@@ -51,7 +58,9 @@ def tau2_domain(
         )
     known = {"world": world, "schemas": world.schemas}
     done: Calls = [("done", {})] if world.is_solo else []
-    environment = type(f"Tau2{domain.title()}Environment", (Tau2Environment,), known)
+    kind = Tau2Environment if customer == "ticket" else TalkingEnvironment
+    environment = type(f"Tau2{domain.title()}Environment", (kind,), known)
+    who = {"scripted": SCRIPTED, "llm": f"{played_by}, with the benchmark's user prompt"}
 
     _refuse_incomplete(source, environment, done)
 
@@ -59,7 +68,7 @@ def tau2_domain(
         return {"nothing": done, "transfer": [TRANSFER, *done]}
 
     def about() -> dict[str, Any]:
-        return _about(source, reward)
+        return _about(source, reward, who.get(customer, ""))
 
     return Domain(
         name=source.name,
@@ -90,11 +99,14 @@ def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) 
     for task_id in source.ids["test"]:
         episode, criteria = environment(), source.world.task(task_id).evaluation_criteria
         said = " ".join(criteria.communicate_info or ())
-        calls = [(action.name, action.arguments) for action in criteria.actions or ()]
         try:
             episode.reset(json.dumps({"id": task_id}))
-            for call in (*calls, *done):
-                episode.call(*call)
+            for action in criteria.actions or ():
+                is_customer = action.requestor == "user" and not source.world.is_solo
+                call = episode.call_of_customer if is_customer else episode.call
+                call(action.name, action.arguments)
+            for end in done:
+                episode.call(*end)
             episode.stop_reason = "completed"
             episode.messages = [{"role": "assistant", "content": said}]
             earned = episode.get_reward()
@@ -108,13 +120,14 @@ def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) 
 
 
 @cache
-def _world(path: Path, name: str) -> World:
-    checkout = Checkout(path, name)
+def _world(path: Path, name: str, is_talking: bool) -> World:
+    checkout = Checkout(path, name, is_talking)
     assert checkout.tasks and checkout.splits  # both are checked when they are read
+    assert not is_talking or checkout.greeting
     return World(checkout)
 
 
-def _about(source: TaskSource, reward: str) -> dict[str, Any]:
+def _about(source: TaskSource, reward: str, customer: str) -> dict[str, Any]:
     """Return what a reader of results must know about a domain's tasks and rewards."""
     checkout, is_solo = source.world.checkout, source.world.is_solo
     approximated, unjudged = source.needing_a_judge
@@ -128,7 +141,7 @@ def _about(source: TaskSource, reward: str) -> dict[str, Any]:
         "benchmark": f"τ²-bench {checkout.name}",
         "commit": checkout.commit + other * (checkout.commit != TESTED_COMMIT),
         "data_sha256": checkout.data_hash,
-        "customer": SOLO + consent if is_solo else TICKET,
+        "customer": customer or (SOLO + consent if is_solo else TICKET),
         "reward": reward,
         "tasks_in_splits": of_splits(checkout.tasks),
         "nl_assertions_replaced_by_communicate": of_splits(approximated),

@@ -14,8 +14,10 @@ import re
 from itertools import takewhile
 from typing import Any, ClassVar
 
+from pipeline.customers.scenario import Scenario, spoken
 from pipeline.tau2.checkout import Checkout
 from pipeline.tau2.overlay import Base, State, changes_of, tables_of
+from pipeline.tau2.scripted_customer import ScriptedCustomer
 
 MAX_ERRORS = 10  # as the official orchestrator's default
 STOPPED = "###STOP###"
@@ -36,15 +38,18 @@ class World:
         self.checkout, self.package = checkout, checkout.package
         self._official = checkout.make_environment()
         self.policy: str = self._official.policy
-        self.is_solo = self._official.user_tools is not None
+        self.has_phone = self._official.user_tools is not None
+        self.is_solo = self.has_phone and not checkout.is_talking
         kits = [kit for kit in (self._official.tools, self._official.user_tools) if kit is not None]
-        tools = [tool for kit in kits for tool in kit.get_tools().values()]
-        self.schemas = [*(tool.openai_schema for tool in tools), *([DONE] * self.is_solo)]
-        names = [tool.name for tool in tools]
+        tools = [list(kit.get_tools().values()) for kit in kits]
+        own, *phone = [[tool.openai_schema for tool in of_kit] for of_kit in tools]
+        self.customer_schemas = [schema for of_kit in phone for schema in of_kit]
+        self.schemas = [*own, *self.customer_schemas, DONE] if self.is_solo else own
+        names = [tool.name for of_kit in tools for tool in of_kit]
         writes = ((kit, n) for kit in kits for n in names if kit.has_tool(n))
         self.writing = {name for kit, name in writes if kit.tool_mutates_state(name)}
         databases = [kit.db for kit in kits]
-        self._base = None if self.is_solo else Base(databases[0])
+        self._base = None if self.has_phone else Base(databases[0])
         self._pickled = pickle.dumps(databases, protocol=5)
         vpn = "default_vpn_details"  # one object of the class, which `break_vpn` changes
         self._vpn = copy.deepcopy(getattr(type(self._official.user_tools), vpn, None))
@@ -69,7 +74,7 @@ class World:
                 user_tools.default_vpn_details = copy.deepcopy(self._vpn)
             tools = type(official.tools)(database)
             environment = type(official)(official.domain_name, self.policy, tools, user_tools)
-            environment.solo_mode = True
+            environment.solo_mode = self.is_solo
         state = task.initial_state
         for action in (state.initialization_actions or ()) if state is not None else ():
             environment.run_env_function_call(action)
@@ -80,17 +85,23 @@ class World:
         if task.id not in self._gold:
             environment = self.start(task)
             for action in task.evaluation_criteria.actions or ():
-                self.call(environment, action.name, action.arguments)
+                by = "assistant" if self.is_solo else action.requestor
+                self.call(environment, action.name, action.arguments, by)
             self._gold[task.id] = changes_of(environment.tools.db)
         return self._gold[task.id]
 
-    def call(self, environment: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """Call a tool; return the text that the model sees, and whether the call failed."""
+    def call(
+        self, environment: Any, name: str, arguments: dict[str, Any], by: str = "assistant"
+    ) -> tuple[str, bool]:
+        """Call a tool; return the text of the result, and whether the call failed.
+
+        `by` is "assistant" for the model, or "user" for the customer, who has other tools.
+        """
         if name == "calculate" and _is_endless(str(arguments)):
             return "Error: Invalid characters in expression", True
         for table in tables_of(environment.tools.db):
             table.is_read_only = name not in self.writing
-        call = self.package.ToolCall(name=name, arguments=arguments)
+        call = self.package.ToolCall(name=name, arguments=arguments, requestor=by)
         answer = environment.get_response(call)
         return answer.content, answer.error
 
@@ -209,7 +220,7 @@ class Tau2Environment:
 
     def _communicate(self, criteria: Any) -> bool:
         said = [m["content"] for m in self.messages if m["role"] == "assistant" and m["content"]]
-        texts = [text.lower().replace(",", "") for text in said]
+        texts = [spoken(text).lower().replace(",", "") for text in said]
         missing = [
             info
             for info in criteria.communicate_info or ()
@@ -217,3 +228,30 @@ class Tau2Environment:
         ]
         self.difference |= {f"said {info!r}": ["no", "yes"] for info in missing}
         return not missing
+
+
+class TalkingEnvironment(Tau2Environment):
+    """An episode with a customer who talks. The customer ends the episode.
+
+    The customer is a ScriptedCustomer until other code replaces `user`, by the `scenario`. The
+    customer's own tools are those of the phone, in telecom.
+    """
+
+    def reset(self, payload: str, **row: Any) -> str:  # type: ignore[override]
+        super().reset(payload, **row)
+        self.user = ScriptedCustomer(self.world.checkout.instructions(self._task.id))
+        return self.user.first_words
+
+    @property
+    def scenario(self) -> Scenario:
+        checkout = self.world.checkout
+        return Scenario(
+            system=checkout.customer_prompt(str(self._task.user_scenario)),
+            greeting=checkout.greeting,
+            schemas=self.world.customer_schemas,
+            call=self.call_of_customer,
+        )
+
+    def call_of_customer(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        self._calls.append((name, arguments))
+        return self.world.call(self._environment, name, arguments, "user")

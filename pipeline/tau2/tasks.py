@@ -29,6 +29,10 @@ TICKET = (
     "Work on the customer's ticket by the policy. The customer cannot be asked, and the ticket has "
     "all that the customer would say. A message without a call of a tool ends the work."
 )
+TALK = (
+    "You are the service agent. In each message, either call tools or write to the customer, not "
+    "both; the customer sees only what you write. Follow the policy."
+)
 LABELS = {
     "reason_for_call": "Why the customer writes",
     "known_info": "What the customer knows",
@@ -52,7 +56,7 @@ class TaskSource:
         """
         ids = self.ids[split]
         if difficulty != "medium":
-            if not self.world.is_solo:
+            if not self.world.has_phone:
                 known = "only telecom has levels; train telecom alone, or leave it out"
                 raise ValueError(f"difficulty: got {difficulty}, but {known}")
             if split == "train":
@@ -93,14 +97,14 @@ class TaskSource:
     def family_shares(self) -> Mapping[str, float]:
         """Telecom trains on its three kinds evenly. Elsewhere, tasks to refuse are few."""
         families = [self.family(i) for i in self.ids["train"]]
-        if self.world.is_solo:
+        if self.world.has_phone:
             names = sorted(set(families))
             return {name: 1 / len(names) for name in names}
         share = families.count(NOTHING) / len(families)
         return {NOTHING: MOST_NOTHING} if share > MOST_NOTHING else {}
 
     def family(self, task_id: str) -> str:
-        if self.world.is_solo:
+        if self.world.has_phone:
             return kind_of(task_id)
         task = self.world.task(task_id)
         has_to_tell = "COMMUNICATE" in parts_of(task) and task.evaluation_criteria.communicate_info
@@ -111,19 +115,21 @@ class TaskSource:
         actions = criteria.get("actions") or ()
         is_transfer = any(action["name"].startswith("transfer") for action in actions)
         branch = "transfer" if is_transfer else ""
-        if self.world.is_solo and not is_transfer:
+        if self.world.has_phone and not is_transfer:
             number = len(faults_of(task_id))
             branch = f"{number} fault{'s' * (number > 1)}"
         family, ticket = self.family(task_id), self.ticket(task_id)
-        instruction = SOLO if self.world.is_solo else TICKET
-        system = f"tau2 {self.world.checkout.name}\n\n{instruction}\n\n{self.world.policy}"
+        checkout = self.world.checkout
+        instruction = SOLO if self.world.is_solo else TALK if checkout.is_talking else TICKET
+        system = f"tau2 {checkout.name}\n\n{instruction}\n\n{self.world.policy}"
+        asked = [{"role": "user", "content": ticket}]
+        if checkout.is_talking:  # the customer's first words come from `reset`
+            greeting = {"role": "assistant", "content": checkout.greeting}
+            asked = [greeting, {"role": "user", "content": ""}]
         return Task(
             domain=self.name,
             id=task_id,
-            prompt=(
-                {"role": "system", "content": system},
-                {"role": "user", "content": ticket},
-            ),
+            prompt=({"role": "system", "content": system}, *asked),
             payload=json.dumps({"id": task_id, "goal": {"kind": family, "ticket": ticket}}),
             family=family,
             branch=branch,
@@ -135,12 +141,10 @@ class TaskSource:
         A ticket of telecom gets the customer's consent to buy data, which the scenario has.
         """
         task = self.world.checkout.tasks[task_id]
-        instructions = task["user_scenario"]["instructions"]
+        instructions = self.world.checkout.instructions(task_id)
         if ticket := task.get("ticket"):
             wants = "refuel" in str(instructions) and "refuel" not in ticket
             return f"{ticket} {self.consent}" if wants and self.refuel_consent else str(ticket)
-        if isinstance(instructions, str):
-            return instructions
         told = {label: str(instructions.get(k) or "").strip(" .\n") for k, label in LABELS.items()}
         return "\n\n".join(f"{label}: {text}." for label, text in told.items() if text)
 

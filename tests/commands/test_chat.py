@@ -17,6 +17,7 @@ from pipeline.embedded.retail import RetailEnvironment, generate_tasks
 from pipeline.environments.tools import run_steps, started
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
+from tests.support.endpoint import serving
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
 from tests.support.messages import refusal, says
 
@@ -57,6 +58,23 @@ def test_a_dataset_without_tools_is_served_too(run, capsys):
     says(shown, "domain    sums, the first of sums, airline", "task      19", "customer  19 + 1")
     assert re.search(r"\nreward    [01] \(is_right [01]\)\n", shown)
     assert "tools" not in shown and "database" not in shown
+
+
+def test_a_language_model_is_the_customer_of_a_task_with_a_scenario(run, capsys, monkeypatch):
+    rows = [{"prompt": "", "answer": "20", "scenario": f"You are {n}."} for n in range(20)]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    with serving(lambda body: "Twenty, please.") as server:
+        config["data"] |= {"customer": "llm", "customer_model": "m", "customer_url": server.url}
+        Path("run/config.yaml").write_text(yaml.safe_dump(config))
+        assert main([run, "--task", "19"]) == 0
+        says(capsys.readouterr().out, "customer  m at temperature 0", "customer  Twenty, please.")
+        assert server.bodies[0]["messages"][0]["content"].endswith("You are 19.")
+        assert Path("run/customers/chat.jsonl").read_text().count("\n") == len(server.bodies)
+        monkeypatch.setattr("sys.stdin", io.StringIO("I am a person.\n"))
+        number = len(server.bodies)
+        assert main([run, "--task", "19", "--human"]) == 0
+        assert len(server.bodies) == number
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def shop_task(number: int, basis: str, calls: Calls, **criteria: Any) -> dict[st
     actions = [{"name": name, "arguments": arguments} for name, arguments in calls]
     known = {"actions": actions, "reward_basis": ["DB", basis], **criteria}
     instructions = {"reason_for_call": f"Reason {number}", "task_instructions": "Be brief."}
+    instructions |= {"known_info": "You are Ada and your id is ada."} if number > 2 else {}
     return {
         "id": str(number),
         "user_scenario": {"instructions": instructions},
@@ -53,7 +54,14 @@ def phone_task(kind: str, *faults: tuple[str, str, tuple[str, dict[str, Any]]]) 
         for fault in faults
     ]
     works = {"env_type": "user", "func_name": "assert_works", "arguments": {"expected": solvable}}
-    actions = [{"name": name, "arguments": arguments} for *_, (name, arguments) in faults]
+    actions = [
+        {
+            "name": fault[2][0],
+            "arguments": fault[2][1],
+            "requestor": "assistant" if fault is LINE else "user",
+        }
+        for fault in faults
+    ]
     transfer = {"name": TRANSFER[0], "arguments": {}, "compare_args": []}
     return {
         "id": f"[{kind}_issue]{'|'.join(fault[0] for fault in faults)}[PERSONA:None]",
@@ -98,6 +106,10 @@ def write(path: Path) -> Path:
     """Write the checkout into the new folder `path`; return `path`."""
     source = Path(__file__).parent / "src"
     shutil.copytree(source, path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for tools in ("", "_tools"):
+        guidelines = path / "data/tau2/user_simulator" / f"simulation_guidelines{tools}.md"
+        guidelines.parent.mkdir(parents=True, exist_ok=True)
+        guidelines.write_text(f"# Play a customer{tools}.\n<PERSONA_GUIDELINES>", encoding="utf-8")
     for name, tasks in TASKS.items():
         folder = path / "data" / "tau2" / "domains" / name
         folder.mkdir(parents=True)
@@ -111,6 +123,7 @@ def write(path: Path) -> Path:
             texts["split_tasks.json"] = json.dumps({**splits, "train": ids[1:3], "full": ids})
             texts |= {"db.toml": "[lines.L1]\npaid = true\n", "user_db.toml": "[phone.apn]\n"}
             texts |= {"main_policy_solo.md": "Help.", "tech_support_workflow_solo.md": "Look."}
+            texts |= {"main_policy.md": "Help by talking.", "tech_support_manual.md": "Ask."}
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
     return path

@@ -8,6 +8,11 @@ class ToolCall(BaseModel):
     requestor: str = "assistant"
 
 
+class AssistantMessage(BaseModel):
+    role: str
+    content: str
+
+
 class ToolMessage(BaseModel):
     content: str
     error: bool

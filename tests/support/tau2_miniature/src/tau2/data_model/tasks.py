@@ -14,6 +14,7 @@ class RewardType(StrEnum):
 class Action(BaseModel):
     name: str
     arguments: dict
+    requestor: str = "assistant"
     compare_args: list[str] | None = None
 
     def compare_with_tool_call(self, call) -> bool:

@@ -76,6 +76,8 @@ class Environment:
     def get_response(self, call) -> ToolMessage:
         try:
             kits = [kit for kit in (self.user_tools, self.tools) if kit is not None]
+            if not self.solo_mode:
+                kits = [self.user_tools if call.requestor == "user" else self.tools]
             kit = next((kit for kit in kits if kit.has_tool(call.name)), None)
             if kit is None:
                 raise ValueError(f"Tool '{call.name}' not found.")

@@ -99,7 +99,8 @@ class PhoneTools(ToolKit):
 
 def get_environment(solo_mode: bool = False, policy_type: str = "manual") -> Environment:
     folder = folder_of("telecom")
-    files = ("main_policy_solo.md", f"tech_support_{policy_type}_solo.md")
+    solo = "_solo" if solo_mode else ""
+    files = (f"main_policy{solo}.md", f"tech_support_{policy_type}{solo}.md")
     policy = "\n".join((folder / file).read_text(encoding="utf-8") for file in files)
     db, user_db = (
         tomllib.loads((folder / file).read_text(encoding="utf-8"))

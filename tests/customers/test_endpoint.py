@@ -1,0 +1,173 @@
+"""The client of an endpoint, against a real server that fails in every way."""
+
+import asyncio
+import json
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.customers import endpoint as module
+from pipeline.customers.endpoint import Endpoint, Refused, seconds_of
+from pipeline.environments.faults import Outage
+from tests.support.endpoint import USELESS, calling, serving
+
+ASKED = [{"role": "user", "content": "Hello."}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def server():
+    with serving() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch):
+    """The pauses between attempts. They take no time here, and the clock shows their sum."""
+    found, sleep = [], asyncio.sleep
+
+    async def pause(seconds):
+        found.append(seconds)
+        await sleep(0)
+
+    clock = SimpleNamespace(sleep=pause, timeout=asyncio.timeout, monotonic=lambda: sum(found))
+    clock.get_running_loop = asyncio.get_running_loop
+    monkeypatch.setattr(module, "asyncio", clock)
+    monkeypatch.setattr(module, "time", clock)
+    return found
+
+
+class Client:
+    def __init__(self, url, patience_s=60.0, key="", temperature=0.7):
+        self.lines, self.paid = [], []
+        self.endpoint = Endpoint(url, "m", temperature, key, patience_s, self.lines.append)
+
+    async def ask(self, tools=()):
+        return await self.endpoint.answer(ASKED, tools, 5, lambda *paid: self.paid.append(paid))
+
+    def __call__(self, *tools):
+        return asyncio.run(self.ask(tools))
+
+
+def test_model_temperature_seed_tools_and_key_arrive(server):
+    client = Client(server.url + "/", key="secret")
+    assert client(*TOOLS) == {"role": "assistant", "content": "Yes."}
+    assert server.bodies == [
+        {"model": "m", "temperature": 0.7, "seed": 5, "messages": ASKED}
+        | {"tools": TOOLS, "stream": False}
+    ]
+    assert (server.paths, server.keys) == ({"/v1/chat/completions"}, {"Bearer secret"})
+    assert client.paid == [({"role": "assistant", "content": "Yes."}, 10)]
+    Client(server.url)()
+    assert "tools" not in server.bodies[1] and "" in server.keys
+
+
+def test_calls_of_tools_are_read(server):
+    server.answer = lambda body: calling("look", item="lamp")
+    (call,) = Client(server.url)(*TOOLS)["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": '{"item": "lamp"}'}
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, 408, "drop"])
+def test_an_attempt_that_fails_is_repeated_and_not_paid(server, fault, pauses):
+    server.faults = [fault] * 4
+    client = Client(server.url)
+    assert client()["content"] == "Yes."
+    assert (len(server.bodies), len(client.paid)) == (5, 1)
+    assert all(0.25 * 2**n <= pause <= 0.5 * 2**n for n, pause in enumerate(pauses))
+
+
+def test_a_pause_is_as_long_as_the_endpoint_asks_for(server, pauses):
+    server.faults = [(429, "7"), (503, "11.5")]
+    Client(server.url)()
+    assert pauses == [7, 11.5]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("3", 3), ("-1", 0), ("", 0), ("soon", 0)])
+def test_retry_after_is_read(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+def test_retry_after_may_be_a_date():
+    assert seconds_of("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert seconds_of("Wed, 21 Oct 2115 07:28:00 GMT") > 1e9
+
+
+def test_one_line_tells_that_the_endpoint_is_busy_one_that_it_is_away_one_that_it_is_back(server):
+    server.faults = [429] * 9 + [500] * 9
+    client = Client(server.url)
+
+    async def ask_often():
+        return await asyncio.gather(*(client.ask() for _ in range(5)))
+
+    assert len(asyncio.run(ask_often())) == 5
+    assert client.lines == [
+        f"customer: {server.url} asks to wait (status 429); calls are tried again",
+        f"customer: {server.url} does not answer (status 500); calls are tried again",
+        f"customer: {server.url} answers again",
+    ]
+
+
+def test_a_single_failure_is_told_to_nobody(server):
+    server.faults = [500]
+    client = Client(server.url)
+    assert client() and client.lines == []
+
+
+def test_an_endpoint_that_comes_back_goes_on(pauses):
+    with serving() as server:
+        port, client = server.server_port, Client(server.url)
+        client()
+    with pytest.raises(Outage, match=r"is away for \d\d s \(ConnectError: "):
+        Client(server.url)()
+    assert 30 < sum(pauses) <= 60
+    with serving(port=port):
+        assert client()["content"] == "Yes."
+
+
+def test_a_slow_answer_ends_at_a_deadline(server):
+    server.faults = [Event(), Event()]
+    late = list(server.faults)
+    with pytest.raises(Outage, match=r"no answer within 0\.2 s"):
+        Client(server.url, patience_s=0.4)()
+    for event in late:
+        event.set()
+
+
+@pytest.mark.parametrize("text", ["", "<html>", json.dumps(USELESS), '{"choices": [{}]}', "[1]"])
+def test_a_useless_answer_is_paid_and_asked_for_at_most_three_times(server, text):
+    server.faults = [text] * 3
+    client = Client(server.url)
+    with pytest.raises(Outage, match="gave 3 answers without a message"):
+        client()
+    assert client.paid == [(None, 0)] * 3
+    assert client()["content"] == "Yes."
+
+
+def test_arguments_that_are_no_object_make_an_answer_useless(server):
+    server.answer = lambda body: calling("look") if len(server.bodies) > 1 else _broken()
+
+    def _broken():
+        message = calling("look")
+        message["tool_calls"][0]["function"]["arguments"] = "[1"
+        return message
+
+    client = Client(server.url)
+    assert client(*TOOLS)["tool_calls"]
+    assert [paid[1] for paid in client.paid] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("status", "first", "for_all"),
+    [(401, False, True), (404, False, True), (400, True, True), (400, False, False)],
+)
+def test_a_refusal_is_not_repeated(server, status, first, for_all):
+    client = Client(server.url)
+    if not first:
+        client()
+    server.faults = [status]
+    with pytest.raises(Refused, match=f"status {status}: ") as caught:
+        client()
+    assert caught.value.for_all == for_all
+    assert len(server.bodies) == 1 + (not first)

@@ -1,0 +1,124 @@
+"""The customer that a language model plays: what it sees, what it may do, and how it ends."""
+
+import asyncio
+
+import pytest
+
+from pipeline.customers.llm_customer import MAX_ERRORS, SILENCE, LlmCustomer, scenario_of
+from pipeline.customers.scenario import Scenario, spoken
+from pipeline.environments.faults import Outage
+from tests.support.endpoint import calling
+
+
+def customer(*answers, call=None, first_words=""):
+    """A customer with these answers of the language model; also what the model was asked."""
+    asked, left = [], list(answers)
+
+    async def ask(messages, schemas):
+        asked.append([dict(message) for message in messages])
+        answer = left.pop(0)
+        message = {"content": answer} if isinstance(answer, str) else answer
+        return {"role": "assistant", **message, "content": message["content"] or ""}
+
+    scenario = Scenario(system="Play.", greeting="Welcome.", first_words=first_words, call=call)
+    return LlmCustomer(scenario, ask), asked
+
+
+def talk(made, *messages):
+    async def whole():
+        return [await made.first_words(), *[await made.reply(message) for message in messages]]
+
+    return asyncio.run(whole())
+
+
+def test_the_customer_answers_the_greeting_and_then_the_agent():
+    made, asked = customer("My lamp is broken.", "No.")
+    assert talk(made, "Is it on?") == ["My lamp is broken.", "No."]
+    assert asked[1] == [
+        {"role": "system", "content": "Play."},
+        {"role": "user", "content": "Welcome."},
+        {"role": "assistant", "content": "My lamp is broken."},
+        {"role": "user", "content": "Is it on?"},
+    ]
+    assert made.model_messages == [*asked[1], {"role": "assistant", "content": "No."}]
+
+
+def test_a_request_of_the_task_is_what_the_customer_has_said_first():
+    made, asked = customer("No.", first_words="My lamp is broken.")
+    assert talk(made, "Is it on?") == ["My lamp is broken.", "No."]
+    assert len(asked) == 1 and asked[0][2]["content"] == "My lamp is broken."
+
+
+@pytest.mark.parametrize(
+    ("text", "heard"),
+    [
+        ("<think>He lies.</think> Is it on?", "Is it on?"),
+        ("He lies.</think>\nIs it on?", "Is it on?"),
+        ("Is it on? <think>He lies, so", "Is it on?"),
+        ("A<think>b</think>C<think>d</think>", "AC"),
+        ("<think>He lies.</think>", ""),
+    ],
+)
+def test_thoughts_are_not_shown(text, heard):
+    assert spoken(text) == heard
+    made, asked = customer("Hi.", "No.")
+    talk(made, text)
+    assert "lies" not in str(asked)
+
+
+def test_thoughts_of_the_customer_are_not_told_to_the_agent():
+    made, _ = customer("<think>The lamp.</think>Hello.", "<think>Well</think>")
+    with pytest.raises(Outage, match="wrote thoughts and no message"):
+        talk(made, "Is it on?")
+    assert made.model_messages[2]["content"] == "Hello."
+
+
+def test_an_empty_message_is_answered_without_a_call():
+    made, asked = customer("Hi.")
+    assert talk(made, " \n") == ["Hi.", SILENCE]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("stop", ["STOP", "TRANSFER", "OUT-OF-SCOPE"])
+def test_a_stop_ends_the_conversation(stop):
+    made, _ = customer("Hi.", f"Thanks. ###{stop}###")
+    assert talk(made, "Done.") == ["Hi.", None]
+    made, _ = customer(f"###{stop}###")
+    assert talk(made, "Done.")[1] is None
+
+
+def test_the_customers_tools_are_called_and_counted_apart():
+    calls = []
+
+    def phone(name, arguments):
+        calls.append((name, arguments))
+        return ("Error: no such app", True) if name == "open" else ("ON", False)
+
+    steps = calling("toggle", 1, on=True), calling("open", 2), "It is on."
+    made, asked = customer("Hi.", *steps, call=phone)
+    assert talk(made, "Switch it on.") == ["Hi.", "It is on."]
+    assert calls == [("toggle", {"on": True}), ("open", {})]
+    assert made.tool_counts == {"toggle": [1, 0], "open": [1, 1]}
+    results = [message for message in asked[-1] if message["role"] == "tool"]
+    assert [result["tool_call_id"] for result in results] == ["call-1", "call-2"]
+    assert results[1]["content"] == "Error: no such app"
+
+
+def test_a_customer_without_tools_gets_an_error():
+    made, asked = customer("Hi.", calling("toggle"), "Well.")
+    assert talk(made, "Switch it on.")[1] == "Well."
+    assert asked[-1][-1]["content"] == "Error: there is no tool toggle"
+
+
+@pytest.mark.parametrize(("failed", "why"), [(True, "tools failed"), (False, "no other one")])
+def test_a_customer_who_never_answers_has_failed(failed, why):
+    made, asked = customer("Hi.", *[calling("toggle")] * 40, call=lambda *_: ("", failed))
+    with pytest.raises(Outage, match=why):
+        talk(made, "Switch it on.")
+    assert len(asked) == 1 + (MAX_ERRORS if failed else 30)
+
+
+def test_the_scenario_of_any_task_is_in_the_prompt():
+    made = scenario_of("You are Ada.", "My lamp is broken.")
+    assert made.system.endswith("Your instructions:\nYou are Ada.")
+    assert made.first_words == "My lamp is broken."

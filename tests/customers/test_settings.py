@@ -1,0 +1,46 @@
+"""Combinations of settings that cannot serve a customer are refused in one line."""
+
+import pytest
+
+from pipeline.config.rules import check
+from pipeline.config.settings import Config, DataSettings
+from pipeline.customers.service import check_scenarios
+from pipeline.environments.domains import load_domains
+from pipeline.errors import UserError
+
+LLM = {"customer": "llm", "customer_url": "http://host/v1", "customer_model": "m"}
+SHOPS = {"tau2": "somewhere", "domains": ["airline", "retail"]}
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"customer_url": "http://x"}, "customer_url: got http://x, with customer ticket, which"),
+        ({"max_customer_calls": 9}, "max_customer_calls: got 9, with customer ticket"),
+        (LLM | {"customer_url": None}, "customer_url: customer llm needs it"),
+        (LLM | {"customer_model": None}, "customer_model: customer llm needs it"),
+        (LLM | {"customer_url": "host:8000"}, "customer_url: got 'host:8000'; give the base URL"),
+        (LLM | {"customer_key": "NO_SUCH_KEY"}, "customer_key: got NO_SUCH_KEY, which is not set"),
+        ({"customer": "scripted"}, "customer: got scripted for airline,retail,telecom; it is for"),
+        ({**SHOPS, "customer": "scripted", "tau2": None}, "customer: got scripted for airline,"),
+    ],
+)
+def test_a_bad_combination_is_one_line(data, line):
+    with pytest.raises(UserError) as caught:
+        check(Config(data=data))
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [LLM, {**SHOPS, "customer": "scripted"}, {}])
+def test_a_good_combination_is_not(data, monkeypatch):
+    check(Config(data=data))
+    monkeypatch.setenv("MY_KEY", "secret")
+    check(Config(data={**LLM, "customer_key": "MY_KEY"}))
+
+
+def test_a_language_model_without_scenarios_is_refused():
+    data = DataSettings(domains=["airline"], **LLM)
+    domains = load_domains(data)
+    tasks = {"airline": domains["airline"].generate_tasks(0, 2, "test", "medium")}
+    with pytest.raises(UserError, match="no task of airline has a scenario; give τ²"):
+        check_scenarios(data, domains, tasks)

@@ -1,0 +1,99 @@
+"""A small server of OpenAI's chat protocol, which can be slow, wrong, busy or gone."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Lock, Thread
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], dict[str, Any] | str]
+USELESS = {"choices": []}
+
+
+class ChatServer(ThreadingHTTPServer):
+    """Answers with `answer(body)`, a text or a message.
+
+    A first entry of `faults` is used up instead: a status, a pair of a status and Retry-After, a
+    text as the body, "drop" to close the connection, or an Event to wait for. `paid` counts the
+    requests that got a message, by their body.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, answer: Answer, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.answer, self.faults, self.lock = answer, list[Any](), Lock()
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: set[str] = set()
+        self.keys: set[str] = set()
+        self.paid = Counter[str]()
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # a client that is gone
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: ChatServer
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # one packet for headers and body
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _send(self, text: str, status: int = 200, retry_after: str = "") -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if retry_after:
+            self.send_header("Retry-After", retry_after)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        server = self.server
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        body = json.loads(text)
+        with server.lock:
+            server.bodies.append(body)
+            server.paths.add(self.path)
+            server.keys.add(self.headers.get("Authorization", ""))
+            fault = server.faults.pop(0) if server.faults else None
+        if isinstance(fault, Event):
+            fault.wait(10)
+        elif fault == "drop":
+            self.close_connection = True
+            return
+        elif isinstance(fault, str):
+            return self._send(fault)
+        elif fault is not None:
+            status, retry_after = fault if isinstance(fault, tuple) else (fault, "")
+            return self._send('{"error": "as the test wants"}', status, retry_after)
+        said = server.answer(body)
+        message = {"content": said} if isinstance(said, str) else said
+        with server.lock:
+            server.paid[text] += 1
+        usage = {"total_tokens": 10}
+        self._send(json.dumps({"choices": [{"message": message}], "usage": usage}))
+
+
+@contextmanager
+def serving(answer: Answer = lambda body: "Yes.", port: int = 0) -> Iterator[ChatServer]:
+    with ChatServer(answer, port) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def calling(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
+    """A message that calls a tool of the customer."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"id": f"call-{number}", "type": "function", "function": function}
+    return {"content": None, "tool_calls": [call]}

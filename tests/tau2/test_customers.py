@@ -1,0 +1,198 @@
+"""Customers of τ²-bench who talk: a script, and a language model behind a real server."""
+
+import json
+
+import pytest
+
+from pipeline.config.settings import Config, RolloutSettings
+from pipeline.customers.service import Customers
+from pipeline.data.tasks import Task
+from pipeline.environments.domains import load_domains
+from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.trajectory import StopReason
+from pipeline.tau2.scripted_customer import ScriptedCustomer
+from tests.support.endpoint import calling, serving
+from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
+from tests.tau2.conftest import SOURCE
+
+LIMITS = RolloutSettings(
+    max_turns=12, max_tokens_per_turn=400, max_tokens=60_000, max_tool_result_tokens=8000
+)
+MINIATURE = pytest.mark.skipif(SOURCE != "miniature", reason="plays the miniature's phone")
+BROKEN = "[service_issue]airplane_mode_on|overdue_bill_suspension[PERSONA:None]"
+
+
+def config_of(domains=("telecom",), customer="llm", url="http://x", **data):
+    data = {"domains": list(domains), "customer": customer, **data}
+    if customer == "llm":
+        data |= {"customer_url": url, "customer_model": "m", "customer_temperature": 0.5}
+    return Config(data=data)
+
+
+def task_of(domain, task_id):
+    splits = ("train", "validation", "test")
+    tasks = [task for s in splits for task in domain.generate_tasks(0, 99, s, "medium")]
+    return next(task for task in tasks if task.id == task_id)
+
+
+def play(config, domain, task, script, folder):
+    rollout = Rollout(
+        ScriptedSampler({9: script}), chat(), {domain.name: domain.environment}, LIMITS
+    )
+    if config.data.customer == "llm":
+        rollout.welcomes = Customers(config, folder, [domain.name]).welcomes
+    (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=9)])
+    return trajectory
+
+
+@MINIATURE
+def test_the_phone_is_the_customers_and_the_line_is_the_agents(checkout_path, tmp_path):
+    """The customer calls the phone's tools on the same episode, and ends it as in the benchmark."""
+
+    def answer(body):
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return f"It says {last['content']}"
+        steps = {
+            "Welcome, what can I do for you?": "My phone is dead.",
+            "Switch the airplane mode off.": calling("toggle_airplane_mode"),
+            "Your line works again.": "Thank you. ###STOP###",
+        }
+        return steps[last["content"]]
+
+    script = [
+        call("toggle_airplane_mode"),  # no tool of the agent
+        call("resume_line", line_id="L1"),
+        say("<think>It is the plane.</think>Switch the airplane mode off."),
+        say("Your line works again."),
+    ]
+    with serving(answer) as server:
+        config = config_of(url=server.url, tau2=str(checkout_path))
+        domain = load_domains(config.data)["telecom"]
+        trajectory = play(config, domain, task_of(domain, BROKEN), script, tmp_path)
+        again = play(config, domain, task_of(domain, BROKEN), script, tmp_path)
+    assert trajectory.error == ""
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
+    assert trajectory.reward_breakdown == {"graded": 1.0, "ENV_ASSERTION": 1.0}
+    told = [(m["role"], m["content"]) for m in trajectory.messages]
+    assert told[1:3] == [
+        ("assistant", "Welcome, what can I do for you?"),
+        ("user", "My phone is dead."),
+    ]
+    assert told[4][0] == "tool" and told[4][1].startswith("Error: ")
+    assert ("user", "It says Airplane mode: False") in told
+    assert "Airplane mode: True" not in str(told)
+    assert trajectory.tools["customer/toggle_airplane_mode"] == [1, 0]
+    assert trajectory.tools["unknown"] == [1, 1]
+    seen = [m["content"] for m in trajectory.customer]
+    assert seen[0].startswith("# Play a customer_tools.\n\n\n<scenario>\n")
+    assert seen[0].endswith("\n</scenario>")
+    assert seen[1:] == [
+        *("Welcome, what can I do for you?", "My phone is dead."),
+        *("Switch the airplane mode off.", "", "Airplane mode: False"),
+        *("It says Airplane mode: False", "Your line works again.", "Thank you. ###STOP###"),
+    ]
+    names = {tool["function"]["name"] for tool in server.bodies[0]["tools"]}
+    assert "toggle_airplane_mode" in names and "resume_line" not in names
+    agents = {schema["function"]["name"] for schema in domain.environment.schemas}
+    assert "resume_line" in agents and not agents & (names | {"done"})
+    assert again == trajectory
+    assert set(server.paid.values()) == {1}
+
+
+@MINIATURE
+def test_an_episode_whose_customer_fails_is_left_out(checkout_path, tmp_path):
+    with serving(lambda body: calling("set_apn", apn="x")) as server:
+        config = config_of(url=server.url, tau2=str(checkout_path))
+        domain = load_domains(config.data)["telecom"]
+        trajectory = play(config, domain, task_of(domain, BROKEN), [], tmp_path)
+    assert (trajectory.stop_reason, trajectory.left_out) == (StopReason.ENVIRONMENT_ERROR, "outage")
+    assert "customer: 30 messages with calls of tools" in trajectory.error
+
+
+def test_an_episode_without_the_customers_stop_earns_nothing(checkout_path, tmp_path):
+    with serving(lambda body: "And then?") as server:
+        config = config_of(["airline"], url=server.url, tau2=str(checkout_path))
+        domain = load_domains(config.data)["airline"]
+        task = domain.generate_tasks(0, 1, "test", "medium")[0]
+        trajectory = play(config, domain, task, [say("Well.")] * 12, tmp_path)
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.MAX_TURNS, 0.0)
+    assert trajectory.reward_breakdown == {"graded": 0.0}
+
+
+def test_before_a_run_no_call_is_made_and_the_first_words_are_the_scenarios(checkout_path):
+    domain = load_domains(config_of(["retail"], tau2=str(checkout_path)).data)["retail"]
+    task = domain.generate_tasks(0, 1, "test", "medium")[0]
+    environment = domain.environment()
+    assert task.prompt[1]["role"] == "assistant" and task.prompt[2]["content"] == ""
+    assert environment.reset(**task.row()) == environment.user.first_words != ""
+    about = domain.about()
+    assert about["customer"] == "m at temperature 0.5, with the benchmark's user prompt"
+
+
+def test_a_scripted_customer_plays_whole_episodes(checkout_path, tmp_path):
+    config = config_of(["airline"], "scripted", tau2=str(checkout_path))
+    domain = load_domains(config.data)["airline"]
+    task = domain.generate_tasks(0, 1, "test", "medium")[0]
+    script = [say("Who are you?")] * 8 + [say("That is all.")] * 4
+    first, second = (play(config, domain, task, script, tmp_path) for _ in range(2))
+    assert first == second
+    assert first.stop_reason is StopReason.COMPLETED
+    assert first.messages[2]["content"] and first.customer == []
+
+
+KNOWN = {
+    "reason_for_call": "You want to cancel your flight.",
+    "known_info": "You are Ada.\nYour user id is ada_1.",
+    "unknown_info": None,
+    "task_instructions": "You are polite to the agent.",
+}
+
+
+def test_the_script_tells_its_parts_agrees_repeats_and_ends():
+    customer = ScriptedCustomer(KNOWN)
+    assert customer.first_words == "I want to cancel my flight."
+    asked = {
+        "What is your user id?": "I am Ada.\nMy user id is ada_1.",
+        "Why do you cancel?": "I am polite to the agent.",
+        "And your id again?": "I am Ada.\nMy user id is ada_1.",
+        "<think>What is the name?</think>Shall I cancel it?": "Yes, please.",
+        "It is cancelled. Anything else?": None,
+    }
+    assert [customer.reply(message) for message in asked] == [*asked.values()]
+
+
+@pytest.mark.parametrize("message", ["You are being transferred.", "It is done.", "Bye"])
+def test_the_script_ends_where_nothing_is_asked(message):
+    customer = ScriptedCustomer({"reason_for_call": "You call."})
+    assert customer.reply(message) is None
+    assert ScriptedCustomer(KNOWN).reply("I am transferring you.") is None
+
+
+def test_a_script_does_not_talk_for_ever():
+    customer = ScriptedCustomer(KNOWN)
+    replies = [customer.reply("Really?") for _ in range(30)]
+    assert replies.index(None) == 20 and set(replies[20:]) == {None}
+
+
+def test_a_domain_of_ones_own_has_scenarios_in_its_tasks(tmp_path):
+    columns = json.dumps({"scenario": "You own a lamp."})
+    with_scenario = make_task(columns=columns, payload='{"addition": " there"}')
+    with serving(lambda body: "###STOP###" if len(body["messages"]) > 4 else "It hums.") as server:
+        config = config_of(url=server.url)
+        rollout = Rollout(
+            ScriptedSampler({n: [say("What is wrong?"), say("done")] for n in range(2)}),
+            *(chat(), {"desk": Desk}, LIMITS),
+        )
+        rollout.welcomes = Customers(config, tmp_path, ["desk"]).welcomes
+        tasks: list[Task] = [with_scenario, make_task("t2")]
+        requests = [RolloutRequest(task=task, trial=0, key=n) for n, task in enumerate(tasks)]
+        talked, alone = rollout(requests)
+    said = [m["content"] for m in talked.messages[1:]]
+    assert said == ["hello there", "What is wrong?", "It hums.", "done"]
+    assert talked.reward == 1.0
+    assert server.bodies[0]["messages"][0]["content"].endswith("You own a lamp.")
+    assert server.bodies[0]["messages"][2] == {"role": "assistant", "content": "hello there"}
+    assert len(server.bodies) == 2
+    assert [m["content"] for m in alone.messages[1:]] == ["hello", "What is wrong?"]
+    assert alone.customer == []
