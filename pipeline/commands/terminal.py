@@ -69,7 +69,7 @@ def load_rollout(checkpoint: RunCheckpoint, domain: Domain, human: bool) -> Roll
     dtype = torch.bfloat16 if uses_bf16(settings) else torch.float32
     sampler = make_sampler(model.to("cuda" if on_gpu() else "cpu"), chat, limits, dtype, True)
     if human:
-        limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S})
+        limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
     rewards = load_reward_functions(config)
     return Rollout(sampler, chat, {domain.name: domain.environment}, limits, rewards=rewards)
 

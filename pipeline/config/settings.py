@@ -193,6 +193,7 @@ class RolloutSettings(Section):
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
+    rollout_timeout: PositiveFloat | None = field(None, "seconds until all waits end; null: none")
     max_error_rate: Share = field(0.5, "share of failed episodes that ends a run; 1: none")
 
 

@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future, wait
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
@@ -38,7 +39,8 @@ from pipeline.environments.faults import (
 )
 
 REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first alarm's CallTimeout
-MAX_THREADS = 64  # largest number of threads for synchronous calls in the background
+MAX_THREADS = 512  # largest number of threads for synchronous calls in the background
+TICK_S = 1.0  # seconds between two signs of progress while the calling thread waits
 MAX_HANGS = 3  # a rollout stops calling a domain after this number of late calls in a row
 _signal: Any = import_module("_signal")  # faster than the module `signal`, which creates enums
 
@@ -174,6 +176,10 @@ async def finish_or_fault(
     return result, None if error is None else fault_of(error, name)
 
 
+def _cut_off(name: str) -> EnvironmentFault:
+    return EnvironmentFault(f"CallTimeout: {name} did not end before rollout_timeout", name)
+
+
 def fault_of(error: BaseException, name: str) -> EnvironmentFault:
     return EnvironmentFault(describe(only_faults(error)), name, outage=is_outage(error))
 
@@ -188,12 +194,27 @@ Work = Callable[[Guard], Coroutine[Any, Any, None]]  # coroutine function that c
 Key = tuple[str, str]  # (domain, task id)
 
 
+@dataclass(frozen=True)
+class Background:
+    """Work in the background; a call waits for its end. Raises EnvironmentFault if it failed."""
+
+    key: Key
+    future: Future[None]
+    calls: "Calls"
+
+    def __call__(self) -> None:
+        self.calls.on_call("/".join(self.key))
+        self.calls.wait([self])
+        self.future.result()
+
+
 class Calls:
     """Runs functions that call environments; each call may take at most `seconds`.
 
-    `on_call` gets "domain/task" before each call that runs in the calling thread, and before each
-    wait for background work. After MAX_HANGS late calls of a domain in a row, each further call of
-    the domain fails immediately. So a broken service delays a rollout by only a few deadlines.
+    `on_call` gets "domain/task" before each call that runs in the calling thread, and before an
+    answer from the background is taken, and "" in each second of waiting. After MAX_HANGS late
+    calls of a domain in a row, each further call of the domain fails immediately. So a broken
+    service delays a rollout by only a few deadlines.
     """
 
     def __init__(self, seconds: float, on_call: Callable[[str], None]) -> None:
@@ -220,12 +241,11 @@ class Calls:
             self._note(key, fault, begun)
             raise
 
-    def beside(self, key: Key, work: Work) -> Callable[[], None]:
-        """Start `work` in the background; return a function that waits for the end of `work`.
+    def beside(self, key: Key, work: Work, until: float = math.inf) -> Background:
+        """Start `work` in the background; a call after `until` (by the monotonic clock) is late.
 
-        The returned function raises EnvironmentFault if a call in `work` has failed. Each
-        synchronous call runs in a new daemon thread; coroutines run in an event loop. A late call
-        ends `work`, and the thread of the late call no longer counts against MAX_THREADS.
+        Each synchronous call runs in a new daemon thread; coroutines run in an event loop. A late
+        call ends `work`, and the thread of the late call no longer counts against MAX_THREADS.
         """
         begun = 0.0
 
@@ -236,14 +256,16 @@ class Calls:
             async with nullcontext() if is_async else self._threads:
                 self._check(key)
                 begun = time.monotonic()
+                if begun >= until:
+                    raise _cut_off(name)
                 if not is_async:
                     first = partial(guarded, name, self.seconds, partial(first_step, steps))
-                    awaitable, result = await self._in_time(name, begun, in_thread(first))
+                    awaitable, result = await self._in_time(name, begun, until, in_thread(first))
                     if awaitable is None:
                         return result
             rest = environment_loop.run(finish_or_fault(name, steps, awaitable))
             try:
-                result, fault = await self._in_time(name, begun, rest)
+                result, fault = await self._in_time(name, begun, until, rest)
             except EnvironmentFault:
                 await environment_loop.replace_if_blocked()
                 raise
@@ -251,28 +273,37 @@ class Calls:
                 raise fault
             return result
 
-        future = work_loop.run(work(guard))
+        async def noted() -> None:
+            try:
+                await work(guard)
+            except EnvironmentFault as fault:
+                self._note(key, fault, begun)
+                raise
+            self._note(key, None, begun)
+
+        future = work_loop.run(noted())
         self._background.add(future)
         future.add_done_callback(self._background.discard)
+        return Background(key, future, self)
 
-        def wait_for_it() -> None:
-            self.on_call("/".join(key))
-            fault = future.exception()
-            self._note(key, fault, begun)
-            if fault is not None:
-                raise fault
+    def wait(self, works: Sequence[Background], for_all: bool = False) -> None:
+        """Wait until one of the works has ended, or until all have ended."""
+        futures, enough = [work.future for work in works], all if for_all else any
+        while not enough(future.done() for future in futures):
+            done, rest = wait(futures, TICK_S, ALL_COMPLETED if for_all else FIRST_COMPLETED)
+            if rest and (for_all or not done):
+                self.on_call("")
 
-        return wait_for_it
-
-    async def _in_time(self, name: str, begun: float, future: Future[Value]) -> Value:
-        deadline = begun + self.seconds
+    async def _in_time(self, name: str, begun: float, until: float, call: Future[Value]) -> Value:
+        deadline = min(begun + self.seconds, until)
+        fault = too_long(name, self.seconds) if deadline < until else _cut_off(name)
         try:
             async with asyncio.timeout_at(deadline):  # `asyncio.wait_for` may lose a cancellation
-                result = await asyncio.wrap_future(future)
+                result = await asyncio.wrap_future(call)
         except TimeoutError:
-            raise too_long(name, self.seconds) from None
+            raise fault from None
         if time.monotonic() > deadline:
-            raise too_long(name, self.seconds)
+            raise fault
         return result
 
     def forget(self) -> None:

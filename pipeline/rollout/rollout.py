@@ -19,7 +19,7 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments import customers, tools
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import Calls, Guard
+from pipeline.environments.timeouts import Background, Calls, Guard
 from pipeline.models.weights import trained_weights
 from pipeline.rollout.rewards import Completion, RewardFunctions
 from pipeline.rollout.sampler import Handle, Sampler
@@ -27,6 +27,7 @@ from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
 TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
+_Work = Callable[["_Episode", Guard], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class _Episode:
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
         self.calls: list[str] = []  # tool calls since the last message without a tool call
-        self.wait: Callable[[], None] | None = None  # function that waits for the environment
+        self.work: Background | None = None  # work of the environment in the background
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(environment_class) and not self.in_background
         self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
@@ -67,16 +68,13 @@ class _Episode:
         self.trajectory.stop_reason, self.ended = reason, True
 
 
-_Work = Callable[[_Episode, Guard], Coroutine[Any, Any, None]]
-
-
 class Rollout:
     """Runs episodes of any domain with one sampler, one chat format and one set of limits.
 
-    `on_progress` is called with "domain/task_id" before the rollout calls an environment or waits
-    for an environment, and with "" before the rollout calls the sampler. If `on_progress`
-    raises an exception, the rollout closes all conversations and can then be used again. `faults`
-    gets the failures of environments and the exceptions of tools.
+    `on_progress` is called with "domain/task_id" before the rollout calls an environment or takes
+    an answer from the background, and with "" before each call of the sampler and in each second of
+    waiting. If `on_progress` raises an exception, the rollout closes all conversations and can then
+    be used again. `faults` gets the failures of environments and the exceptions of tools.
     """
 
     def __init__(
@@ -99,16 +97,18 @@ class Rollout:
         self.environment_s, self.reply = 0.0, customers.reply_of  # seconds; the user's answers
         self.welcomes: Mapping[str, Welcome] = {}  # by domain
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
+        self._until = math.inf  # time by the monotonic clock at which `rollout_timeout` is over
 
     def __call__(
         self, requests: Sequence[RolloutRequest], greedy: bool = False
     ) -> list[Trajectory]:
         """Return one trajectory per request, in the order of the requests.
 
-        A deterministic rollout runs the tasks one after the other, so that the shapes of a forward
-        pass depend on one task only.
+        A deterministic rollout runs the tasks one after the other, and waits for all environments
+        before each pass, so that the shapes of a forward pass depend on one task only.
         """
         self._calls.forget()
+        self._until = time.monotonic() + (self.limits.rollout_timeout or math.inf)
         groups = groupby(requests, lambda request: self.deterministic and request.task.key)
         return [t for _, group in groups for t in self._collect(list(group), greedy)]
 
@@ -122,11 +122,10 @@ class Rollout:
         episodes = list(map(_Episode, requests, classes, welcomes))
         try:
             self._run(deque(episodes), greedy)
+            for episode in (e for e in episodes if not (e.in_background or e.trajectory.error)):
+                self._begin(episode, _reward)
             for episode in episodes:
-                if episode.trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR:
-                    self._begin(episode, _score)
-            for episode in episodes:
-                self._wait(episode)
+                self._finish(episode, episode.work)
             self._call_reward_functions(episodes)
         except BaseException:
             self._calls.forget()
@@ -147,37 +146,55 @@ class Rollout:
             self.environment_s += time.perf_counter() - begun
 
     def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
-        """Run all episodes to the end, in an order that does not depend on waiting times."""
+        """Run all episodes to the end; an episode whose environment has answered never waits."""
         live: list[_Episode] = []  # episodes whose next message the sampler writes
-        away: list[_Episode] = []  # episodes whose environment works in the background
+        away: list[_Episode] = []  # episodes whose environment works
         while waiting or live or away:
-            running, left = len(live) + len(away), len(waiting) + len(live) + len(away)
-            live += self._start(waiting, self.limits.max_concurrent_episodes - running)
-            answered, live = self._sample(live, greedy) if live else ([], [])
-            ready = [episode for episode in answered if episode.wait is None]
-            away += [episode for episode in answered if episode.wait is not None]
-            if len(away) > len(live) + len(ready):  # else the next batch would be small
-                ready, away = [*ready, *away], []
-            live += [episode for episode in ready if self._continue(episode)]
-            self.on_finished(left - len(waiting) - len(live) - len(away))
+            room = self.limits.max_concurrent_episodes - len(live) - len(away)
+            away += self._start(waiting, room)
+            live += self._go_on(away, may_wait=not live)
+            if live:
+                away += self._sample(live, greedy)
+                live += self._go_on(away, may_wait=not live)
 
     def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
-        """Start up to `room` episodes; return the started episodes that have not ended."""
+        """Start and return up to `room` episodes."""
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.limits.max_concurrent_episodes // 4)):
             return []
         episodes = [waiting.popleft() for _ in range(count)]
         for episode in episodes:
             self._begin(episode, self._reset)
+        return episodes
+
+    def _go_on(self, away: list[_Episode], may_wait: bool) -> list[_Episode]:
+        """Remove the episodes from `away` whose environment has answered; return the live ones."""
+        works = [episode.work for episode in away if episode.work is not None]
+        if works and (self.deterministic or (may_wait and len(works) == len(away))):
+            begun = time.perf_counter()
+            self._calls.wait(works, for_all=self.deterministic)
+            self.environment_s += time.perf_counter() - begun
+        working = {e for e in away if e.work is not None and not e.work.future.done()}
+        back = [episode for episode in away if episode not in working]
+        away[:] = [episode for episode in away if episode in working]
+        for episode in back:
+            self._finish(episode, episode.work)
+        live = [e for e in back if e.handle is not None and self._continue(e)]
+        live += self._open([e for e in back if e.handle is None and not e.ended])
+        for episode in (e for e in back if e.in_background and e.ended and not e.trajectory.error):
+            self._begin(episode, _reward)
+        self.on_finished(len([episode for episode in back if episode.ended]))
+        return live
+
+    def _open(self, episodes: Sequence[_Episode]) -> list[_Episode]:
+        """Open the conversations of episodes after `reset`; return the episodes that go on."""
         for episode in episodes:
-            self._wait(episode)
-            if not episode.ended:
-                trajectory = episode.trajectory
-                self.on_messages(episode.environment, trajectory.messages)
-                schemas = tools.tool_schemas(self.environments[trajectory.domain])
-                trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
-                if trajectory.num_tokens >= self.limits.max_tokens:
-                    episode.end(StopReason.MAX_TOKENS)
+            trajectory = episode.trajectory
+            self.on_messages(episode.environment, trajectory.messages)
+            schemas = tools.tool_schemas(self.environments[trajectory.domain])
+            trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
+            if trajectory.num_tokens >= self.limits.max_tokens:
+                episode.end(StopReason.MAX_TOKENS)
         if live := [episode for episode in episodes if not episode.ended]:
             prompts, keys = [e.trajectory.prompt_ids for e in live], [e.request.key for e in live]
             for episode, handle in zip(live, self.sampler.open(prompts, keys), strict=True):
@@ -194,18 +211,19 @@ class Rollout:
             episode.in_background = tools.may_wait(type(episode.environment), episode.environment)
         episode.trajectory.messages[-1]["content"] += addition
 
-    def _sample(self, live: list[_Episode], greedy: bool) -> tuple[list[_Episode], list[_Episode]]:
-        """Sample messages; return (episodes with complete, episodes with incomplete messages)."""
+    def _sample(self, live: list[_Episode], greedy: bool) -> list[_Episode]:
+        """Sample; remove the episodes from `live` whose message is complete; return them."""
         self.on_progress("")
         per_turn, most = self.limits.max_tokens_per_turn, self.limits.max_tokens
         room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in live]
         until = math.ceil(len(live) * TURN_SHARE)
         messages = self.sampler.sample([e.handle for e in live], room, greedy, until)
         pairs = list(zip(live, messages, strict=True))
+        live[:] = [episode for episode, message in pairs if message is None]
         complete = [(episode, message) for episode, message in pairs if message is not None]
         for episode, message in complete:
             self._add_message(episode, message)
-        return [e for e, _ in complete], [e for e, message in pairs if message is None]
+        return [episode for episode, _ in complete]
 
     def _add_message(self, episode: _Episode, sampled: Sampled) -> None:
         """Add a sampled message to its episode; let the environment or simulated user answer."""
@@ -235,7 +253,6 @@ class Rollout:
 
     def _continue(self, episode: _Episode) -> bool:
         """Append the replies to the episode's messages; return False if the episode has ended."""
-        self._wait(episode)
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
         count, most = self.chat.num_content_tokens, limits.max_tool_result_tokens
         for r in (r for r in replies if r["role"] == "tool"):
@@ -264,22 +281,22 @@ class Rollout:
 
     def _begin(self, episode: _Episode, work: _Work) -> None:
         """Run the function `work` to its end, or start `work` in the background."""
-        key = episode.request.task.key
+        key, run = episode.request.task.key, partial(work, episode)
         if episode.in_background:
-            episode.wait = self._calls.beside(key, partial(work, episode))
+            until = math.inf if episode.ended else self._until  # what is over is scored
+            episode.work = self._calls.beside(key, run, until)
         else:
-            episode.wait = partial(self._calls.here, key, partial(work, episode))
             with episode.random:
-                self._wait(episode)
+                self._finish(episode, partial(self._calls.here, key, run))
 
-    def _wait(self, episode: _Episode) -> None:
-        """Wait for the episode's environment; if the environment fails, end only this episode."""
-        wait, episode.wait = episode.wait, None
-        if wait is None:
+    def _finish(self, episode: _Episode, work: Callable[[], None] | None) -> None:
+        """Let the episode's environment work; if the environment fails, end only this episode."""
+        episode.work = None
+        if work is None:
             return
         begun, key = time.perf_counter(), episode.request.task.key
         try:
-            wait()
+            work()
         except tools.EnvironmentFault as fault:
             episode.end(StopReason.ENVIRONMENT_ERROR)
             episode.trajectory.error = str(fault)
@@ -290,7 +307,7 @@ class Rollout:
         self.environment_s += time.perf_counter() - begun
 
 
-async def _score(episode: _Episode, guard: Guard) -> None:
+async def _reward(episode: _Episode, guard: Guard) -> None:
     t, environment, episode.excused = episode.trajectory, episode.environment, ""
     score = partial(tools.outcome_of, environment, t.stop_reason.value, t.messages)
     outcome = await guard("get_reward", score, tools.method_of(environment, "get_reward"))

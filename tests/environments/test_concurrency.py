@@ -8,6 +8,8 @@ import asyncio
 from functools import partial
 from threading import Barrier, Event, active_count, current_thread
 
+import pytest
+
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.customers import reply_of
 from pipeline.environments.timeouts import Calls
@@ -155,6 +157,81 @@ def test_other_episodes_go_on_while_one_waits():
     slow, quick = play({"slow": Slow, "quick": Quick}, scripts)
     assert slow.messages[3]["content"] == "heard"
     assert quick.messages[5]["content"] == "told"
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["coroutines", "threads"])
+def test_an_episode_goes_on_while_99_others_wait(blocks):
+    """99 customers wait with their first reply for the third reply of the first customer."""
+    meeting, replies = Barrier(100) if blocks else asyncio.Barrier(100), []
+
+    class Blocking:
+        def __init__(self, name):
+            self.name = name
+
+        def meets(self):
+            replies.append(self.name)
+            return self.name != "t0" or replies.count("t0") == 3
+
+        def reply(self, message):
+            if self.meets():
+                meeting.wait(TIMEOUT_S)
+            return None if "done" in message else "go on"
+
+    class Async(Blocking):
+        async def reply(self, message):
+            if self.meets():
+                async with asyncio.timeout(TIMEOUT_S):
+                    await meeting.wait()
+            return None if "done" in message else "go on"
+
+    class Talking(Desk):
+        concurrent = blocks
+        wait = None
+
+        def reset(self, **row):
+            self.user = (Blocking if blocks else Async)(row["id"])
+            return super().reset(**row)
+
+    scripts = [[say("well")] * 3 + [say("done")]] + [[say("done")]] * 99
+    trajectories = play({"desk": Talking}, [("desk", script) for script in scripts])
+    assert [t.error for t in trajectories] == [""] * 100
+    assert [t.reward for t in trajectories] == [1.0] * 100
+    assert [t.task_id for t in trajectories] == [f"t{n}" for n in range(100)]
+    assert replies.count("t0") == 4
+
+
+def test_the_passes_of_a_deterministic_rollout_do_not_depend_on_waiting_times():
+    passes = []
+
+    class Watched(ScriptedSampler):
+        def sample(self, episodes, max_tokens, greedy=False, until=None):
+            passes[-1].append(list(episodes))
+            return super().sample(episodes, max_tokens)
+
+    def desk(first):
+        seen = asyncio.Event()
+
+        class Waiting(Desk):
+            async def look(self, item: str) -> str:
+                """Look an item up; `first` is looked up before all others.
+
+                Args:
+                    item: Its name.
+                """
+                async with asyncio.timeout(TIMEOUT_S):
+                    await (asyncio.sleep(0) if item == first else seen.wait())
+                seen.set()
+                return item
+
+        return Waiting
+
+    for first in ("lamp", "door"):
+        passes.append([])
+        said = [[call("look", item=item), say("done")] for item in ("lamp", "desk", "door")]
+        sampler, environments = Watched(dict(enumerate(said))), {"desk": desk(first)}
+        requests = [RolloutRequest(task=make_task(), trial=n, key=n) for n in range(3)]
+        Rollout(sampler, chat(), environments, LIMITS, deterministic=True)(requests)
+    assert passes == [[[0, 1, 2]] * 2] * 2
 
 
 def test_what_does_not_wait_stays_in_the_thread_of_the_rollout():

@@ -1,0 +1,212 @@
+"""Measure rollouts with slow customers: the wall time against the least possible time.
+
+Each episode talks with a customer of its own, whose replies take lognormal times, as replies of a
+language model behind an endpoint do. The tiny model samples the agent's messages. The same episodes
+are also played with customers who reply at once, in the thread of the rollout.
+
+No rollout can be faster than the longest episode's own sum of latencies, or than the sampler's work
+at zero latency. The script prints the wall time divided by the larger of the two, and ends with
+exit code 1 if the ratio is above 1.5, or if more than 1 % of the episodes have other tokens than at
+zero latency. (The random numbers are the same; rounding depends on the batch and may rarely turn a
+token.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from common import machine, write_json
+
+from pipeline.chat.template import Chat
+from pipeline.config.settings import RolloutSettings
+from pipeline.data.rng import stream_key
+from pipeline.data.tasks import Task
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.trajectory import Trajectory
+
+MOST_RATIO = 1.5  # of the wall time to the least possible time
+MOST_TURNED = 0.01  # share of episodes with other tokens than at zero latency
+MESSAGE_TOKENS = 48  # largest length of a message
+STOP_EVERY = 12  # one of this number of token ids ends a message, so that lengths differ
+
+
+def main(argv: list[str]) -> int:
+    import torch
+
+    arguments = parser().parse_args(argv)
+    torch.set_num_threads(1)
+    where, figures = machine(), dict[str, float]()
+    print("customers  wall s  longest s  sampler s  ratio  calls at once  other tokens")
+    for count in arguments.customers:
+        found = measure(count, arguments)
+        print(
+            f"{count:9}  {found['wall_s']:6.2f}  {found['longest_s']:9.2f}  "
+            f"{found['sampler_s']:9.2f}  {found['ratio']:5.2f}  {found['most_open']:13.0f}  "
+            f"{found['turned']:12.0f}",
+            flush=True,
+        )
+        figures |= {f"{count}/{name}": value for name, value in found.items()}
+    write_json(arguments.json, figures, where, vars(arguments))
+    slow = any(figures[f"{count}/ratio"] > MOST_RATIO for count in arguments.customers)
+    other = any(figures[f"{n}/turned"] > math.ceil(MOST_TURNED * n) for n in arguments.customers)
+    return int(slow or other)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--customers", type=int, nargs="+", default=[32, 256, 512])
+    made.add_argument("--turns", type=int, default=6, help="replies of each customer")
+    made.add_argument("--median", type=float, default=0.5, help="of a reply's seconds")
+    made.add_argument("--sigma", type=float, default=0.8, help="of the seconds' logarithm")
+    made.add_argument("--blocking", action="store_true", help="customers who block a thread each")
+    made.add_argument("--json", type=Path, help="write the figures here as well")
+    return made
+
+
+class Service:
+    """The customers' latencies, and the number of their replies that are under way."""
+
+    def __init__(self, median: float, sigma: float) -> None:
+        self._mu, self._sigma = math.log(median), sigma
+        self.num_open = self.most_open = 0
+
+    def seconds(self, customer: str, turn: int) -> float:
+        return Random(f"{customer}/{turn}").lognormvariate(self._mu, self._sigma)
+
+    def __enter__(self) -> None:
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+
+    def __exit__(self, *_: object) -> None:
+        self.num_open -= 1
+
+
+class Customer:
+    """A customer who replies at once, `turns` times in all; the last reply is None."""
+
+    def __init__(self, name: str, turns: int, service: Service) -> None:
+        self.name, self.turns, self.service, self.turn = name, turns, service, 0
+
+    def answer(self) -> str | None:
+        self.turn += 1
+        return None if self.turn == self.turns else f"customer {self.name} says {self.turn}"
+
+    def reply(self, message: str) -> Any:
+        return self.answer()
+
+
+class Blocking(Customer):
+    def reply(self, message: str) -> Any:
+        with self.service:
+            time.sleep(self.service.seconds(self.name, self.turn))
+        return self.answer()
+
+
+class Async(Customer):
+    async def reply(self, message: str) -> Any:
+        with self.service:
+            await asyncio.sleep(self.service.seconds(self.name, self.turn))
+        return self.answer()
+
+
+def environment_of(customer: Callable[[str], Customer], is_concurrent: bool) -> type[Any]:
+    class Desk:
+        concurrent = is_concurrent
+
+        def reset(self, **row: Any) -> None:
+            self.user = customer(row["id"])
+
+    return Desk
+
+
+class TimedSampler(RowSampler):
+    """Adds up the seconds of all calls."""
+
+    busy_s = 0.0
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        begun = time.perf_counter()
+        result = call(*arguments, **settings)
+        self.busy_s += time.perf_counter() - begun
+        return result
+
+    def open(self, *arguments: Any) -> Any:
+        return self._timed(super().open, *arguments)
+
+    def sample(self, *arguments: Any, **settings: Any) -> Any:
+        return self._timed(super().sample, *arguments, **settings)
+
+
+def measure(count: int, arguments: argparse.Namespace) -> dict[str, float]:
+    service = Service(arguments.median, arguments.sigma)
+    kind = Blocking if arguments.blocking else Async
+    fields = {"turns": arguments.turns, "service": service}
+    at_once, busy_s, _ = play(count, environment_of(partial(Customer, **fields), False))
+    slow, _, wall_s = play(count, environment_of(partial(kind, **fields), arguments.blocking))
+    turned = sum(a.completion_ids != b.completion_ids for a, b in zip(at_once, slow, strict=True))
+    # An episode whose message was too long has made fewer calls.
+    longest_s = max(
+        sum(service.seconds(t.task_id, turn) for turn in range(num_replies(t, arguments.turns)))
+        for t in slow
+    )
+    return {
+        "wall_s": wall_s,
+        "longest_s": longest_s,
+        "sampler_s": busy_s,
+        "ratio": wall_s / max(longest_s, busy_s),
+        "most_open": service.most_open,
+        "turned": turned,
+    }
+
+
+def num_replies(trajectory: Trajectory, turns: int) -> int:
+    is_over = trajectory.stop_reason == "completed"
+    return turns if is_over else sum(m["role"] == "user" for m in trajectory.messages) - 1
+
+
+def play(count: int, environment: type[Any]) -> tuple[list[Trajectory], float, float]:
+    """Play one episode with each customer; return (episodes, sampler's seconds, wall seconds)."""
+    import torch
+
+    tokenizer = tiny_tokenizer()
+    chat = Chat(tokenizer)
+    model = tiny_model(tokenizer, seed=1)
+    stops = range(0, len(tokenizer), STOP_EVERY)
+    sampler = TimedSampler(model, chat.end_of_turn_id, 1.0, torch.float32, other_stops=stops)
+    limits = RolloutSettings(
+        max_turns=1000,
+        max_tokens=4000,
+        max_tokens_per_turn=MESSAGE_TOKENS,
+        max_concurrent_episodes=count,
+    )
+    rollout = Rollout(sampler, chat, {"desk": environment}, limits)
+    requests = [request(str(number)) for number in range(count)]
+    begun = time.perf_counter()
+    trajectories = rollout(requests)
+    wall_s = time.perf_counter() - begun
+    errors: Sequence[str] = [t.error for t in trajectories if t.error]
+    assert not errors, errors[0]
+    return trajectories, sampler.busy_s, wall_s
+
+
+def request(name: str) -> RolloutRequest:
+    prompt = ({"role": "user", "content": f"customer {name} says 0"},)
+    task = Task(domain="desk", id=name, prompt=prompt, payload="{}")
+    return RolloutRequest(task=task, trial=0, key=stream_key(1, name))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
