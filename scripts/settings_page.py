@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.config.cli import build_parser
 from pipeline.config.recipe import SECTIONS, load_recipe
 from pipeline.config.settings import Config
-from pipeline.config.trl_names import CALLED, INSTEAD
+from pipeline.config.trl_names import tables
 from pipeline.config.variables import REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,8 +106,8 @@ def _names_of_trl() -> str:
         "A name that TRL has too means here what it means in TRL. These names are different:\n"
     )
     lines += ["| name there | here |", "| --- | --- |"]
-    lines += [f"| {_names(names)} | `{name}` |" for names, name in CALLED.items()]
-    lines += [f"| {_names(names)} | {hint} |" for names, hint in INSTEAD.items()]
+    lines += [f"| {_names(names)} | `{name}` |" for names, name in tables()["called"].items()]
+    lines += [f"| {_names(names)} | {hint} |" for names, hint in tables()["instead"].items()]
     return "\n".join([*lines, ""])
 
 

@@ -54,10 +54,10 @@ def main(argv: list[str]) -> int:
         model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
     print(f"{options.out}: {model.num_parameters() / 1e6:.2f} M random parameters")
-    names = ", ".join(tool["function"]["name"] for tool in tools) or "none"
+    told = ", ".join(tool["function"]["name"] for tool in tools) or "none"
     texts = [word for word in words if word not in names_of(tools)]
     some = f", such as {', '.join(map(shown, texts[:4]))}" if texts else ""
-    print(printable(f"tools: {names}; {len(texts)} frequent texts are tokens{some}"))
+    print(printable(f"tools: {told}; {len(texts)} frequent texts are tokens{some}"))
     size = f"{sorted(lengths)[len(lengths) // 2]} tokens in the median, {max(lengths)} at most"
     print(f"{len(demonstrations)} demonstrations have {size} (max_tokens counts them)")
     model_name = "./tiny" if str(options.out) == "tiny" else options.out  # tiny is another model
