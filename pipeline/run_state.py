@@ -28,6 +28,7 @@ from pipeline.evaluation.evaluate import (
 )
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.results import write_results
+from pipeline.evaluation.start_report import StartReport
 from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.policy import Policy
@@ -69,7 +70,8 @@ class RunState:
         self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})
         self._saved_state, model = self.load_start(resumed)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
-        for owner in (self.state, self.errors, self.dead):
+        self.start = StartReport()
+        for owner in (self.state, self.errors, self.dead, self.start):
             owner.load_state_dict(self._saved_state)
         self.state.config = config.model_dump(mode="json")
         chat, environments = self.parts.chat, self.parts.environments
@@ -84,7 +86,7 @@ class RunState:
         lock = None if opened is None else opened.lock
         arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
-        self.checkpointer.owners += [self.log, self.errors, self.dead]
+        self.checkpointer.owners += [self.log, self.errors, self.dead, self.start]
         if opened is not None:
             described = json.dumps(describe(self.stages, config), indent=1)
             write_text(self.folder / "curriculum.json", described)
@@ -184,6 +186,7 @@ class RunState:
                 "wall_s": self.checkpointer.wall_s,
             }
             further = {"best": self.state.best, "about": self.parts.about}
+            further |= {"start": self.start.content}
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             stages, held_out = self.stages, self.parts.held_out

@@ -228,6 +228,7 @@ class EvaluationSettings(Section):
     validation_steps: NonNegativeInt = field(25, "steps between validations; 0: never")
     kl_probe_tasks: NonNegativeInt = field(16, "tasks per learned domain for the KL probe; 0: none")
     validation_tasks: PositiveInt = field(20, "tasks per domain in a validation")
+    start_report_tasks: NonNegativeInt = field(0, "tasks per domain to play for the start report")
 
 
 class RunSettings(Section):
