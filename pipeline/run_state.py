@@ -185,8 +185,8 @@ class RunState:
                 "faults": {name: count for name, count in faults.items() if count},
                 "wall_s": self.checkpointer.wall_s,
             }
-            further = {"best": self.state.best, "about": self.parts.about}
-            further |= {"start": self.start.content}
+            further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
+            further |= {"rft": self.state.rft, "start": self.start.content}
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             stages, held_out = self.stages, self.parts.held_out

@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation import transfer_metrics as metrics
 from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
 
-BEFORE_GRPO = ("start", "warm_start")
+BEFORE_GRPO = ("start", "warm_start", "rft")
 
 Results = Mapping[str, Any]  # the content of `results.json`
 
@@ -70,7 +70,7 @@ class Matrix(NamedTuple):
     """Bootstrap samples of the accuracy matrix, [B, P, C]. A column is a domain, family or tool."""
 
     names: list[str]  # column names
-    points: list[str]  # for each evaluation: `start`, `warm_start`, or the stage that had ended
+    points: list[str]  # for each evaluation: the last of BEFORE_GRPO, or the stage that had ended
     samples: Floats
     own: list[set[int]]  # for each stage, its trained columns, except those of replayed domains
     num_tasks: list[int]  # number of tasks in the mean of each column

@@ -200,6 +200,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         "model:",
         "tasks and rewards:",
         "warm start (supervised):",
+        "rejection fine-tuning (RFT):",
         "curriculum:",
         "rollout:",
         "GRPO:",
