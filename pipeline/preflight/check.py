@@ -124,6 +124,8 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
     yield f"stages ({config.curriculum.curriculum}; groups of {limits.num_generations} episodes)"
     if not config.grpo.use_grpo:
         yield "  none: evaluation only"
+    elif rounds := config.rft.rft_rounds:
+        yield f"  before: rejection fine-tuning in {rounds} round(s), tasks: {config.rft.rft_tasks}"
     for stage in parts.stages if config.grpo.use_grpo else ():
         joined = " or " if stage.schedule else " + "
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())

@@ -311,7 +311,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
                 ["--environments", f"{{bank: a:B, {name}: a:B}}"],
                 (f"environments: got {name},", "taken", "another name"),
             )
-            for name in ("mean", "start", "warm_start", "evaluation-bank", "Bank", "Mean", "MIXED")
+            for name in ("mean", "start", "rft-1", "evaluation-bank", "Bank", "Mean", "MIXED")
         ),
         (
             ["--environments", "{" + "b" * 65 + ": a:B}"],

@@ -11,6 +11,7 @@ from pipeline.config.settings import Config
 from pipeline.rft import examples_of, in_words, kept_of, settings_of_round, summary_of
 from pipeline.rollout.trajectory import StopReason, Trajectory
 from pipeline.sft import IGNORED
+from pipeline.tracking.run_files import transcripts_in
 from tests.end_to_end.test_train import jsonl
 from tests.support.messages import says
 from tests.support.warm import play
@@ -90,6 +91,9 @@ FLAGS = [
 ]
 
 
+SUMS = ["sums", "evaluation-sums"]
+
+
 def test_ranks_and_a_kill_between_rounds_change_nothing(tmp_path: Path) -> None:
     """With a KL reference, which a resumed run reads from the checkpoint of the last round."""
     for name in ("whole", "killed"):
@@ -112,6 +116,8 @@ def test_ranks_and_a_kill_between_rounds_change_nothing(tmp_path: Path) -> None:
     assert [entry["kept"] > 0 for entry in results["rft"]] == [True, True]
     assert [entry["after"] for entry in results["evaluations"]] == ["start", "rft", "sums"]
     assert results["start"]["after"] == "rft"
+    stages = list(dict.fromkeys(name for name, _ in transcripts_in(killed)))
+    assert stages == ["evaluation-start", "rft-1", "rft-2", "evaluation-rft", *SUMS]
     held_out = {task for e in results["evaluations"] for task in e["success"]["sums"]["tasks"]}
     played = []
     for number in (1, 2):
