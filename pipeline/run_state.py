@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
-from pipeline.checkpoints.resume import load_start, open_together
+from pipeline.checkpoints.resume import load_start, open_together, refuse_other_facts
 from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
@@ -64,16 +64,17 @@ class RunState:
         self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
         self.parts = validate(config)
         tokens = self.parts.tokenizer.get_vocab()
-        opened, self.folder, resumed = open_together(config, ranks, tokens)
+        opened, self.folder, resumed = open_together(config, ranks, tokens, self.parts.about)
         watchdog.can_resume = resumed is not None
         now = {"output_dir": self.folder}
         self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})
         self._saved_state, model = self.load_start(resumed)
+        refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
         self.start = StartReport()
         for owner in (self.state, self.errors, self.dead, self.start):
             owner.load_state_dict(self._saved_state)
-        self.state.config = config.model_dump(mode="json")
+        self.state.config, self.state.about = config.model_dump(mode="json"), self.parts.about
         chat, environments = self.parts.chat, self.parts.environments
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
         self._logged("")  # tells reward functions the number of steps

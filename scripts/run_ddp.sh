@@ -45,7 +45,10 @@ flag_if_set() {
     fi
 }
 
-setup_env
+case " $* " in
+    *" --tau2"* | *tau2_*) setup_env tau2 ;; # the packages that a checkout of tau2-bench imports
+    *) setup_env ;;
+esac
 flag_if_set --num-gpus "${NUM_GPUS:-$(num_ranks)}"
 flag_if_set --config "$RECIPE"
 flag_if_set --model "$MODEL"

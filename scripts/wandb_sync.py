@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import UserError
 from pipeline.files.console import say

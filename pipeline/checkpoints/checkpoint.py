@@ -47,6 +47,7 @@ class TrainState:
     num_reward_calls: int = 0  # number of calls of async reward functions
     wall_s: float = 0.0  # seconds that the run's processes took, up to the last save
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
+    about: Mapping[str, Any] = field(default_factory=dict)  # facts about each domain
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,5 +1,6 @@
 """Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
+import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -19,15 +20,20 @@ from pipeline.models.loading import load_folder, load_model
 
 
 def open_together(
-    config: Config, ranks: Ranks, tokens: Mapping[str, int]
+    config: Config, ranks: Ranks, tokens: Mapping[str, int], about: Mapping[str, Any]
 ) -> tuple[Opened | None, Path, Path | None]:
     """Open the run folder on rank 0, and tell all ranks the folder and the checkpoint to resume.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
-    Raises UserError if the ranks have different `tokens`, which are {token: id}.
+    Raises UserError if the ranks have different `tokens`, which are {token: id}, or different facts
+    `about` the domains.
     """
     digest = sha256(str(sorted(tokens.items())).encode()).digest()
-    if len({*ranks.all_gather_objects(digest, "tokens")}) > 1:
+    facts = json.dumps(about, sort_keys=True)
+    digests, told = zip(*ranks.all_gather_objects((digest, facts), "tokens"), strict=True)
+    if len({*told}) > 1:
+        raise UserError("about: the ranks have other data of a domain; give all the same files")
+    if len({*digests}) > 1:
         why = "the expert of a domain without WORDS gave the ranks different conversations"
         raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
     opened: Opened | None = None
@@ -56,6 +62,16 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
     if state.get("step") and config.model.use_peft:
         lora.check_settings(path, config.model)
     return state, load_folder(lora.base_of(path) if is_adapter else path, config.model)
+
+
+def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bool) -> None:
+    """Raise UserError if the facts about a domain are not those of the checkpoint."""
+    saved: Mapping[str, Any] = state.get("about", about)
+    for name in {**saved, **about} if not override else ():
+        was, now = saved.get(name, {}), about.get(name, {})
+        if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
+            given = f"{changed[0]} was {was.get(changed[0])} and is {now.get(changed[0])}"
+            raise UserError(f"about: {name}: {given}; restore the data, or give --override")
 
 
 def base_of_adapters(

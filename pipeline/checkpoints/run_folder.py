@@ -19,7 +19,7 @@ from pipeline.models.files import problem_of_name
 
 # Settings that a resumed run may change, because no result depends on them.
 HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"}
-HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference", "start_report_tasks"}
+HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference", "start_report_tasks", "tau2"}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
 HARMLESS -= {"seed", "deterministic"}
 FORMAT = 1  # version of state.json's format; increased when older code would misread new files

@@ -31,10 +31,9 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     demonstrations = read_demonstrations(options.demonstrations)
     tools = _tools(demonstrations)
-    names = names_of(tools)
-    words = words_of(demonstrations, names)
+    words = words_of(demonstrations, names_of(tools))
     if options.fields:
-        words = [*names, *fields_of(demonstrations)]
+        words = [*names_of(tools), *fields_of(demonstrations)]
     with importing():
         from pipeline.chat.template import Chat
         from pipeline.models.lora import quiet

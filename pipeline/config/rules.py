@@ -38,7 +38,10 @@ def left_out(config: Config) -> Iterator[str]:
         yield "rft_rounds: nothing is trained, so there is no rejection fine-tuning"
     if run.hub_model_id and not run.push_to_hub and is_trained:
         yield "hub_model_id: has no effect without push_to_hub"
-    domains = config.data.domains
+    domains, data = config.data.domains, config.data
+    for name in ("tau2_reward", "tau2_refuel_consent") if data.tau2 is None else ():
+        if getattr(data, name) != type(data).model_fields[name].default:
+            yield f"{name}: has no effect without tau2"
     for name in config.data.environments:
         if name not in domains:
             yield f"environments: {name} is not used; add {name} to domains {','.join(domains)}"

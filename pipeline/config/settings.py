@@ -81,7 +81,9 @@ class DataSettings(Section):
         {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
     )
     tau2: Path | None = field(None, "a checkout of tau2-bench, whose three domains replace ours")
-    tau2_reward: Literal["verifiable", "official"] = field("verifiable", "official: with its judge")
+    tau2_reward: Literal["verifiable", "official"] = field(
+        "verifiable", "official: refuse domains whose rewards need a judge"
+    )
     tau2_refuel_consent: bool = field(True, "telecom's tickets have the consent to buy data")
     tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
     eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
@@ -98,6 +100,11 @@ class DataSettings(Section):
         None, "calls of async reward functions in a run; more end it; null: no limit"
     )
     demonstrations: dict[str, Text] = field({}, "files, instead of experts: {bank: FILE}")
+
+    @field_validator("tau2")
+    @classmethod
+    def _whole_path(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().resolve()
 
     @property
     def own_domains(self) -> dict[str, EnvironmentFactory]:
@@ -173,7 +180,9 @@ class RolloutSettings(Section):
     max_tokens_per_turn: PositiveInt = field(40, "sampled tokens per assistant message")
     max_tokens: PositiveInt = field(256, "tokens per episode, with its prompt")
     max_malformed_calls: NonNegativeInt = field(1, "malformed calls per episode; one more ends it")
-    max_repeated_calls: NonNegativeInt = field(0, "equal calls in a row that end it; 0: no limit")
+    max_repeated_calls: NonNegativeInt = field(
+        0, "equal calls in a row that end an episode; 0: none"
+    )
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")

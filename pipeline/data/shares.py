@@ -113,21 +113,22 @@ def indices_of(source: Source, kind: tuple[str, ...]) -> Sequence[int]:
 
 
 def mixtures(
-    domain: str, sources: Mapping[str, Source], shares: Mapping[str, float]
+    domain: str, sources: Mapping[str, Source], shares: Mapping[str, float], is_strict: bool = True
 ) -> tuple[dict[str, TaskMixture], list[str]]:
     """Return the sources of a domain as mixtures, and notes about families without tasks.
 
-    The keys of `sources` stand in messages. Raises UserError for shares that do not fit
-    the tasks.
+    The keys of `sources` stand in messages. If `is_strict`, raises UserError for shares that do not
+    fit the tasks.
     """
     made = {name: TaskMixture(tasks, shares) for name, tasks in sources.items()}
     families = sorted({family for mixture in made.values() for family in mixture.indices})
     where, known = f"family_shares: {domain}", ", ".join(families)
-    if missing := [family for family in shares if family not in families]:
+    missing = [family for family in shares if family not in families]
+    if missing and is_strict:
         hint = f"families of the training tasks are {shown(known)}"
         raise UserError(f"{where}: got {shown(missing[0])}, which has no tasks; {hint}")
     total = sum(shares.values())
-    if shares.keys() == {*families} and total < 1 - TINY:
+    if is_strict and shares.keys() == {*families} and total < 1 - TINY:
         given = f"got shares of all families with the sum {total:g}"
         raise UserError(f"{where}: {given}; give the sum 1, or leave out a family")
     notes = []

@@ -186,10 +186,11 @@ def _limits(config: Config) -> str:
     own = [name for name in config.data.domains if name in config.data.own_domains]
     lines = []
     if shipped := [name for name in config.data.domains if name not in own]:
-        lines.append(
-            f"The tasks of {', '.join(shipped)} are synthetic: made from templates, with small "
-            "databases and scripted customers. Success there says little about real customers."
-        )
+        what = "synthetic: made from templates, with small databases and scripted customers"
+        if config.data.tau2 is not None:
+            what = "those of τ²-bench, with a ticket in place of a customer who talks"
+        why = "Success there says little about real customers."
+        lines.append(f"The tasks of {', '.join(shipped)} are {what}. {why}")
     if own:
         lines.append(f"The tasks of {', '.join(own)} are those of the run's author.")
     if config.model.model == "tiny":

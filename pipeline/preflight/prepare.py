@@ -87,7 +87,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
             baseline_calls(domain, sets[name].held_out[0])
     about = {name: facts for name, of in domains.items() if of.about and (facts := of.about())}
     for name, facts in about.items():
-        told = (f"{fact} {value}" for fact, value in islice(facts.items(), 3))
+        told = (f"{fact} {value}" for fact, value in islice(facts.items(), 5))
         notes.append(f"{name}: {', '.join(told)}")
     resumed = resumable(config)
     if with_tiny_tokenizer:
@@ -128,14 +128,16 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
 def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[Path]) -> Any:
     """Return the model's tokenizer. The tiny model gets words for domains without `WORDS`.
 
-    The tokenizer of a resumed run comes from a checkpoint if demonstrations gave it words.
+    The tiny model's tokenizer of a resumed run comes from the run's checkpoint.
     """
     settings, has_warm_start = config.model, config.grpo.use_grpo and config.warm_start.steps > 0
-    silent = [d for d in domains.values() if not d.words() and has_demonstrations(config, d)]
-    if settings.model != "tiny" or not has_warm_start or not silent:
-        return load_tokenizer(settings, domains.values())
+    if settings.model != "tiny":
+        return load_tokenizer(settings)
     if whole := [path for path in resumed if not problem(path)]:
         return load_tokenizer(settings.model_copy(update={"model": str(whole[0])}))
+    silent = [d for d in domains.values() if not d.words() and has_demonstrations(config, d)]
+    if not has_warm_start or not silent:
+        return load_tokenizer(settings, domains.values())
     _, count = sources_of(config, domains)
     words = {d.name: words_of_demonstrations(config, d, count) for d in silent}
     found = {d.name: replace(d, words=partial(list, words[d.name])) for d in silent}
@@ -162,9 +164,10 @@ def _mix_families(
     """Replace the tasks of domains whose families have shares by mixtures, and return notes."""
     notes = list[str]()
     for name, domain in domains.items():
-        if shares := config.curriculum.family_shares.get(name, domain.family_shares):
+        given = config.curriculum.family_shares
+        if shares := given.get(name, domain.family_shares):
             found = {n: tasks for (d, n), tasks in graded.items() if d == name}
-            made, said = mixtures(name, found or {"train": train[name]}, shares)
+            made, said = mixtures(name, found or {"train": train[name]}, shares, name in given)
             graded |= {(name, difficulty): made[difficulty] for difficulty in found}
             train[name] = made.get("train", train[name])
             notes += said

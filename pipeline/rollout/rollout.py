@@ -291,7 +291,8 @@ async def _answer(rollout: Rollout, parsed: Parsed, episode: _Episode, guard: Gu
     trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
     methods, most = tools.tool_methods(type(environment)), rollout.limits.max_repeated_calls
     for name, arguments in parsed.calls:
-        episode.calls.append(json.dumps([name, arguments], sort_keys=True))
+        if most:
+            episode.calls.append(json.dumps([name, arguments], sort_keys=True))
         call = partial(tools.answer_call, environment, name, arguments)
         answer = await guard(name, call, methods.get(name, tools.raw_call(type(environment))))
         if answer.raised:

@@ -83,13 +83,11 @@ class Checkout:
 
     @cached_property
     def commit(self) -> str:
-        """The checkout's commit, or "unknown"."""
-        command = ["git", "-C", str(self.path), "rev-parse", "HEAD"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        except (OSError, subprocess.SubprocessError):
+        """The checkout's commit, or "unknown" if the folder is not the top of a repository."""
+        if _git(self.path, "rev-parse", "--show-toplevel") != str(self.path):
             return "unknown"
-        return done.stdout.strip()
+        changed = _git(self.path, "diff", "--name-only", "--diff-filter=M", "HEAD", "--", "src")
+        return str(_git(self.path, "rev-parse", "HEAD")) + " with local changes" * bool(changed)
 
     @cached_property
     def data_hash(self) -> str:
@@ -111,7 +109,7 @@ class Checkout:
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] == "tau2":
                 raise UserError(f"tau2: {self.path} lacks the module {error.name}") from None
-            hint = "pip install 'three-domain-grpo[tau2]'"
+            hint = "pip install -e '.[tau2]' in the folder of this project"
             raise UserError(f"tau2: needs the package {error.name}; {hint}") from None
         except (ImportError, AttributeError, ValueError, SyntaxError) as error:
             what = f"{type(error).__name__}: {one_line(str(error))}"
@@ -131,6 +129,15 @@ class Checkout:
             files = " or ".join(str(self.folder / file) for file in DATABASES[self.name])
             why = one_line(str(error))
             raise UserError(f"tau2: {files} is cut off or of another version ({why})") from None
+
+
+def _git(path: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(path), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 @cache

@@ -1,6 +1,7 @@
 """A domain of τ²-bench as a `Domain` of a run; `--tau2 PATH` names this module's function."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
@@ -12,8 +13,8 @@ from pipeline.environments.demonstrations import Demonstration, fields_of
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.errors import UserError
-from pipeline.files.untrusted import shown
-from pipeline.tau2.checkout import TESTED_COMMIT, Checkout
+from pipeline.files.untrusted import one_line, shown
+from pipeline.tau2.checkout import DATABASES, TESTED_COMMIT, Checkout
 from pipeline.tau2.environment import Tau2Environment, World
 from pipeline.tau2.tasks import TaskSource
 from pipeline.tau2.telecom_expert import expert
@@ -23,8 +24,8 @@ TRANSFER = ("transfer_to_human_agents", {"summary": "The customer needs a human 
 SOLO = "a ticket, in solo mode"
 TICKET = "a ticket made from the customer's scenario"
 REPEATS = (
-    "one customer, five tickets and the tools' texts, which a tiny model memorises; no combination "
-    "of faults of a test task is among training tasks or demonstrations"
+    "one customer, five tickets and the tools' texts, which a tiny model memorises; "
+    "in these splits, no combination of faults of a test task is among the training tasks"
 )
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -52,6 +53,8 @@ def tau2_domain(
     done: Calls = [("done", {})] if world.is_solo else []
     environment = type(f"Tau2{domain.title()}Environment", (Tau2Environment,), known)
 
+    _refuse_incomplete(source, environment, done)
+
     def baselines(task: Task) -> Mapping[str, Sequence[tuple[str, dict[str, Any]]]]:
         return {"nothing": done, "transfer": [TRANSFER, *done]}
 
@@ -70,6 +73,7 @@ def tau2_domain(
     )
 
 
+@cache
 def _words(source: TaskSource, environment: type[Any]) -> list[str]:
     """Return the fields of clean and of flawed demonstrations of telecom, and the tools' names."""
     made = list[Demonstration]()
@@ -79,6 +83,28 @@ def _words(source: TaskSource, environment: type[Any]) -> list[str]:
             made.append(Demonstration(task.id, messages, None))
     names = " ".join(["\ntools:", *(schema["function"]["name"] for schema in environment.schemas)])
     return [*fields_of(made), f"tau2 telecom{names}", "tau2 telecom", names]
+
+
+def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) -> None:
+    """Raise UserError if the gold calls of a test task do not earn 1, as with cut-off databases."""
+    for task_id in source.ids["test"]:
+        episode, criteria = environment(), source.world.task(task_id).evaluation_criteria
+        said = " ".join(criteria.communicate_info or ())
+        calls = [(action.name, action.arguments) for action in criteria.actions or ()]
+        try:
+            episode.reset(json.dumps({"id": task_id}))
+            for call in (*calls, *done):
+                episode.call(*call)
+            episode.stop_reason = "completed"
+            episode.messages = [{"role": "assistant", "content": said}]
+            earned = episode.get_reward()
+        except Exception as error:  # whatever the checkout's code raises on such data
+            earned = one_line(f"{type(error).__name__}: {error}")
+        if earned != 1:
+            files = ", ".join(DATABASES[source.world.checkout.name])
+            why = f"the gold calls of task {shown(task_id)} do not earn 1 ({earned})"
+            what = f"{source.world.checkout.folder}: {files} or tasks.json are cut off or changed"
+            raise UserError(f"tau2: {what}: {why}; check them out again")
 
 
 @cache
@@ -93,18 +119,19 @@ def _about(source: TaskSource, reward: str) -> dict[str, Any]:
     checkout, is_solo = source.world.checkout, source.world.is_solo
     approximated, unjudged = source.needing_a_judge
     consent = ", with the consent to buy data" if source.refuel_consent else ""
-    is_tested = checkout.commit == TESTED_COMMIT
-    other = (
-        "" if is_tested else f" (rewards were compared with the official ones at {TESTED_COMMIT})"
-    )
+    other = f" (rewards were compared with the official ones at {TESTED_COMMIT})"
+
+    def of_splits(wanted: Collection[str]) -> dict[str, int]:
+        return {split: sum(i in wanted for i in ids) for split, ids in source.ids.items()}
+
     return {
         "benchmark": f"τ²-bench {checkout.name}",
         "commit": checkout.commit + other * (checkout.commit != TESTED_COMMIT),
         "data_sha256": checkout.data_hash,
         "customer": SOLO + consent if is_solo else TICKET,
         "reward": reward,
-        "num_tasks": {split: len(ids) for split, ids in source.ids.items()},
-        "tasks_with_a_text_for_the_judge": len(approximated),
-        "tasks_without_their_judge": len(unjudged),
+        "tasks_in_splits": of_splits(checkout.tasks),
+        "nl_assertions_replaced_by_communicate": of_splits(approximated),
+        "nl_assertions_not_checked": of_splits(unjudged),
         **({"what_repeats": REPEATS} if is_solo else {}),
     }

@@ -4,13 +4,7 @@ The reward is the product over the task's `reward_basis`, by the rules of the of
 (`tau2.evaluator`). The official evaluator replays the recorded calls on new databases; an episode
 here is scored on its own live database, which is the same by construction.
 
-What the official rules have and a reader may not expect, and what is the same here:
-- COMMUNICATE looks for a text in lower case, and drops commas from the message only.
-- ACTION compares the arguments that the model gave; a call without arguments equals any.
-- Gold calls that fail have no effect. A task without actions and assertions passes DB.
-- In solo mode, calls in the same message as `done` do not take place.
-- An assertion that fails on a state that a tool should have refused earns 0, not an exception.
-- An episode with MAX_ERRORS errors of tools, and one that is cut off, earns 0.
+The oddities of the official rules are the same here; `docs/tau2.md` lists them.
 """
 
 import copy
@@ -47,7 +41,8 @@ class World:
         tools = [tool for kit in kits for tool in kit.get_tools().values()]
         self.schemas = [*(tool.openai_schema for tool in tools), *([DONE] * self.is_solo)]
         names = [tool.name for tool in tools]
-        self.writing = {n for kit in kits for n in names if kit.has_tool(n) and _writes(kit, n)}
+        writes = ((kit, n) for kit in kits for n in names if kit.has_tool(n))
+        self.writing = {name for kit, name in writes if kit.tool_mutates_state(name)}
         databases = [kit.db for kit in kits]
         self._base = None if self.is_solo else Base(databases[0])
         self._pickled = pickle.dumps(databases, protocol=5)
@@ -106,10 +101,6 @@ def _is_endless(expression: str) -> bool:
     return powers > 1 or (powers == 1 and re.search(r"\d{5}", expression) is not None)
 
 
-def _writes(kit: Any, name: str) -> bool:
-    return bool(kit.tool_mutates_state(name))
-
-
 def parts_of(task: Any) -> list[str]:
     """Return the parts of a task's reward. COMMUNICATE stands in for the judge of NL_ASSERTION."""
     criteria = task.evaluation_criteria
@@ -138,8 +129,8 @@ class Tau2Environment:
 
     def reset(self, payload: str, **row: Any) -> None:
         task_id = json.loads(payload)["id"]
-        self.done, self.num_errors = False, 0
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.done, self._num_errors = False, 0
+        self._calls: list[tuple[str, dict[str, Any]]] = []
         self._task = self.world.task(task_id)
         self._environment = self.world.start(self._task)
 
@@ -147,10 +138,10 @@ class Tau2Environment:
         if name == "done" and self.world.is_solo:
             self.done = True
             return STOPPED, False
-        self.calls.append((name, arguments))
+        self._calls.append((name, arguments))
         text, is_error = self.world.call(self._environment, name, arguments)
-        self.num_errors += is_error
-        self.done = self.num_errors >= MAX_ERRORS
+        self._num_errors += is_error
+        self.done = self._num_errors >= MAX_ERRORS
         return text, is_error
 
     def get_reward(self) -> float:
@@ -168,7 +159,7 @@ class Tau2Environment:
 
     @property
     def _is_graded(self) -> bool:
-        if self.num_errors >= MAX_ERRORS:
+        if self._num_errors >= MAX_ERRORS:
             return False
         return self.done if self.world.is_solo else self.stop_reason == "completed"
 
@@ -178,9 +169,9 @@ class Tau2Environment:
         names = [call["function"]["name"] for m in written for call in m.get("tool_calls") or ()]
         count = sum(message["name"] != "done" for message in results)
         if self.world.is_solo and count and "done" in names:
-            self.calls, self.done = self.calls[:-count], True
+            self._calls, self.done = self._calls[:-count], True
             self._environment = start = self.world.start(self._task)
-            self.num_errors = sum(self.world.call(start, *call)[1] for call in self.calls)
+            self._num_errors = sum(self.world.call(start, *call)[1] for call in self._calls)
 
     def _db(self, criteria: Any) -> bool:
         if criteria.actions is None and criteria.env_assertions is None:
@@ -207,7 +198,7 @@ class Tau2Environment:
             return False
 
     def _action(self, criteria: Any) -> bool:
-        calls = [self.world.package.ToolCall(name=n, arguments=a) for n, a in self.calls]
+        calls = [self.world.package.ToolCall(name=n, arguments=a) for n, a in self._calls]
         missing = [
             action
             for action in criteria.actions or ()

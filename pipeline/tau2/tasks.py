@@ -53,7 +53,8 @@ class TaskSource:
         ids = self.ids[split]
         if difficulty != "medium":
             if not self.world.is_solo:
-                raise ValueError(f"difficulty: got {difficulty}, but only telecom has levels")
+                known = "only telecom has levels; train telecom alone, or leave it out"
+                raise ValueError(f"difficulty: got {difficulty}, but {known}")
             if split == "train":
                 is_easy = difficulty == "easy"
                 ids = [i for i in ids if (len(faults_of(i)) <= MOST_FAULTS_OF_EASY) == is_easy]
@@ -111,7 +112,8 @@ class TaskSource:
         is_transfer = any(action["name"].startswith("transfer") for action in actions)
         branch = "transfer" if is_transfer else ""
         if self.world.is_solo and not is_transfer:
-            branch = f"{len(faults_of(task_id))} faults"
+            number = len(faults_of(task_id))
+            branch = f"{number} fault{'s' * (number > 1)}"
         family, ticket = self.family(task_id), self.ticket(task_id)
         instruction = SOLO if self.world.is_solo else TICKET
         system = f"tau2 {self.world.checkout.name}\n\n{instruction}\n\n{self.world.policy}"

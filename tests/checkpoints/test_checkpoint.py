@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, save
 from pipeline.checkpoints.manifest import newest_first, number_of, problem, prune, put_aside
+from pipeline.checkpoints.resume import refuse_other_facts
 from pipeline.checkpoints.run_folder import find_checkpoint, read_state
 from pipeline.config.settings import Config
 from pipeline.distributed.gradients import consolidated_state_dict
@@ -338,6 +339,20 @@ def test_a_checkpoint_is_found_by_name_path_or_as_the_latest(tmp_path):
     assert find_checkpoint(tmp_path, str(stage)) == (stage, [])
     assert [path.name for path in newest_first(folder)] == ["step-000050", "stage-1-airline"]
     assert (number_of(stage), number_of(step)) == (1, 2)
+
+
+def test_a_run_goes_on_with_the_facts_of_its_domains_alone():
+    began = {"about": {"bank": {"commit": "a", "tasks": 3}}}
+    refuse_other_facts({}, {"bank": {"commit": "b"}}, override=False)  # nothing was saved
+    refuse_other_facts(began, began["about"], override=False)
+    refuse_other_facts(began, {"bank": {"commit": "b"}}, override=True)
+    for other, words in (
+        ({"bank": {"commit": "b", "tasks": 3}}, "bank: commit was a and is b; restore the data"),
+        ({}, "bank: commit was a and is None"),
+        ({**began["about"], "shop": {"commit": "c"}}, "shop: commit was None and is c"),
+    ):
+        with pytest.raises(UserError, match=words):
+            refuse_other_facts(began, other, override=False)
 
 
 def test_automatically_there_may_be_none(tmp_path):

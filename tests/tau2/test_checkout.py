@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.tau2.checkout import TESTED_COMMIT, Checkout
+from pipeline.tau2.domain import _refuse_incomplete, tau2_domain
 from tests.tau2.conftest import SOURCE
 
 DATA = "data/tau2/domains/airline"
@@ -75,6 +76,28 @@ def test_the_commit_is_noted(miniature):
     commit = Checkout(miniature, "airline").commit
     assert len(commit) == 40
     assert commit != TESTED_COMMIT
+    subprocess.run([*git, "add", "src"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "code"], check=True)
+    next(miniature.glob("src/**/shop.py")).write_text("# other rules")
+    assert Checkout(miniature, "airline").commit.endswith(" with local changes")
+    inside = miniature / "inside"
+    (miniature / "data").rename(miniature / "moved")
+    inside.mkdir()
+    (miniature / "moved").rename(inside / "data")
+    (miniature / "src").rename(inside / "src")
+    assert Checkout(inside, "airline").commit == "unknown"
+
+
+def test_databases_on_which_gold_calls_fail_are_refused(checkout_path):
+    """Such as a file that was cut off at the end of a row, and loads."""
+    airline = tau2_domain(str(checkout_path), "airline")
+
+    class Without(airline.environment):
+        def call(self, name, arguments):
+            return super().call(name, dict.fromkeys(arguments, "lost"))
+
+    with pytest.raises(UserError, match=r"airline: db.json or tasks.json are cut off or changed"):
+        _refuse_incomplete(airline.generate_tasks, Without, [])
 
 
 def test_the_hash_of_the_data_changes_with_a_file(miniature):
@@ -87,4 +110,4 @@ def test_results_say_commit_data_and_reward(domain):
     about = domain.about()
     assert TESTED_COMMIT in about["commit"]
     assert about["reward"] == "verifiable"
-    assert {"commit", "data_sha256", "num_tasks"} <= about.keys()
+    assert {"commit", "data_sha256", "tasks_in_splits"} <= about.keys()
