@@ -30,6 +30,7 @@ from pipeline.evaluation.evaluate import (
 )
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.results import write_results
+from pipeline.evaluation.start_report import StartReport
 from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.policy import Policy
@@ -72,7 +73,8 @@ class RunState:
         self._saved_state, model = self.load_start(resumed)
         refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
-        for owner in (self.state, self.errors, self.dead):
+        self.start = StartReport()
+        for owner in (self.state, self.errors, self.dead, self.start):
             owner.load_state_dict(self._saved_state)
         self.state.config, self.state.about = config.model_dump(mode="json"), self.parts.about
         chat, environments = self.parts.chat, self.parts.environments
@@ -90,7 +92,7 @@ class RunState:
         lock = None if opened is None else opened.lock
         arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
-        self.checkpointer.owners += [self.log, self.errors, self.dead]
+        self.checkpointer.owners += [self.log, self.errors, self.dead, self.start]
         if opened is not None:
             described = json.dumps(describe(self.stages, config), indent=1)
             write_text(self.folder / "curriculum.json", described)
@@ -198,7 +200,8 @@ class RunState:
                 "faults": {name: count for name, count in faults.items() if count},
                 "wall_s": self.checkpointer.wall_s,
             }
-            further = {"best": self.state.best, "about": self.parts.about}
+            further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
+            further |= {"rft": self.state.rft, "start": self.start.content}
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             stages, held_out = self.stages, self.parts.held_out

@@ -2,7 +2,8 @@
 
 All ranks of the run take part in the warm start. `chat/template.py` makes the tokens of both
 demonstrations and rollouts. The expert of a domain follows the domain's rules in only a share of
-the demonstrations (`warm_start.rule_share`), so that GRPO can improve the policy.
+the demonstrations (`warm_start.rule_share`), so that GRPO can improve the policy. `fine_tune` also
+trains on examples that are no demonstrations.
 """
 
 import itertools
@@ -38,12 +39,28 @@ def warm_start(
     each optimizer step with the last logged loss, a mean over an eighth of the steps, or with None.
     `alive` is called after each encoded demonstration.
     """
+    examples = sft_examples(config, chat, domains, alive)
+    return fine_tune(config, model, chat, examples, num_ranks, on_step)
+
+
+def fine_tune(
+    config: Config,
+    model: Any,
+    chat: Chat,
+    examples: Sequence[SFTExample],
+    num_ranks: int,
+    on_step: Callable[[float | None], None],
+) -> float:
+    """Train `model` in place on examples in their order, with the settings of the warm start.
+
+    `examples` are the examples of all steps, `warm_start.batch_size` for each step. Arguments
+    and result are else those of `warm_start`.
+    """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer
 
     size, deterministic = config.warm_start.batch_size, config.run.deterministic
-    examples = sft_examples(config, chat, domains, alive)
     trainer = SFTTrainer(
         model=model,
         args=_arguments(config, size if deterministic else -(-size // num_ranks)),

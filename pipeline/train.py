@@ -1,12 +1,10 @@
-"""The run: evaluation, warm start, then GRPO stage by stage.
+"""The run: what comes before GRPO (`before_grpo.py`), then GRPO stage by stage.
 
 A stage consists of steps (rollouts and an update) and an evaluation; see `Training.train`. The file
 `trainer.py` has the methods that the training loop calls, and `run_state.py` has the state.
 """
 
-import gc
 import json
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,10 +24,9 @@ from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
 from pipeline.export.hub import push_after_training
 from pipeline.files.console import command, may_fail
-from pipeline.models.loading import load_folder, on_gpu, uses_bf16
+from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.report.tables import final_table
 from pipeline.report.write import write_report
-from pipeline.sft import warm_start
 from pipeline.tracking.progress import StageProgress
 from pipeline.trainer import Trainer
 
@@ -47,17 +44,6 @@ class Training(Trainer):
         except Interrupted:
             return self.stop()
         return 0
-
-    def before_training(self) -> None:
-        """Evaluate the given model, do the warm start, and evaluate again."""
-        if not self.state.evaluated("start"):
-            self.evaluate("start")
-        if not self.config.grpo.use_grpo or self.config.warm_start.steps == 0:
-            return
-        if self.state.stage == "start":
-            self.give_warm_start()
-        if not self.state.evaluated("warm_start"):
-            self.evaluate("warm_start")
 
     def train(self) -> None:
         """Do GRPO: for each stage and each step, collect rollouts and update the policy."""
@@ -83,32 +69,6 @@ class Training(Trainer):
                     progress.step(metrics)
                     self.end_step(stage, batch, advantages)
             self.end_stage(stage)
-
-    def give_warm_start(self) -> None:
-        """Train on demonstrations, save the first checkpoint, and load the saved model."""
-        begun, parts, ranks = time.perf_counter(), self.parts, self.ranks
-        num_steps = self.config.warm_start.steps
-        progress = StageProgress("warm start", num_steps, is_main=ranks.is_main)
-
-        def on_step(loss: float | None) -> None:
-            progress.step({"loss": loss})
-            ranks.alive()
-            if ranks.stop_wanted:  # an interrupted warm start saves no checkpoint
-                raise Interrupted
-
-        with progress, ranks.phase("warm start"):
-            arguments = self.config, self.policy.model, parts.chat, parts.domains
-            loss = warm_start(*arguments, ranks.num_ranks, on_step, ranks.alive)
-        keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
-        self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
-        self.log.metrics({**keys, "warm_start/loss": loss})
-        self.state.stage = "warm_start"
-        self.save("warm-start")
-        folder = self.checkpointer.folder / "warm-start"
-        self.policy.replace(load_folder(folder, self.config.model))
-        gc.collect()  # frees SFTTrainer's optimizer, which reference cycles keep alive
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def finish(self) -> None:
         """Write the results and the report on rank 0, and print the table of results."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+from pipeline.before_grpo import BeforeGRPO
 from pipeline.checkpoints.transcripts import read_records
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
@@ -14,13 +15,12 @@ from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import evaluate, mean_success, plateau, scored, validation_metrics
 from pipeline.evaluation.results import training_summary
 from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
-from pipeline.run_state import RunState
 from pipeline.tracking.profiling import Meter, profiled
 from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
 
 
-class Trainer(RunState):
-    """A RunState that trains the policy."""
+class Trainer(BeforeGRPO):
+    """A RunState that trains the policy with GRPO."""
 
     # Stages
 
@@ -141,8 +141,10 @@ class Trainer(RunState):
         return {**statistics, **metrics, **self._rewards}
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
-        """Write transcripts, look for environment errors and dead domains, validate and save."""
+        """Write transcripts, report the start, look for faults and dead domains, validate."""
         self._save_transcripts(stage.name, batch.trajectories, advantages)
+        if self.state.step == 1:
+            self.report_start(batch)
         stop_on_errors(self.ranks, self.errors, self.config.rollout, batch.trajectories)
         self.validate_when_due(stage)
         lines = self.dead.messages(stage, self.records, self.ranks)

@@ -82,8 +82,8 @@ def base_of_adapters(
     A base model that has no folder and no hub id is first saved in a folder.
     """
     folder, name = checkpointer.folder, settings.model
-    if (folder / "warm-start").is_dir():
-        return str(_whole(folder / "warm-start").resolve())
+    if (supervised := _supervised(folder)) is not None:
+        return str(supervised.resolve())
     if name != "tiny" and not lora.is_adapter(name):
         return str(Path(name).resolve()) if Path(name).is_dir() else name
     if ranks.is_main and not (folder / "base").is_dir():
@@ -99,7 +99,13 @@ def folder_of_reference(
     finished = [stage for stage in stages if state.evaluated(stage.name)]
     if reference_per_stage and finished:
         return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
-    return _whole(folder / "warm-start") if (folder / "warm-start").is_dir() else None
+    return _supervised(folder)
+
+
+def _supervised(folder: Path) -> Path | None:
+    """Return the checkpoint of the last supervised training before GRPO, or None without one."""
+    paths = folder / "rft", folder / "warm-start"
+    return next((_whole(path) for path in paths if path.is_dir()), None)
 
 
 def _whole(path: Path) -> Path:

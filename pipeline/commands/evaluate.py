@@ -10,7 +10,8 @@ from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.run import main as run
 
 # An evaluation takes the run's own settings, except the folder, the number of ranks and the name.
-ANEW = "--no-grpo --warm-start-steps 0 --output-dir null --num-gpus null --run-name null"
+ANEW = "--no-grpo --warm-start-steps 0 --rft-rounds 0 --output-dir null --num-gpus null "
+ANEW += "--run-name null"
 
 
 def main(argv: list[str]) -> int:

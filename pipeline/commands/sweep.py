@@ -45,7 +45,7 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True}
 WORDS |= {"false": False, "no": False, "off": False, "0": False}
 # A warm start needs no stages.
 NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --stage-tasks {} "
-NO_STAGES += "--validation-steps 0 --plateau-patience 0 --domain-weights {}"
+NO_STAGES += "--validation-steps 0 --plateau-patience 0 --domain-weights {} --rft-rounds 0"
 
 
 class Job(NamedTuple):

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # No domain may have a name that evaluations or metrics use.
-RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "mean")
+RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean")
 
 
 def reward_names(functions: Sequence[str]) -> list[str]:
@@ -35,6 +35,8 @@ def left_out(config: Config) -> Iterator[str]:
         yield "push_to_hub: nothing is trained, so nothing is uploaded"
     if run.keep_best and not is_trained:
         yield "keep_best: nothing is trained, so there is no checkpoint to keep"
+    if config.rft.rft_rounds and not is_trained:
+        yield "rft_rounds: nothing is trained, so there is no rejection fine-tuning"
     if run.hub_model_id and not run.push_to_hub and is_trained:
         yield "hub_model_id: has no effect without push_to_hub"
     domains, data = config.data.domains, config.data
@@ -58,7 +60,7 @@ def _environments(config: Config) -> Iterator[str]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
             hint = "use letters, digits, _ and - only, at most 64"
             yield f"environments: got the name {name[:100]!r}; {hint}"
-        if name.lower() in taken or name.lower().startswith("evaluation-"):
+        if name.lower() in taken or name.lower().startswith(("evaluation-", "rft-")):
             yield f"environments: got {name}, which is taken; choose another name"
         taken.add(name.lower())
         if not IMPORT_STRING.fullmatch(setting.factory):

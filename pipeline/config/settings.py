@@ -156,6 +156,14 @@ class WarmStartSettings(Section):
     rule_share: Share = field(0.3, "share of decisions that follow the rule")
 
 
+class RFTSettings(Section):
+    """rejection fine-tuning (RFT)"""
+
+    rft_rounds: NonNegativeInt = field(0, "rounds of training on own successes, before GRPO")
+    rft_tasks: PositiveInt = field(100, "training tasks per domain and round")
+    rft_learning_rate: PositiveFloat = field(2e-4, "peak learning rate")
+
+
 class CurriculumSettings(Section):
     """curriculum"""
 
@@ -253,6 +261,7 @@ class EvaluationSettings(Section):
     validation_steps: NonNegativeInt = field(25, "steps between validations; 0: never")
     kl_probe_tasks: NonNegativeInt = field(16, "tasks per learned domain for the KL probe; 0: none")
     validation_tasks: PositiveInt = field(20, "tasks per domain in a validation")
+    start_report_tasks: NonNegativeInt = field(0, "tasks per domain to play for the start report")
 
 
 class RunSettings(Section):
@@ -296,6 +305,7 @@ class Config(Section):
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
+    rft: RFTSettings = RFTSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
     rollout: RolloutSettings = RolloutSettings()
     grpo: GRPOSettings = GRPOSettings()
@@ -314,6 +324,11 @@ class Config(Section):
             names = [n if t == 1 else f"{n}-{t}" for n, t in zip(order, times, strict=True)]
         parts = [f"-{difficulty}" for difficulty in curriculum.difficulties] or [""]
         return [f"{name}{part}" for name in names for part in parts]
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether supervised training, which trains all weights, comes before GRPO."""
+        return bool(self.warm_start.steps or self.rft.rft_rounds)
 
     @property
     def peak_learning_rate(self) -> float:

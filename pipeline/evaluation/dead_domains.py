@@ -73,10 +73,11 @@ def lost_domains(
 ) -> list[str]:
     """Return a message for each domain that lost its success before its own stage, the last stage.
 
-    A domain has lost its success if more than half of the success after the warm start is gone, and
-    the 95 % interval of the paired change over tasks excludes 0.
+    A domain has lost its success if more than half of the success before GRPO is gone, and the 95 %
+    interval of the paired change over tasks excludes 0.
     """
-    given = [entry for entry in evaluations if entry["after"] == "warm_start"]
+    names = {"warm_start": "the warm start", "rft": "rejection fine-tuning"}
+    given = [entry for entry in evaluations if entry["after"] in names][-1:]
     earlier = {domain for stage in stages[:-1] for domain in stage.own}
     lines = []
     for domain in stages[-1].own if given else ():
@@ -91,7 +92,8 @@ def lost_domains(
         is_lost = fmean(now) < fmean(before) / 2 and change + spread < 0
         if domain not in earlier and is_lost:
             lines.append(
-                f"{domain}: success fell from {fmean(before):.2f} after the warm start to "
+                f"{domain}: success fell from {fmean(before):.2f} after "
+                f"{names[given[0]['after']]} to "
                 f"{fmean(now):.2f} before its own stage (change {change:+.2f} "
                 f"[{change - spread:+.2f}, {change + spread:+.2f}]); raise `preview`, put it "
                 "earlier in `order`, or train all domains together (curriculum mixed)"

@@ -12,11 +12,12 @@ from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import RunError
 from pipeline.evaluation.error_rates import commonest, errors_of
-from pipeline.evaluation.transfer_metrics import is_graded, succeeded
+from pipeline.evaluation.transfer_metrics import is_graded, pass_hat_k, succeeded
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
+MOST_K = 4  # the largest k of pass^k, as in tau-bench
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
 METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
@@ -104,8 +105,9 @@ def success(
     """Return each domain's success rates in a sampled and in a greedy evaluation.
 
     An episode is a success if its reward is at least `threshold`. For a domain with a reward other
-    than 0 and 1, the result also has the domain's mean rewards. With reward functions,
-    `rewards` has the mean sampled reward of each source by name, without weights.
+    than 0 and 1, the result also has the domain's mean rewards. `pass^k` lists pass^1, pass^2, ...,
+    at most pass^MOST_K (see `pass_hat_k`). With reward functions, `rewards` has the mean sampled
+    reward of each source by name, without weights.
     """
 
     def rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
@@ -129,6 +131,8 @@ def success(
             by_name.setdefault(name, []).extend([] if reward is None else [reward])
         if by_name:
             found["rewards"] = {name: fmean(of) for name, of in by_name.items() if of}
+        solved = [[succeeded(r.reward, threshold) for r in of] for of in tasks.values()]
+        ks = range(1, min(MOST_K, *map(len, solved)) + 1)
         tools: dict[str, dict[str, list[int]]] = {}
         for task, records in tasks.items():
             for tool, counts in tool_counts(records).items():
@@ -136,6 +140,7 @@ def success(
         return {
             **found,
             "num_trials": num_trials,
+            "pass^k": [fmean(pass_hat_k(sum(of), len(of), k) for of in solved) for k in ks],
             "tasks": {task: [record.reward for record in of] for task, of in tasks.items()},
             "tools": dict(sorted(tools.items())),
             "families": by("family"),

@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation import transfer_metrics as metrics
 from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
 
-BEFORE_GRPO = ("start", "warm_start")
+BEFORE_GRPO = ("start", "warm_start", "rft")
 
 Results = Mapping[str, Any]  # the content of `results.json`
 
@@ -70,7 +70,7 @@ class Matrix(NamedTuple):
     """Bootstrap samples of the accuracy matrix, [B, P, C]. A column is a domain, family or tool."""
 
     names: list[str]  # column names
-    points: list[str]  # for each evaluation: `start`, `warm_start`, or the stage that had ended
+    points: list[str]  # for each evaluation: the last of BEFORE_GRPO, or the stage that had ended
     samples: Floats
     own: list[set[int]]  # for each stage, its trained columns, except those of replayed domains
     num_tasks: list[int]  # number of tasks in the mean of each column
@@ -224,6 +224,17 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
     return _cell(np.mean(samples, axis=0), sum(len(of["tasks"]) for of in used.values()))
 
 
+def mean_over_tasks(values: Sequence[float], name: str) -> Number | None:
+    """Return [value, low, high] of the mean of one value per task, or None without tasks.
+
+    `name` is the key of the random numbers of the bootstrap.
+    """
+    if not values:
+        return None
+    totals = np.array([[values]], dtype=np.float64)
+    return _cell(resampled(totals, np.ones_like(totals), name)[:, 0], len(values))
+
+
 def threshold_of(runs: Sequence[Results]) -> float:
     """Return the least reward of a success. Raises UserError if runs have different thresholds."""
     first, *others = sorted({float(run.get("success_threshold", 1.0)) for run in runs})
@@ -257,8 +268,13 @@ def _areas(runs: Runs) -> dict[str, Floats]:
 def _passes(runs: Runs, domain: str) -> dict[str, list[Number | None]]:
     successes, num_trials = runs.successes(domain).astype(int)
     estimators = {"@": np.vectorize(metrics.pass_at_k), "^": np.vectorize(metrics.pass_hat_k)}
+
+    def rates(totals: Floats) -> list[Number | None]:
+        samples = resampled(totals, np.ones_like(totals), domain, runs.over_seeds)
+        return [_cell(of, len(runs.tasks[domain])) for of in samples.T]
+
     return {
-        f"pass{sign}{k}": runs.means(domain, estimator(successes, num_trials, k))
+        f"pass{sign}{k}": rates(estimator(successes, num_trials, k))
         for sign, estimator in estimators.items()
         for k in range(1, num_trials.min() + 1)
     }

@@ -40,6 +40,7 @@ ELSEWHERE |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 CARD = TEMPLATES / "model_card.md.jinja"
 TINY = "random weights (a Qwen3 of half a million parameters, `tiny`)"
 WARM_START = "{} supervised steps on demonstrations (warm start) and "
+RFT = "{} round{} of rejection fine-tuning on its own successes and "
 TOOLS = " `TOOLS` are the JSON schemas of the domain's tools; the model saw these tools alone."
 
 
@@ -66,7 +67,7 @@ def model_card(
         title=(repo_id or checkpoint.run.resolve().name).rpartition("/")[2],
         kind="LoRA adapters (PEFT)" if base_of_adapters else "A language model",
         base=TINY if config.model.model == "tiny" else f"`{config.model.model}`",
-        warm_start=WARM_START.format(steps) if (steps := config.warm_start.steps) else "",
+        warm_start=_before_grpo(config, len(checkpoint.state.get("rft", []))),
         step=checkpoint.step,
         domains=", ".join(config.data.domains),
         results=_results(run, checkpoint),
@@ -82,6 +83,11 @@ def model_card(
     )
     card.content = printable(card.content)
     return card
+
+
+def _before_grpo(config: Config, rounds: int) -> str:
+    text = WARM_START.format(steps) if (steps := config.warm_start.steps) else ""
+    return text + (RFT.format(rounds, "s" * (rounds > 1)) if rounds else "")
 
 
 def without_places(config: Config) -> Config:

@@ -67,14 +67,8 @@ def collect_rollouts(
         rounds.append(len(new))
         mine = [group for group in ranks.shard(len(tasks)) if group in groups]
         stream = (seed, "rollout", stage.name, step)
-        requests = [
-            RolloutRequest(task=task, trial=k, key=stream_key(*stream, *task.key, k))
-            for task in (tasks[group] for group in mine)
-            for k in range(size)
-        ]
         with ranks.phase("sample", stage.name, step + 1):
-            rollouts = no_gain_by_failing(rollout(requests), size)
-            ranks.agree("end of rollouts")
+            rollouts = play_groups(rollout, ranks, [tasks[group] for group in mine], size, *stream)
         trajectories += rollouts
         if not settings.dynamic_sampling:
             break
@@ -97,6 +91,24 @@ def collect_rollouts(
         num_first=sum(group < rounds[0] for group in group_of),
         rounds=rounds,
     )
+
+
+def play_groups(
+    rollout: Rollout, ranks: Ranks, tasks: Sequence[Task], size: int, *stream: int | str
+) -> list[Trajectory]:
+    """Return `size` episodes of each of this rank's `tasks`, task by task.
+
+    Every rank must call this function. `stream` names the streams of random numbers. Raises
+    Interrupted if a signal stops the run.
+    """
+    requests = [
+        RolloutRequest(task=task, trial=k, key=stream_key(*stream, *task.key, k))
+        for task in tasks
+        for k in range(size)
+    ]
+    trajectories = no_gain_by_failing(rollout(requests), size)
+    ranks.agree("end of rollouts")
+    return trajectories
 
 
 def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:

@@ -89,7 +89,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
         load_folder(name, config.model, device="meta")
     why = why_generate(model)
     if config.grpo.use_grpo:
-        size = 4.0 * model.num_parameters() * bool(config.warm_start.steps)
+        size = 4.0 * model.num_parameters() * config.is_supervised
         refuse_full_disk(config, max(size, 12.0 * num_trained(config, model)))
     is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # tried once per machine
     return why, try_architecture(config, model) if is_tried else []
@@ -124,6 +124,8 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
     yield f"stages ({config.curriculum.curriculum}; groups of {limits.num_generations} episodes)"
     if not config.grpo.use_grpo:
         yield "  none: evaluation only"
+    elif rounds := config.rft.rft_rounds:
+        yield f"  before: rejection fine-tuning in {rounds} round(s), tasks: {config.rft.rft_tasks}"
     for stage in parts.stages if config.grpo.use_grpo else ():
         joined = " or " if stage.schedule else " + "
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())

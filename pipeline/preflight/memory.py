@@ -44,7 +44,7 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
         balances = grpo.balance_ranks and not config.run.deterministic
         groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
     episodes = groups * limits.num_generations
-    if config.warm_start.steps:
+    if config.is_supervised:
         episodes = max(episodes, -(-config.warm_start.batch_size // (config.run.num_gpus or 1)))
     trained = episodes * limits.max_tokens  # largest number of tokens per rank and step
     tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
@@ -79,9 +79,9 @@ def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict
     memory |= {"gradients (fp32)": trained, "AdamW (fp32, two moments)": moments}
     if grpo.beta > 0:
         memory["reference policy (fp32)"] = trained
-    if not config.warm_start.steps:
+    if not config.is_supervised:
         return memory
-    # The warm start trains all weights, and each rank keeps the whole optimizer state.
+    # Supervised training trains all weights, and each rank keeps the whole optimizer state.
     gradients, adamw = "gradients of the warm start", "AdamW of the warm start"
     warm_start = {gradients: 4.0 * num_parameters, adamw: 8.0 * num_parameters}
     return max(memory, warm_start, key=lambda needs: sum(needs.values()))

@@ -95,7 +95,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # one name for all seeds
         if (origin := path.parent.parent / "config.yaml").is_file():
             other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
-            sections = ("model.", "warm_start.", "data.")
+            sections = ("model.", "warm_start.", "rft.", "data.")
             kept = {key: value for key, value in other.items() if key.startswith(sections)}
             settings["model.model"] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
     return settings

@@ -131,11 +131,9 @@ def final_table(results: Mapping[str, Any]) -> str:
     failed, tables, lines = failures(evaluations, transfer), success_tables(results), list[str]()
     for table in tables:
         rows = [[f"{name} (!)" if name in failed else name, *cells] for name, *cells in table]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for name, *cells in rows:
-            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *right]))
-        lines.append("")
+        lines += [*aligned(rows), ""]
+    if rows := _pass_hat_table(transfer):
+        lines[-1:-1] = ["", *aligned(rows)]
     words = [*([ends_in_words(evaluations)] if tables[1:] else []), "in brackets: 95 % intervals"]
     lines[-1:] = [fill("; ".join(words), MOST_CHARACTERS)] if tables else []
     lines += [f"(!) {line}" for line in failed.values()]
@@ -147,6 +145,48 @@ def final_table(results: Mapping[str, Any]) -> str:
         width = max((len(METRICS[name]) for name in numbers), default=0)
         lines += ["", *(f"{METRICS[n]:{width}}  {metric(of, n)}" for n, of in numbers.items())]
     return "\n".join(lines)
+
+
+def aligned(rows: Rows) -> list[str]:
+    """Return the rows as lines of text; the first column is aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in rows
+    ]
+
+
+def start_table(start: Mapping[str, Any]) -> Rows:
+    """Return a row per domain of the start report; no rows without a report."""
+    if not start:
+        return []
+    names = ["pass@1", f"pass@{start['num_generations']}"]
+    rows = [["start of GRPO", "held-out pass@1", *names, "with signal", "best baseline"]]
+    for domain, of in start["domains"].items():
+        count, best = of["groups"], of["baseline"]
+        signal = f"{of['groups_with_signal']} of {count}" if count else NO_INTERVAL
+        baseline = f"{number(best[1])} {best[0].replace('_', ' ')}" if best else NO_INTERVAL
+        rates = [with_interval(of[name]) for name in ("held_out", *names)]
+        rows.append([domain, *rates, signal, baseline])
+    return rows
+
+
+def start_block(start: Mapping[str, Any]) -> str:
+    """Return the start report as text for the terminal."""
+    words = f"held-out: {after_name(start['after'])}; then: groups of the first step"
+    lines = [*aligned(start_table(start)), f"{words}; in brackets: 95 % intervals"]
+    return "\n".join([*lines, *(f"warning: {line}" for line in start["lines"])])
+
+
+def _pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
+    """Return pass^1 to pass^4 at the end of a run; no rows if a task has fewer than 4 trials."""
+    names, passes = [f"pass^{k}" for k in range(1, 5)], transfer.get("passes", {})
+    rows = [
+        [d, *(with_interval(of[name][-1]) for name in names)]
+        for d, of in passes.items()
+        if names[-1] in of
+    ]
+    return [["success in all of k trials", *names], *rows] if rows else []
 
 
 def data_of(run: RunData) -> dict[str, Any]:
@@ -165,6 +205,7 @@ def data_of(run: RunData) -> dict[str, Any]:
         "ends_in_words": ends_in_words(run.evaluations),
         "failures": failures(run.evaluations, run.transfer),
         "baselines": baseline_table(run.results),
+        "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "tools": _tools(run),

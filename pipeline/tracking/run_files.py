@@ -113,7 +113,8 @@ def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
     first = {f"evaluation-{after}": i - len(BEFORE_GRPO) for i, after in enumerate(BEFORE_GRPO)}
 
     def order(key: tuple[str, int]) -> tuple[int, bool]:
-        return first.get(key[0], key[1]), key[0].startswith("evaluation-")
+        place = -1 if key[0].startswith("rft-") else key[1]  # before the evaluation after RFT
+        return first.get(key[0], place), key[0].startswith("evaluation-")
 
     return {key: files[key] for key in sorted(files, key=order)}
 
@@ -175,6 +176,7 @@ def before_and_after(evaluations: Sequence[Evaluation]) -> list[Evaluation | Non
 
 def after_name(after: str) -> str:
     names = {"start": "at the start", "warm_start": "after the warm start"}
+    names["rft"] = "after rejection fine-tuning"
     return names.get(after, f"after {after}")
 
 

@@ -200,6 +200,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         "model:",
         "tasks and rewards:",
         "warm start (supervised):",
+        "rejection fine-tuning (RFT):",
         "curriculum:",
         "rollout:",
         "GRPO:",
@@ -310,7 +311,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
                 ["--environments", f"{{bank: a:B, {name}: a:B}}"],
                 (f"environments: got {name},", "taken", "another name"),
             )
-            for name in ("mean", "start", "warm_start", "evaluation-bank", "Bank", "Mean", "MIXED")
+            for name in ("mean", "start", "rft-1", "evaluation-bank", "Bank", "Mean", "MIXED")
         ),
         (
             ["--environments", "{" + "b" * 65 + ": a:B}"],

@@ -75,6 +75,9 @@ def test_a_domain_that_lost_its_success_before_its_own_stage_is_named():
     says(
         line, "retail: success fell from 0.60 after the warm start to 0.10", "-0.50 [-0.83, -0.17]"
     )
+    after_rft = [start, entry("warm_start", [0] * 10), {**warm, "after": "rft"}, lost]
+    (line,) = lost_domains(after_rft, [AIRLINE, RETAIL], settings)
+    says(line, "retail: success fell from 0.60 after rejection fine-tuning to 0.10")
     for evaluations in ([start, warm, half], [start, lost], [start, warm]):
         assert lost_domains(evaluations, [AIRLINE, RETAIL], settings) == []
     assert lost_domains([start, warm, lost], [RETAIL, RETAIL], settings) == []  # seen before

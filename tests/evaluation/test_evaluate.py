@@ -234,6 +234,7 @@ def test_sampled_and_greedy_success_stand_side_by_side():
     assert airline["greedy"] == pytest.approx(1 / 3)
     assert (airline["num_tasks"], airline["num_trials"]) == (3, 2)
     assert airline["tasks"] == {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 1.0]}
+    assert airline["pass^k"] == pytest.approx([4 / 6, 1 / 3])
     assert airline["families"] == {
         "bags": {"mean": 0.5, "greedy": 0.0, "num_tasks": 1},
         "cancel": {"mean": 0.75, "greedy": 0.5, "num_tasks": 2},
@@ -248,6 +249,7 @@ def test_sampled_and_greedy_success_stand_side_by_side():
         "greedy": 1.0,
         "num_tasks": 1,
         "num_trials": 2,
+        "pass^k": [0.0, 0.0],
         "tasks": {"a": [0.0, 0.0]},
         "tools": {},
         "families": {},

@@ -158,6 +158,8 @@ def test_pass_at_k_and_pass_hat_k_up_to_the_number_of_trials():
         "pass^1": 0.5,
         "pass^2": 0.0,
     }
+    _, low, high = passes["pass^2"][-1]
+    assert low == 0 and 0.2 < high < 0.6  # Wilson's interval of 0 of the tasks
 
 
 def test_seeds_are_averaged_and_compared_in_pairs():

@@ -328,13 +328,20 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "train"]
 
 
+def start_of(folder: Path) -> Any:
+    return json.loads((folder / "results.json").read_text())["start"]
+
+
 def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
     start: list[str], tmp_path: Path
 ) -> None:
     flags = [*start, "--max-steps", "4", "--dynamic-sampling", "--scale-rewards", "batch"]
+    flags += ["--start-report-tasks", "3"]
     one, two = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2))
     assert one.episodes == two.episodes
     assert np.array_equal(one.parameters, two.parameters)
+    assert start_of(tmp_path / "1") == start_of(tmp_path / "2")
+    assert start_of(tmp_path / "1")["domains"]["coin"]["groups"] == 3 + 4
     assert sum(line["rollout/replaced_groups"] for line in metrics(tmp_path / "1")) > 4
     assert sum(line["rollout/left_out"] for line in metrics(tmp_path / "1")) > 4
     for line in metrics(tmp_path / "1"):
@@ -348,6 +355,7 @@ def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
         again = play_run(after, [*flags, "--resume-from-checkpoint", "step-000002"], cut)
         assert np.array_equal(again.parameters, one.parameters)
         assert metrics(cut) == metrics(tmp_path / "1")
+        assert start_of(cut) == start_of(tmp_path / "1")
 
 
 def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
@@ -356,7 +364,7 @@ def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
     flags = [*start, "--max-steps", "1"]
     off, on = (
         play_run(2, flags, tmp_path / "off"),
-        play_run(2, [*flags, "--dynamic-sampling"], tmp_path / "on"),
+        play_run(2, [*flags, "--dynamic-sampling", "--start-report-tasks", "2"], tmp_path / "on"),
     )
     (without,), (replaced,) = metrics(tmp_path / "off"), metrics(tmp_path / "on")
     own = [place for place in off.episodes if not place[0].startswith("evaluation-")]

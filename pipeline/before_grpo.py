@@ -1,0 +1,158 @@
+"""What a run does before GRPO: evaluations, warm start, rejection fine-tuning, start report."""
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+
+from pipeline.data.shares import num_drawn, tasks_of_source
+from pipeline.data.tasks import Task
+from pipeline.distributed.ranks import Interrupted
+from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
+from pipeline.evaluation.start_report import start_report
+from pipeline.files.console import may_fail
+from pipeline.grpo.collect import RolloutBatch, play_groups
+from pipeline.models.loading import load_folder
+from pipeline.report.tables import start_block
+from pipeline.rft import examples_of, in_words, kept_of, metrics_of, settings_of_round, summary_of
+from pipeline.rollout.trajectory import Trajectory
+from pipeline.run_state import RunState
+from pipeline.sft import fine_tune, warm_start
+from pipeline.tracking.progress import StageProgress, episodes_shown
+
+
+class BeforeGRPO(RunState):
+    """A RunState that prepares the policy for GRPO."""
+
+    def before_training(self) -> None:
+        """Evaluate the given model; do the warm start and RFT, and evaluate after each."""
+        config, state = self.config, self.state
+        if not state.evaluated("start"):
+            self.evaluate("start")
+        if not config.grpo.use_grpo:
+            return
+        if config.warm_start.steps:
+            if state.stage == "start":
+                self.give_warm_start()
+            if not state.evaluated("warm_start"):
+                self.evaluate("warm_start")
+        if config.rft.rft_rounds and state.step == 0:
+            self.give_rft()
+        if config.evaluation.start_report_tasks and config.grpo.max_steps and state.step == 0:
+            self.play_for_report()
+
+    def give_warm_start(self) -> None:
+        """Train on demonstrations, save the first checkpoint, and load the saved model."""
+        begun, config, parts, ranks = time.perf_counter(), self.config, self.parts, self.ranks
+        arguments = config, self.policy.model, parts.chat, parts.domains, ranks.num_ranks
+        with self._supervised("warm start", config.warm_start.steps) as on_step:
+            loss = warm_start(*arguments, on_step, ranks.alive)
+        keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
+        self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
+        self.log.metrics({**keys, "warm_start/loss": loss})
+        self.state.stage = "warm_start"
+        self._save_and_load("warm-start")
+
+    def give_rft(self) -> None:
+        """Do the rounds of RFT that are missing, with a checkpoint after each, and evaluate.
+
+        A checkpoint before the first round keeps what came before, so that a killed run repeats at
+        most one round.
+        """
+        for number in range(len(self.state.rft) + 1, self.config.rft.rft_rounds + 1):
+            self.state.stage = "rft"
+            if not self.checkpointer.is_current:
+                self.save("rft")
+            self._rft_round(number)
+            self._save_and_load("rft")
+        if not self.state.evaluated("rft"):
+            self.evaluate("rft")
+
+    def _rft_round(self, number: int) -> None:
+        begun, name, config, ranks = time.perf_counter(), f"rft-{number}", self.config, self.ranks
+        limits, threshold = config.rollout, config.evaluation.success_threshold
+        if ranks.is_main:  # an interrupted round may have had other ranks
+            shutil.rmtree(self.folder / "trajectories" / name, ignore_errors=True)
+        tasks = self.training_tasks(config.rft.rft_tasks, number - 1, "rft")
+        played = self._play(tasks, f"rft round {number}", "rft", number)
+        self._save_transcripts(name, played)
+        mine = [t.record() for t in played], kept_of(played, limits.num_generations, threshold)
+        gathered = ranks.all_gather_objects(mine, name)
+        records, kept = ([*chain(*of)] for of in zip(*gathered, strict=True))
+        stop_on_errors(ranks, ErrorRates(records), limits, played, f"in rft round {number}")
+        entry = summary_of(number, records, kept, threshold)
+        if kept:
+            examples = examples_of(kept, config.warm_start.batch_size, config.run.seed, name)
+            config = settings_of_round(config, len(examples))
+            entry["steps"] = config.warm_start.steps
+            arguments = config, self.policy.model, self.parts.chat, examples, ranks.num_ranks
+            with self._supervised(f"rft round {number}", entry["steps"]) as on_step:
+                entry["loss"] = fine_tune(*arguments, on_step)
+        self.say(in_words(entry))
+        self.state.rft.append(entry)
+        keys = {"kind": "rft", "stage": "rft", "step": 0}
+        self.log.timings({**keys, "perf/rft_s": time.perf_counter() - begun})
+        self.log.metrics({**self._logged("rft/"), **keys, **metrics_of(entry)})
+
+    @contextmanager
+    def _supervised(self, name: str, num_steps: int) -> Iterator[Callable[[float | None], None]]:
+        """Show the progress of supervised training; yields a function to call after each step."""
+        progress = StageProgress(name, num_steps, is_main=self.ranks.is_main)
+
+        def on_step(loss: float | None) -> None:
+            progress.step({"loss": loss})
+            self.ranks.alive()
+            if self.ranks.stop_wanted:  # interrupted supervised training saves no checkpoint
+                raise Interrupted
+
+        with progress, self.ranks.phase(name):
+            yield on_step
+
+    def _save_and_load(self, name: str) -> None:
+        self.save(name)
+        self.policy.replace(load_folder(self.checkpointer.folder / name, self.config.model))
+        gc.collect()  # frees SFTTrainer's optimizer, which reference cycles keep alive
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def training_tasks(self, count: int, part: int, *key: int | str) -> list[Task]:
+        """Return at most `count` training tasks of each domain that a stage trains.
+
+        Every rank returns the same tasks. Parts 0, 1, ... of the same `key` have other tasks until
+        all tasks have been returned. The difficulty is that of the domain's first stage.
+        """
+        seed, tasks = self.config.run.seed, list[Task]()
+        first = {domain: stage for stage in reversed(self.parts.stages) for domain in stage.own}
+        for domain in [domain for domain in self.config.data.domains if domain in first]:
+            source = self.parts.sources(first[domain])[domain]
+            most = min(count, num_drawn(source))
+            tasks += tasks_of_source(source, most, part, seed, *key, domain)
+        return tasks
+
+    def _play(self, tasks: Sequence[Task], name: str, *key: int | str) -> list[Trajectory]:
+        """Return this rank's groups of episodes of `tasks`; `key` names the random numbers."""
+        ranks, rollout, size = self.ranks, self.policy.rollout, self.config.rollout.num_generations
+        mine = [tasks[index] for index in ranks.shard(len(tasks))]
+        with ranks.phase("sample", name), episodes_shown(rollout, name, len(mine) * size, ranks):
+            return play_groups(rollout, ranks, mine, size, self.config.run.seed, *key)
+
+    def play_for_report(self) -> None:
+        """Play `start_report_tasks` groups of each domain for the start report."""
+        key = "start report"
+        tasks = self.training_tasks(self.config.evaluation.start_report_tasks, 0, key)
+        self.start.add(self._play(tasks, key, key), self.config.rollout.num_generations)
+        self._logged("")  # forgets the metrics of reward functions
+
+    def report_start(self, batch: RolloutBatch) -> None:
+        """Make and print the start report. Every rank must call this after the first step."""
+        self.start.add(batch.first, self.config.rollout.num_generations)
+        groups = self.start.gathered(self.ranks)
+        if self.ranks.is_main:
+            with may_fail("start report", "the run goes on without it"):
+                evaluation, baselines = self.state.evaluations[-1], self._baselines
+                self.start.content = start_report(groups, evaluation, self.config, baselines)
+                print(start_block(self.start.content), flush=True)
