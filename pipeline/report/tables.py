@@ -186,7 +186,7 @@ def _pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
         for d, of in passes.items()
         if names[-1] in of
     ]
-    return [["success in all of k trials", *names], *rows] if rows else []
+    return [["in all of k trials", *names], *rows] if rows else []
 
 
 def data_of(run: RunData) -> dict[str, Any]:

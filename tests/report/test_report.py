@@ -291,9 +291,9 @@ def test_the_terminal_shows_pass_hat_1_to_4_where_tasks_have_4_trials():
     rates = {f"pass^{k}": [[0.5 / k, 0.25 / k, 0.75 / k]] for k in (1, 2, 3, 4)}
     shown = final_table({"evaluations": evaluations, "transfer": {"passes": {"retail": rates}}})
     assert shown.splitlines()[4:] == [
-        "success in all of k trials             pass^1             pass^2             pass^3"
+        "in all of k trials             pass^1             pass^2             pass^3"
         "             pass^4",
-        "retail                      0.50 [0.25, 0.75]  0.25 [0.12, 0.38]  0.17 [0.08, 0.25]"
+        "retail              0.50 [0.25, 0.75]  0.25 [0.12, 0.38]  0.17 [0.08, 0.25]"
         "  0.12 [0.06, 0.19]",
         "in brackets: 95 % intervals",
     ]
