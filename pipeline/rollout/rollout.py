@@ -40,29 +40,22 @@ class RolloutRequest:
 
 
 class _Episode:
-    def __init__(
-        self, request: RolloutRequest, environment_class: type[Any], welcome: Welcome | None
-    ) -> None:
+    def __init__(self, request: RolloutRequest, kind: type[Any], welcome: Welcome | None) -> None:
         self.request, self.welcome, task = request, welcome, request.task
-        self.in_background = welcome is not None or tools.may_wait(environment_class)
+        self.in_background = welcome is not None or tools.may_wait(kind)
         self.environment: Any = None
         self.handle: Handle = None  # the episode's open conversation in the sampler
         self.replies: list[Message] = []  # replies to the model's last message
         self.calls: list[str] = []  # tool calls since the last message without a tool call
         self.work: Background | None = None  # work of the environment in the background
         # In the background, episodes would change the global state of each other.
-        is_used = tools.uses_random_state(environment_class) and not self.in_background
+        is_used = tools.uses_random_state(kind) and not self.in_background
         self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
         self.raised: list[tuple[str, str]] = []  # (tool, exception) of the environment's last work
         self.ended, self.excused = False, ""  # excused: `left_out` if the current call fails
-        self.trajectory = Trajectory(
-            domain=task.domain,
-            task_id=task.id,
-            family=task.family,
-            branch=task.branch,
-            trial=request.trial,
-            messages=[dict(message) for message in task.prompt],
-        )
+        known = {name: getattr(task, name) for name in ("domain", "family", "branch")}
+        prompt = [dict(message) for message in task.prompt]
+        self.trajectory = Trajectory(task_id=task.id, trial=request.trial, messages=prompt, **known)
 
     def end(self, reason: StopReason) -> None:
         self.trajectory.stop_reason, self.ended = reason, True
@@ -162,8 +155,7 @@ class Rollout:
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.limits.max_concurrent_episodes // 4)):
             return []
-        episodes = [waiting.popleft() for _ in range(count)]
-        for episode in episodes:
+        for episode in (episodes := [waiting.popleft() for _ in range(count)]):
             self._begin(episode, self._reset)
         return episodes
 
@@ -174,9 +166,8 @@ class Rollout:
             begun = time.perf_counter()
             self._calls.wait(works, for_all=self.deterministic)
             self.environment_s += time.perf_counter() - begun
-        working = {e for e in away if e.work is not None and not e.work.future.done()}
-        back = [episode for episode in away if episode not in working]
-        away[:] = [episode for episode in away if episode in working]
+        back = dict.fromkeys(e for e in away if e.work is None or e.work.future.done())
+        away[:] = [episode for episode in away if episode not in back]
         for episode in back:
             self._finish(episode, episode.work)
         live = [e for e in back if e.handle is not None and self._continue(e)]
@@ -218,12 +209,11 @@ class Rollout:
         room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in live]
         until = math.ceil(len(live) * TURN_SHARE)
         messages = self.sampler.sample([e.handle for e in live], room, greedy, until)
-        pairs = list(zip(live, messages, strict=True))
-        live[:] = [episode for episode, message in pairs if message is None]
-        complete = [(episode, message) for episode, message in pairs if message is not None]
-        for episode, message in complete:
+        complete = {e: m for e, m in zip(live, messages, strict=True) if m is not None}
+        live[:] = [episode for episode in live if episode not in complete]
+        for episode, message in complete.items():
             self._add_message(episode, message)
-        return [episode for episode, _ in complete]
+        return [*complete]
 
     def _add_message(self, episode: _Episode, sampled: Sampled) -> None:
         """Add a sampled message to its episode; let the environment or simulated user answer."""
