@@ -124,14 +124,16 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
     if stage.schedule:
         domain = stage.schedule[number]
         groups, number = {domain: groups[domain]}, stage.schedule[:number].count(domain)
-    tasks = list[Task]()
-    for domain, count in groups.items():
-        source, key = sources[domain], (seed, "order", stage.name, domain)
-        if isinstance(source, TaskMixture):
-            tasks += source.draw(count, number, *key)
-        else:
-            tasks += tasks_for_step(source, count, number, *key)
-    return tasks
+    key = (seed, "order", stage.name)
+    tasks = (tasks_of_source(sources[d], n, number, *key, d) for d, n in groups.items())
+    return [task for of_domain in tasks for task in of_domain]
+
+
+def tasks_of_source(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
+    """Return the `count` tasks of step `step` (from 0). Every rank returns the same tasks."""
+    if isinstance(source, TaskMixture):
+        return source.draw(count, step, *key)
+    return tasks_for_step(source, count, step, *key)
 
 
 def replacement_tasks(
