@@ -9,7 +9,8 @@ from itertools import chain
 
 import torch
 
-from pipeline.data.shares import num_drawn, tasks_of_source
+from pipeline.data.curriculum import tasks_of_source
+from pipeline.data.shares import num_drawn
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Interrupted
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
