@@ -4,13 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from typing import Any
 
 from pipeline.config.settings import Config, GRPOSettings
 from pipeline.data.rng import generator
-from pipeline.data.shares import indices_of, kind_of, quota, tasks_of_source
-from pipeline.data.tasks import Source, Task
+from pipeline.data.shares import TaskMixture, indices_of, kind_of, quota
+from pipeline.data.tasks import Source, Task, tasks_for_step
 from pipeline.errors import UserError
 
 
@@ -124,9 +124,14 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
     if stage.schedule:
         domain = stage.schedule[number]
         groups, number = {domain: groups[domain]}, stage.schedule[:number].count(domain)
-    key = (seed, "order", stage.name)
-    tasks = (tasks_of_source(sources[d], n, number, *key, d) for d, n in groups.items())
-    return list(chain.from_iterable(tasks))
+    tasks = list[Task]()
+    for domain, count in groups.items():
+        source, key = sources[domain], (seed, "order", stage.name, domain)
+        if isinstance(source, TaskMixture):
+            tasks += source.draw(count, number, *key)
+        else:
+            tasks += tasks_for_step(source, count, number, *key)
+    return tasks
 
 
 def replacement_tasks(

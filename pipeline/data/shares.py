@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.data.rng import permutation
-from pipeline.data.tasks import Source, Task, tasks_for_step
+from pipeline.data.tasks import Source, Task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 
@@ -88,13 +88,6 @@ class TaskMixture(Sequence[Task]):
             yield [index for of in drawn.values() for index in of]
 
 
-def tasks_of_source(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
-    """Return the `count` tasks of step `step` (from 0). Every rank returns the same tasks."""
-    if isinstance(source, TaskMixture):
-        return source.draw(count, step, *key)
-    return tasks_for_step(source, count, step, *key)
-
-
 def num_drawn(source: Source) -> int:
     """Return the number of tasks that may be drawn."""
     if isinstance(source, TaskMixture):
@@ -113,7 +106,7 @@ def indices_of(source: Source, kind: tuple[str, ...]) -> Sequence[int]:
 
 
 def mixtures(
-    domain: str, sources: Mapping[str, Source], shares: Mapping[str, float], is_strict: bool
+    domain: str, sources: Mapping[str, Source], shares: Mapping[str, float], is_strict: bool = True
 ) -> tuple[dict[str, TaskMixture], list[str]]:
     """Return the sources of a domain as mixtures, and notes about families without tasks.
 

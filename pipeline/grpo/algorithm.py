@@ -108,7 +108,7 @@ def grpo_loss(
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
     advantages, counted = batch.advantages, batch.weights > 0
-    upper = settings.upper_clip
+    upper = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
     low, high = 1 - settings.epsilon, 1 + upper
     if settings.loss_type == "cispo":
         per_token = -ratio.clamp(max=upper).detach() * advantages * logprobs

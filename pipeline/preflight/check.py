@@ -10,7 +10,6 @@ import torch
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
-from pipeline.data.shares import TaskMixture
 from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
@@ -113,7 +112,8 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
     for domain, tasks in parts.train.items():
         counts = sorted(Counter(task.family for task in tasks).items())
         families = ", ".join(f"{printable(name)} {count}" for name, count in counts if name)
-        shares = tasks.shares.items() if isinstance(tasks, TaskMixture) else ()
+        of = (s.family_shares[domain] for s in parts.stages if domain in s.family_shares)
+        shares = next(of, dict[str, float]()).items()
         families += "".join(f"; share of {printable(name)} {share:.2f}" for name, share in shares)
         held_out = f"{len(parts.held_out[domain])} {config.data.eval_split}"
         yield f"  {domain}: {len(tasks)} to train{f' ({families})' * bool(families)}, {held_out}"

@@ -53,7 +53,8 @@ class TaskSource:
         ids = self.ids[split]
         if difficulty != "medium":
             if not self.world.is_solo:
-                raise ValueError(f"difficulty: got {difficulty}, but only telecom has levels")
+                known = "only telecom has levels; train telecom alone, or leave it out"
+                raise ValueError(f"difficulty: got {difficulty}, but {known}")
             if split == "train":
                 is_easy = difficulty == "easy"
                 ids = [i for i in ids if (len(faults_of(i)) <= MOST_FAULTS_OF_EASY) == is_easy]

@@ -149,7 +149,6 @@ def refusal(call, *arguments) -> str:
         ("FAMILY_SHARES = {'a': 1.5}", ("whose FAMILY_SHARES are {'a': 1.5}", "from 0 to 1")),
         ("FAMILY_SHARES = {'a': 0.6, 'b': 0.6}", ("'b': 0.6}", "a sum of at most 1")),
         ("def FAMILY_SHARES(): return 1 / 0", ("FAMILY_SHARES fail (ZeroDivisionError", "line ")),
-        ("FAMILY_SHARES = {'big': 0.5}", ("family_shares: bank: got 'big', which has no tasks",)),
         ("def about(): return {'a': {1, 2}}", ("about() fails (TypeError", "return JSON values")),
         ("def about(): return 1 / 0", ("whose about() fails (ZeroDivisionError", "line ")),
         ("def baselines(task): return 1 / 0", ("fail on task 'test-0' (ZeroDivisionError", "line")),
@@ -259,6 +258,13 @@ def test_demonstrations_have_the_shares_of_families_and_repeat_no_flaws(own):
     assert [one.messages for one in demonstrations_of(config, bank, 16)] == [
         m.messages for m in made
     ]
+
+
+def test_shares_of_a_module_for_families_without_tasks_are_a_note(own):
+    notes = prepare(own(f"{BANK}\n\nFAMILY_SHARES = {{'big': 0.5}}\n")).notes
+    assert "have none of big; the other families get the share" in notes[0]
+    settings = {"family_shares": {"bank": {"big": 0.5}}}
+    says(refusal(prepare, own(curriculum=settings)), "bank: got 'big', which has no tasks")
 
 
 # Who asks what is embedded

@@ -26,7 +26,9 @@ from tests.support.messages import says
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
+# Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them.
 OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN}
+OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke"}
 OTHER_RECIPES = [path for path in RECIPES if path.stem not in OF_OTHER_TESTS]
 
 
