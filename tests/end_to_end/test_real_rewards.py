@@ -20,6 +20,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
 from pipeline.evaluation import results
+from pipeline.evaluation.start_report import StartReport
 from pipeline.report import write as report
 from pipeline.tracking.run_files import final_numbers
 from scripts.proofs.ranks import play_ranks
@@ -233,7 +234,7 @@ class Finished(train.Training):
 
     def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
         self.folder, self.ranks, self.log = folder, ranks, log
-        self.state, self.config = TrainState(), parse([])
+        self.state, self.config, self.start = TrainState(), parse([]), StartReport()
         parts = SimpleNamespace(held_out={}, domains={}, stages=[], about={})
         self.parts = parts  # type: ignore[assignment]
         self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
