@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.chat.template import Chat
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer
 from pipeline.checkpoints.resume import base_of_adapters, folder_of_reference, set_weights
@@ -17,7 +15,7 @@ from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequence
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.capabilities import recompute_layers
-from pipeline.models.loading import uses_bf16
+from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout
@@ -56,7 +54,7 @@ class Policy:
         return model.to(self.accelerator.device)
 
     def _sampler(self, chat: Chat, is_main: bool) -> Sampler:
-        dtype = torch.bfloat16 if uses_bf16(self._config.model) else torch.float32
+        dtype = dtype_of(self._config.model)
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
     def replace(self, model: Any) -> None:
@@ -75,9 +73,9 @@ class Policy:
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
         if config.model.use_peft:
             base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
-            model = lora.attach(self.model, config.model, base, config.run.seed)
-            self.model = model.to(self.accelerator.device)
             del self.rollout.sampler  # frees memory for the new sampler with LoRA adapters
+            arguments = config.model, base, config.run.seed, dtype_of(config.model)
+            self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
             self.rollout.sampler = self._sampler(chat, is_main=False)  # prints no second warning
         if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)

@@ -11,7 +11,7 @@ from pipeline.config.settings import Config
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.models import lora
 from pipeline.models.capabilities import widest
-from pipeline.models.loading import empty_model, on_gpu, uses_bf16
+from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
 
 GIB = 1 << 30
 
@@ -92,7 +92,8 @@ def num_trained(config: Config, model: Any) -> int:
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):
-        attached = lora.attach(model, config.model, config.model.model, config.run.seed)
+        arguments = config.model, config.model.model, config.run.seed, dtype_of(config.model)
+        attached = lora.attach(model, *arguments)
     return sum(p.numel() for p in attached.parameters() if p.requires_grad)
 
 
