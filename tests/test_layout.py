@@ -28,7 +28,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "rollout": 1600,
     "sft": 205,
     "checkpoints": 750,
-    "grpo": 1360,
+    "grpo": 1415,
     "evaluation": 1322,
     "rft": 130,
     "preflight": 1100,
@@ -62,7 +62,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5000
+MOST_LINES_OF_THE_CORE = 5080
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

@@ -55,7 +55,7 @@ class TokenLogprobs(nn.Module):
             tree = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
         if not has_adapters(self.model):
             return self._logprobs(batch, tree)
-        # LoRA's frozen weights have the type in which the model computes, and adapters stay in fp32.
+        # LoRA's frozen weights are in the type in which the model computes; adapters stay in fp32.
         with torch.autocast(batch.input_ids.device.type, enabled=False):
             return self._logprobs(batch, tree)
 
