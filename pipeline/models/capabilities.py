@@ -103,6 +103,12 @@ def widest(shape: Any, name: str) -> int:
     return max(getattr(layer, name, None) or 0 for layer in layers)
 
 
+def attention_size(shape: Any) -> int:
+    """Return heads times head size; if layers differ, those of the largest attention."""
+    heads = widest(shape, "num_attention_heads")
+    return heads * (widest(shape, "head_dim") or shape.hidden_size // max(1, heads))
+
+
 def recompute_layers(model: Any) -> None:
     """Make the backward pass recompute each layer from the layer's saved inputs.
 
