@@ -53,7 +53,7 @@ def attach(
         task_type="CAUSAL_LM",
     )
     cast(model, dtype)
-    with torch.random.fork_rng(), quiet():
+    with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         try:
             attached = get_peft_model(model, config)
@@ -207,7 +207,7 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
 
     read_adapters(folder)
     try:
-        with torch.random.fork_rng(), quiet():
+        with torch.random.fork_rng(devices=[]), quiet():
             model = PeftModel(base_model, LoraConfig.from_pretrained(str(folder)))
             load(model, folder)
             merged = model.merge_and_unload()

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraModel, PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -331,11 +332,17 @@ def test_in_bf16_trainer_and_sampler_share_the_base_and_multiply_by_the_fp32_ada
     sampler.load_weights(trained_weights(moved(model)))
     for mine, trainers in zip(own, trained(model).values(), strict=True):
         assert torch.equal(mine, trainers)
+    products = set()
+    for module in [*model.modules(), *sampler.model.modules()]:
+        if isinstance(module, LoraLayer):
+            for factor in (module.lora_A["default"], module.lora_B["default"]):
+                factor.register_forward_hook(lambda _, x, y: products.update((x[0].dtype, y.dtype)))
     rows = sampled(sampler)
     with torch.autocast("cpu", torch.bfloat16):  # as Accelerate calls the module
         _, mean, count = gap_of(model, rows, 1.0)
     assert count > 400
     assert mean <= MEAN_GAP_IN_BF16
+    assert products == {torch.float32}
 
 
 # What a checkpoint holds
