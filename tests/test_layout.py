@@ -24,8 +24,8 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "customers": 580,
     "tau2": 1085,
     "chat": 665,
-    "models": 915,
-    "rollout": 1600,
+    "models": 940,
+    "rollout": 1710,
     "sft": 205,
     "checkpoints": 750,
     "grpo": 1510,
@@ -45,7 +45,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "commands": 900,
     "__main__": 20,
 }
-MOST_LINES_OF_A_ROOM = 1600
+MOST_LINES_OF_A_ROOM = 1710
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40
 # What a reader of the algorithm reads. Samplers other than the row sampler do not count.
@@ -62,7 +62,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5180
+MOST_LINES_OF_THE_CORE = 5270
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

@@ -1,6 +1,5 @@
 """Faults of an update: too little memory, and a loss or gradient that is not finite."""
 
-import gc
 import io
 import math
 from collections.abc import Sequence
@@ -13,20 +12,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
 
-NO_MEMORY = (  # texts in the RuntimeError of a failed allocation
-    "can't allocate memory",
-    "not enough memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
 TASKS_NAMED = 5  # maximum number of tasks that an error message names for each rank
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the error means that an allocation failed, on GPU or CPU."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank: int) -> int:
@@ -51,13 +37,6 @@ def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank
         flush=True,
     )
     return budget
-
-
-def give_memory_back(device: torch.device) -> None:
-    """Free memory that reference cycles and the allocator's cache occupy."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def find_suspects(

@@ -17,7 +17,7 @@ from pipeline.distributed.gradients import GradientAllReduce, sharded_adamw, sum
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
 from pipeline.grpo.budget import cost_of_a_pair, memory_of, token_budget
-from pipeline.grpo.faults import find_suspects, give_memory_back, is_out_of_memory, smaller_budget
+from pipeline.grpo.faults import find_suspects, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
     MicroBatch,
@@ -27,6 +27,7 @@ from pipeline.grpo.micro_batches import (
     rearranged,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.allocation import give_memory_back, is_out_of_memory
 from pipeline.models.lora import base_model
 from pipeline.rollout.trajectory import Trajectory
 
@@ -226,7 +227,7 @@ class Updater:
                 return list(zip(batches, stats, strict=True))
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
             self.optimizer.zero_grad()
-            give_memory_back(self.accelerator.device)
+            give_memory_back()
 
     def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
         self.ranks.alive()

@@ -43,9 +43,11 @@ class GenerateSampler(ModelSampler):
         self.model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
         self.pads = padding_is_harmless(self.model)
 
-    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[GenerateEpisode]:
-        pairs = zip(prompts, keys, strict=True)
-        return [GenerateEpisode(key=key, ids=list(prompt)) for prompt, key in pairs]
+    def open(
+        self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
+    ) -> list[GenerateEpisode]:
+        lines = zip(prompts, keys, num_drawn or [0] * len(keys), strict=True)
+        return [GenerateEpisode(key=key, ids=list(ids), num_sampled=n) for ids, key, n in lines]
 
     def extend(self, episode: GenerateEpisode, ids: list[int]) -> None:
         episode.ids += ids

@@ -100,13 +100,21 @@ class _RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """A key-value cache; each row holds one sequence."""
+    """A key-value cache; each row holds one sequence of up to `capacity` tokens.
+
+    The first forward pass allocates `num_rows` rows. Only a larger `num_rows` allocates again.
+    """
 
     layers: list[Any]
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self.num_rows, self.capacity, self.length = 0, capacity, 0
+    def __init__(self, num_layers: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
+        self.num_rows, self.capacity, self.length = 0, -(-capacity // LENGTHS) * LENGTHS, 0
+        self.dtype = dtype
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
+
+    def need_rows(self, number: int) -> None:
+        """Let the next forward pass allocate at least `number` rows."""
+        self.num_rows = max(self.num_rows, -(-number // ROWS) * ROWS)
 
     def place(
         self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
@@ -114,15 +122,16 @@ class RowCache(Cache):
         """Set the rows and the positions (below `end`) that the next forward pass writes.
 
         `first_rows` means that `rows` is 0, 1, 2, ...; attention then reads the cache without a
-        copy. Returns the additive attention mask, [B, 1, T, self.length] float32.
+        copy. Returns the additive attention mask, [B, 1, T, self.length] of the type `dtype`.
         """
         self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
         self.length = -(-end // LENGTHS) * LENGTHS
-        if self.capacity < self.length:  # grow by a quarter; doubling could exhaust the memory
+        if self.capacity < self.length:  # no sampler with `max_tokens` comes here
             self.capacity = max(self.length, self.capacity + self.capacity // 4)
         visible = torch.arange(self.length, device=positions_BT.device)
         hidden = (visible > positions_BT[:, :, None])[:, None]
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, -math.inf)
 
     def copy_rows(self, source: list[int], target: list[int], length: int) -> None:
         """Copy the first `length` positions of the rows `source` to the rows `target`."""

@@ -1,12 +1,9 @@
 """Rollouts: the sampler writes the model's messages; environments and simulated users reply."""
 
-import json
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,50 +12,20 @@ from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.customers.scenario import Welcome, record
-from pipeline.data.tasks import Message, Task
+from pipeline.data.tasks import Message
 from pipeline.environments import customers, tools
 from pipeline.environments.faults import FaultLog
-from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import Background, Calls, Guard
+from pipeline.environments.timeouts import Calls, Guard
+from pipeline.models.allocation import give_memory_back, is_out_of_memory
 from pipeline.models.weights import trained_weights
+from pipeline.rollout.episode import Episode, answer, reward
+from pipeline.rollout.episode import RolloutRequest as RolloutRequest
 from pipeline.rollout.rewards import Completion, RewardFunctions
-from pipeline.rollout.sampler import Handle, Sampler
+from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Sampled, StopReason, Trajectory
 
-UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
 TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
-_Work = Callable[["_Episode", Guard], Coroutine[Any, Any, None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutRequest:
-    """A request for one episode of a task."""
-
-    task: Task
-    trial: int
-    key: int  # 64-bit key that selects the episode's random numbers
-
-
-class _Episode:
-    def __init__(self, request: RolloutRequest, kind: type[Any], welcome: Welcome | None) -> None:
-        self.request, self.welcome, task = request, welcome, request.task
-        self.in_background = welcome is not None or tools.may_wait(kind)
-        self.environment: Any = None
-        self.handle: Handle = None  # the episode's open conversation in the sampler
-        self.replies: list[Message] = []  # replies to the model's last message
-        self.calls: list[str] = []  # tool calls since the last message without a tool call
-        self.work: Background | None = None  # work of the environment in the background
-        # In the background, episodes would change the global state of each other.
-        is_used = tools.uses_random_state(kind) and not self.in_background
-        self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
-        self.raised: list[tuple[str, str]] = []  # (tool, exception) of the environment's last work
-        self.ended, self.excused = False, ""  # excused: `left_out` if the current call fails
-        known = {name: getattr(task, name) for name in ("domain", "family", "branch")}
-        prompt = [dict(message) for message in task.prompt]
-        self.trajectory = Trajectory(task_id=task.id, trial=request.trial, messages=prompt, **known)
-
-    def end(self, reason: StopReason) -> None:
-        self.trajectory.stop_reason, self.ended = reason, True
+_Work = Callable[[Episode, Guard], Coroutine[Any, Any, None]]
 
 
 class Rollout:
@@ -87,6 +54,8 @@ class Rollout:
         self.rewards, self.faults = rewards, faults or FaultLog()
         self.on_messages: Callable[[Any, list[Message]], None] = lambda environment, messages: None
         self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
+        self._open: dict[Episode, None] = {}  # episodes with an open conversation
+        self.most = limits.max_concurrent_episodes  # becomes smaller if memory runs out
         self.environment_s, self.reply = 0.0, customers.reply_of  # seconds; the user's answers
         self.welcomes: Mapping[str, Welcome] = {}  # by domain
         self._calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
@@ -112,11 +81,11 @@ class Rollout:
         """Run and score episodes, at most `max_concurrent_episodes` at the same time."""
         classes = [self.environments[request.task.domain] for request in requests]
         welcomes = [self.welcomes.get(request.task.domain) for request in requests]
-        episodes = list(map(_Episode, requests, classes, welcomes))
+        episodes = list(map(Episode, requests, classes, welcomes))
         try:
             self._run(deque(episodes), greedy)
             for episode in (e for e in episodes if not (e.in_background or e.trajectory.error)):
-                self._begin(episode, _reward)
+                self._begin(episode, reward)
             for episode in episodes:
                 self._finish(episode, episode.work)
             self._call_reward_functions(episodes)
@@ -129,7 +98,7 @@ class Rollout:
             record(episode.environment, episode.trajectory)
         return [episode.trajectory for episode in episodes]
 
-    def _call_reward_functions(self, episodes: Sequence[_Episode]) -> None:
+    def _call_reward_functions(self, episodes: Sequence[Episode]) -> None:
         if self.rewards is not None:
             begun, failed = time.perf_counter(), StopReason.ENVIRONMENT_ERROR
             played = [e for e in episodes if e.trajectory.stop_reason is not failed]
@@ -138,28 +107,28 @@ class Rollout:
                 self.faults.add(t.domain, t.task_id, "reward_funcs", t.error)
             self.environment_s += time.perf_counter() - begun
 
-    def _run(self, waiting: deque[_Episode], greedy: bool) -> None:
+    def _run(self, waiting: deque[Episode], greedy: bool) -> None:
         """Run all episodes to the end; an episode whose environment has answered never waits."""
-        live: list[_Episode] = []  # episodes whose next message the sampler writes
-        away: list[_Episode] = []  # episodes whose environment works
+        live: list[Episode] = []  # episodes whose next message the sampler writes
+        away: list[Episode] = []  # episodes whose environment works
         while waiting or live or away:
-            room = self.limits.max_concurrent_episodes - len(live) - len(away)
+            room = self.most - len(live) - len(away)
             away += self._start(waiting, room)
-            live += self._go_on(away, may_wait=not live)
-            if live:
+            live += self._go_on(away, may_wait=not self._next(live))
+            if self._next(live):
                 away += self._sample(live, greedy)
                 live += self._go_on(away, may_wait=not live)
 
-    def _start(self, waiting: deque[_Episode], room: int) -> list[_Episode]:
+    def _start(self, waiting: deque[Episode], room: int) -> list[Episode]:
         """Start and return up to `room` episodes."""
         count = min(len(waiting), room)
-        if count < min(len(waiting), max(1, self.limits.max_concurrent_episodes // 4)):
+        if count < min(len(waiting), max(1, self.most // 4)):
             return []
         for episode in (episodes := [waiting.popleft() for _ in range(count)]):
             self._begin(episode, self._reset)
         return episodes
 
-    def _go_on(self, away: list[_Episode], may_wait: bool) -> list[_Episode]:
+    def _go_on(self, away: list[Episode], may_wait: bool) -> list[Episode]:
         """Remove the episodes from `away` whose environment has answered; return the live ones."""
         works = [episode.work for episode in away if episode.work is not None]
         if works and (self.deterministic or (may_wait and len(works) == len(away))):
@@ -170,15 +139,15 @@ class Rollout:
         away[:] = [episode for episode in away if episode not in back]
         for episode in back:
             self._finish(episode, episode.work)
-        live = [e for e in back if e.handle is not None and self._continue(e)]
-        live += self._open([e for e in back if e.handle is None and not e.ended])
+        live = [e for e in back if e.trajectory.prompt_ids and self._continue(e)]
+        live += self._prompted([e for e in back if not (e.trajectory.prompt_ids or e.ended)])
         for episode in (e for e in back if e.in_background and e.ended and not e.trajectory.error):
-            self._begin(episode, _reward)
+            self._begin(episode, reward)
         self.on_finished(len([episode for episode in back if episode.ended]))
         return live
 
-    def _open(self, episodes: Sequence[_Episode]) -> list[_Episode]:
-        """Open the conversations of episodes after `reset`; return the episodes that go on."""
+    def _prompted(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Make the prompts of episodes after `reset`; return the episodes that go on."""
         for episode in episodes:
             trajectory = episode.trajectory
             self.on_messages(episode.environment, trajectory.messages)
@@ -186,13 +155,14 @@ class Rollout:
             trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
             if trajectory.num_tokens >= self.limits.max_tokens:
                 episode.end(StopReason.MAX_TOKENS)
-        if live := [episode for episode in episodes if not episode.ended]:
-            prompts, keys = [e.trajectory.prompt_ids for e in live], [e.request.key for e in live]
-            for episode, handle in zip(live, self.sampler.open(prompts, keys), strict=True):
-                episode.handle = handle
-        return live
+        return [episode for episode in episodes if not episode.ended]
 
-    async def _reset(self, episode: _Episode, guard: Guard) -> None:
+    def _next(self, live: Sequence[Episode]) -> list[Episode]:
+        """Return the episodes that can have a conversation now: all, unless memory ran out."""
+        free = max(0, self.most - len(self._open))
+        return [e for e in live if e.handle is not None or (free := free - 1) >= 0]
+
+    async def _reset(self, episode: Episode, guard: Guard) -> None:
         task, episode.excused = episode.request.task, "reset"
         start = partial(tools.started, self.environments[task.domain], task.row())
         episode.environment, addition, episode.in_background = await guard("reset", start)
@@ -202,20 +172,53 @@ class Rollout:
             episode.in_background = tools.may_wait(type(episode.environment), episode.environment)
         episode.trajectory.messages[-1]["content"] += addition
 
-    def _sample(self, live: list[_Episode], greedy: bool) -> list[_Episode]:
+    def _sample(self, live: list[Episode], greedy: bool) -> list[Episode]:
         """Sample; remove the episodes from `live` whose message is complete; return them."""
         self.on_progress("")
-        per_turn, most = self.limits.max_tokens_per_turn, self.limits.max_tokens
-        room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in live]
-        until = math.ceil(len(live) * TURN_SHARE)
-        messages = self.sampler.sample([e.handle for e in live], room, greedy, until)
-        complete = {e: m for e, m in zip(live, messages, strict=True) if m is not None}
+        active, complete = self._next(live), dict[Episode, Sampled]()
+        try:
+            complete = self._messages(active, greedy)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._lower_most(len({*self._open, *active}))
+        if not complete:  # Inside `except`, less memory could be freed.
+            for episode in [*self._open]:
+                self._close(episode)
+            give_memory_back()
         live[:] = [episode for episode in live if episode not in complete]
         for episode, message in complete.items():
             self._add_message(episode, message)
         return [*complete]
 
-    def _add_message(self, episode: _Episode, sampled: Sampled) -> None:
+    def _messages(self, active: Sequence[Episode], greedy: bool) -> dict[Episode, Sampled]:
+        """Sample until a share of the messages is complete, and return the complete ones."""
+        if lacking := [episode for episode in active if episode.handle is None]:
+            prompts, keys = [e.trajectory.ids for e in lacking], [e.request.key for e in lacking]
+            drawn = [e.trajectory.num_sampled_tokens for e in lacking]
+            handles = self.sampler.open(prompts, keys, *([drawn] if any(drawn) else []))
+            for episode, handle in zip(lacking, handles, strict=True):
+                episode.handle, self._open[episode] = handle, None
+        per_turn, most = self.limits.max_tokens_per_turn, self.limits.max_tokens
+        room = [min(per_turn, most - episode.trajectory.num_tokens) for episode in active]
+        until = math.ceil(len(active) * TURN_SHARE)
+        messages = self.sampler.sample([e.handle for e in active], room, greedy, until)
+        return {e: m for e, m in zip(active, messages, strict=True) if m is not None}
+
+    def _lower_most(self, number: int) -> None:
+        """Halve the `number` of episodes at the same time. Raises RuntimeError if it is 1.
+
+        All conversations are then closed. An episode goes on after its last whole message, in a new
+        conversation with the same random numbers.
+        """
+        if number == 1:
+            most = self.limits.max_tokens
+            raise RuntimeError(f"out of memory in one episode; lower max_tokens, now {most}")
+        self.most, of = number // 2, f"with {number} episodes at once"
+        say = f"out of memory in a rollout {of}; going on with max_concurrent_episodes {self.most}"
+        print(f"warning: {say}", flush=True)
+
+    def _add_message(self, episode: Episode, sampled: Sampled) -> None:
         """Add a sampled message to its episode; let the environment or simulated user answer."""
         trajectory, episode.replies = episode.trajectory, []
         trajectory.append(sampled.ids, sampled.logprobs)
@@ -239,9 +242,11 @@ class Rollout:
             content = tools.error_result(f"malformed call: {parsed.malformed}")
             episode.replies = [{"role": "tool", "name": "error", "content": content}]
         else:
-            self._begin(episode, partial(_answer, self, parsed))
+            self._begin(
+                episode, partial(answer, parsed, self.reply, self.limits.max_repeated_calls)
+            )
 
-    def _continue(self, episode: _Episode) -> bool:
+    def _continue(self, episode: Episode) -> bool:
         """Append the replies to the episode's messages; return False if the episode has ended."""
         trajectory, replies, limits = episode.trajectory, episode.replies, self.limits
         count, most = self.chat.num_content_tokens, limits.max_tool_result_tokens
@@ -258,18 +263,20 @@ class Rollout:
             ids = self.chat.reply_ids(replies)
             if trajectory.num_tokens + len(ids) < limits.max_tokens:
                 trajectory.append(ids)
-                self.sampler.extend(episode.handle, ids)
+                if episode.handle is not None:
+                    self.sampler.extend(episode.handle, ids)
                 return True
             episode.end(StopReason.MAX_TOKENS)
         self._close(episode)
         return False
 
-    def _close(self, episode: _Episode) -> None:
+    def _close(self, episode: Episode) -> None:
         handle, episode.handle = episode.handle, None
         if handle is not None:
+            del self._open[episode]
             self.sampler.close(handle)
 
-    def _begin(self, episode: _Episode, work: _Work) -> None:
+    def _begin(self, episode: Episode, work: _Work) -> None:
         """Run the function `work` to its end, or start `work` in the background."""
         key, run = episode.request.task.key, partial(work, episode)
         if episode.in_background:
@@ -279,7 +286,7 @@ class Rollout:
             with episode.random:
                 self._finish(episode, partial(self._calls.here, key, run))
 
-    def _finish(self, episode: _Episode, work: Callable[[], None] | None) -> None:
+    def _finish(self, episode: Episode, work: Callable[[], None] | None) -> None:
         """Let the episode's environment work; if the environment fails, end only this episode."""
         episode.work = None
         if work is None:
@@ -295,41 +302,3 @@ class Rollout:
         while episode.raised:
             self.faults.add(*key, *episode.raised.pop())
         self.environment_s += time.perf_counter() - begun
-
-
-async def _reward(episode: _Episode, guard: Guard) -> None:
-    t, environment, episode.excused = episode.trajectory, episode.environment, ""
-    score = partial(tools.outcome_of, environment, t.stop_reason.value, t.messages)
-    outcome = await guard("get_reward", score, tools.method_of(environment, "get_reward"))
-    t.reward, t.reward_breakdown, t.difference = outcome
-
-
-async def _answer(rollout: Rollout, parsed: Parsed, episode: _Episode, guard: Guard) -> None:
-    """Let the environment answer tool calls; without tool calls, let the customer answer."""
-    trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
-    methods, most = tools.tool_methods(type(environment)), rollout.limits.max_repeated_calls
-    for name, arguments in parsed.calls:
-        if most:
-            episode.calls.append(json.dumps([name, arguments], sort_keys=True))
-        call = partial(tools.answer_call, environment, name, arguments)
-        answer = await guard(name, call, methods.get(name, tools.raw_call(type(environment))))
-        if answer.raised:
-            trajectory.num_tool_errors += 1
-            episode.raised.append((name, answer.raised))
-        known = name if name in methods else UNKNOWN_TOOL
-        calls, errors = trajectory.tools.get(known, (0, 0))
-        trajectory.tools[known] = [calls + 1, errors + answer.is_error]
-        episode.replies.append({"role": "tool", "name": name, "content": answer.content})
-        if answer.is_last:
-            return episode.end(StopReason.COMPLETED)
-        if most and episode.calls[-most:] == episode.calls[-1:] * most:
-            return episode.end(StopReason.REPEATED_CALL)
-    if not parsed.calls:
-        episode.calls, episode.excused = [], "reply"
-        method = tools.method_of(environment, "user", "reply")
-        reply = await guard("reply", partial(rollout.reply, environment, parsed.content), method)
-        if reply is not None:
-            return episode.replies.append({"role": "user", "content": reply})
-        episode.excused = ""
-        await guard("final message", partial(setattr, environment, "final_message", parsed.content))
-        episode.end(StopReason.COMPLETED)

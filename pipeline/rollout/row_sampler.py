@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.models.capabilities import widest
 from pipeline.rollout.kv_cache import ROWS, RowCache
 from pipeline.rollout.sequences import (
     Ids,
@@ -26,6 +27,7 @@ from pipeline.rollout.trajectory import Sampled
 MIN_PREFIX = 64  # minimum number of tokens of a common prefix that is computed only once
 MIN_FILL = 0.85  # a batch is made smaller if at most this share of its rows is unfinished
 STEPS_PER_CHECK = 8  # number of tokens between two checks for complete messages, on a GPU
+MASK = 1 << 27  # maximum number of entries of an attention mask
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,22 +80,36 @@ class RowSampler(ModelSampler):
         self.steps_per_check = 1 if self.shares_rows else STEPS_PER_CHECK
         self._slots: dict[int, Slot] = {}  # row: slot
         self._cache = RowCache(0, 0)
+        shape = self.model.config.get_text_config()
+        heads = widest(shape, "num_attention_heads") or 1
+        self._shared = heads // (widest(shape, "num_key_value_heads") or heads)
 
     @torch.no_grad()
-    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[RowEpisode]:
+    def open(
+        self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
+    ) -> list[RowEpisode]:
         """See `Sampler.open`. The model computes each common prefix of the prompts once."""
+        lines = list(zip(prompts, keys, num_drawn or [0] * len(keys), strict=True))
         if not self._cache.layers:
-            layers = self.model.config.get_text_config().num_hidden_layers
-            self._cache = RowCache(layers, 2 * max(map(len, prompts)))
+            self._cache = self._new_cache(self.max_tokens or 2 * max(map(len, prompts)))
+        if not self.shares_rows:
+            held = sum(len(slot.members) for slot in self._slots.values())
+            self._cache.need_rows(held + len(lines))
         # The last token of each prompt enters the cache only when `sample` is called.
-        opened = [(tuple(p[:-1]), p[-1], key) for p, key in zip(prompts, keys, strict=True)]
-        slots = {ids: self._new_slot(len(ids)) for ids in dict.fromkeys(ids for ids, *_ in opened)}
+        texts = [tuple(prompt[:-1]) for prompt in prompts]
+        slots = {ids: self._new_slot(len(ids)) for ids in dict.fromkeys(texts)}
         episodes = [
-            RowEpisode(key=key, pending=[last], slot=slots[ids]) for ids, last, key in opened
+            RowEpisode(key=key, pending=[prompt[-1]], slot=slots[ids], num_sampled=drawn)
+            for ids, (prompt, key, drawn) in zip(texts, lines, strict=True)
         ]
         for episode in episodes:
             episode.slot.members.append(episode)
-        self._prefill({ids: slot.row for ids, slot in slots.items() if ids})
+        try:
+            self._prefill({ids: slot.row for ids, slot in slots.items() if ids})
+        except BaseException:
+            for episode in episodes:
+                self.close(episode)
+            raise
         return episodes
 
     def extend(self, episode: RowEpisode, ids: list[int]) -> None:
@@ -105,13 +121,18 @@ class RowSampler(ModelSampler):
         if not episode.slot.members:
             del self._slots[episode.slot.row]
         if not self._slots and self.device.type == "cuda":
-            # A GPU needs the cache's memory for the update. On a CPU, making a new cache is slow.
+            # The update and NCCL need the memory. On a CPU, making a new cache is slow.
             self._cache = RowCache(0, 0)
+            torch.cuda.empty_cache()
+
+    def _new_cache(self, capacity: int) -> RowCache:
+        dtype = self.model.get_input_embeddings().weight.dtype
+        return RowCache(self.model.config.get_text_config().num_hidden_layers, capacity, dtype)
 
     def _new_slot(self, length: int) -> Slot:
         row = next(row for row in count() if row not in self._slots)
         self._slots[row] = slot = Slot(row=row, length=length)
-        self._cache.num_rows = max(self._cache.num_rows, -(-len(self._slots) // ROWS) * ROWS)
+        self._cache.need_rows(len(self._slots))
         return slot
 
     @torch.no_grad()
@@ -207,9 +228,11 @@ class RowSampler(ModelSampler):
         lengths = np.zeros(len(members), dtype=np.int64)  # 0 while the message is incomplete
         # Rows with complete messages stay in the batch, and write at positions up to `last`.
         last = max(max(held), *(held[i] + n for i, n in zip(index.tolist(), left, strict=True)))
+        most = max(last + 1, self.max_tokens)
         sampled, chosen = [], []
         for step in range(1, int(left.max()) + 1):
-            hidden = self._forward(rows, tokens, positions, max(held) + step, True)[:, 0]
+            end = min(max(held) + step, most)
+            hidden = self._forward(rows, tokens, positions, end, True)[:, 0]
             self.num_tokens += len(slots)
             logprobs_BV = self._logprobs(hidden)[index_B]
             sampled.append(self.sample_tokens(logprobs_BV, keys, used + step - 1, greedy))
@@ -287,12 +310,15 @@ class RowSampler(ModelSampler):
             index = [rows[i] for i in batch]
             in_front = index == list(range(len(batch)))
             index_B = torch.tensor(index).to(self.device)
-            hidden_BT = self._forward(index_B, padded.to(self.device), positions, end, in_front)
-            counts = torch.tensor([lengths[i] for i in batch])
-            self.num_tokens += int(counts.sum())
-            ends = hidden_BT[torch.arange(len(batch)), counts - 1]
-            for i, hidden in zip(batch, ends, strict=True):
-                states[i] = hidden
+            padded, size = padded.to(self.device), max(1, MASK // (len(batch) * self._shared * end))
+            for begin_of in range(0, longest, size):  # almost always one piece
+                part = slice(begin_of, begin_of + size)
+                inputs = index_B, padded[:, part], positions[:, part], end, in_front
+                hidden_BT = self._forward(*inputs)
+                for row, i in enumerate(batch):
+                    if 0 <= (at := lengths[i] - 1 - begin_of) < size:
+                        states[i] = hidden_BT[row, at]
+            self.num_tokens += sum(lengths[i] for i in batch)
         return torch.stack(states)
 
     def _forward(
@@ -316,7 +342,7 @@ class RowSampler(ModelSampler):
 
     def _hidden(self, ids_T: torch.Tensor) -> torch.Tensor:
         cache, count, length = self._cache, self.num_padded_tokens, len(ids_T)
-        self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers, length)
+        self._cache = self._new_cache(length)
         self._cache.num_rows = 1
         positions_BT = torch.arange(length, device=self.device)[None]
         hidden_BT = self._forward(positions_BT[0, :1], ids_T[None], positions_BT, length, True)

@@ -46,11 +46,15 @@ class Sampler(Protocol):
         The call draws nothing, changes no open conversation, and adds to no counter.
         """
 
-    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
+    def open(
+        self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
+    ) -> list[Handle]:
         """Start one conversation per prompt; return the handles in the order of the prompts.
 
         A prompt has at least one token. `keys` holds a 64-bit key for each prompt's stream of
-        random numbers. Raises ValueError if the numbers of keys and of prompts differ.
+        random numbers, and `num_drawn` how many of them each conversation has used (default: 0).
+        Raises ValueError if the numbers of keys and of prompts differ. A call that raises leaves no
+        conversation open.
         """
 
     def extend(self, episode: Handle, ids: list[int]) -> None:
@@ -98,7 +102,7 @@ def make_sampler(
         print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
     limits = chat.end_of_turn_id, settings.temperature, dtype, settings.top_k, settings.top_p
     if why is None:
-        return row_sampler(model, *limits, other_stops=stops)
+        return row_sampler(model, *limits, other_stops=stops, max_tokens=settings.max_tokens)
     sampler = GenerateSampler(model, *limits, other_stops=stops)
     if is_main:
         print(

@@ -135,6 +135,7 @@ class ModelSampler:
     """Base class of samplers that have a copy of the model, with parameters of the type `dtype`.
 
     A message ends at the id `end_of_turn_id`, at an id of `other_stops`, or at its maximum length.
+    No conversation gets more than `max_tokens` tokens; 0 means that the number is not known.
     """
 
     def __init__(
@@ -147,7 +148,9 @@ class ModelSampler:
         top_p: float = 1.0,
         *,
         other_stops: Sequence[int] = (),
+        max_tokens: int = 0,
     ) -> None:
+        self.max_tokens = max_tokens
         self._copy = SamplingCopy(model)
         self.model = self._copy.model
         self.device = next(self.model.parameters()).device

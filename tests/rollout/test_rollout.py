@@ -453,3 +453,103 @@ def test_the_real_sampler_plays_the_same_episodes_again():
     assert [t.completion_ids for t in first] == [t.completion_ids for t in again]
     assert len({tuple(t.completion_ids) for t in first}) == 12
     assert all(t.num_tokens <= 120 for t in first)
+
+
+class ShortOfMemory(RowSampler):
+    """Has no memory for its `failing`-th call of `open` or `sample`, or for many conversations."""
+
+    failing, num_calls, num_open, opened = None, 0, 0, ()
+
+    def _allocate(self, number):
+        self.num_calls += 1
+        if self.num_calls == self.failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.opened = (*self.opened, number)
+
+    def open(self, prompts, keys, num_drawn=()):
+        self._allocate(len(prompts))
+        return super().open(prompts, keys, num_drawn)
+
+    def sample(self, episodes, max_tokens, greedy=False, until=None):
+        self._allocate(-len(episodes))
+        return super().sample(episodes, max_tokens, greedy, until)
+
+
+class Late(Desk):
+    """Answers in the background."""
+
+    async def look(self, item: str) -> str:
+        """Look at an item.
+
+        Args:
+            item: What to look at.
+        """
+        return f"{item}: late"
+
+
+@pytest.mark.parametrize(("failing", "number"), [(1, 8), (2, 8), (3, 4)])
+def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
+    failing, number, capsys
+):
+    module = module_of("retail")
+    tasks = module.generate_tasks(5, 4, "train", "medium")
+    model = tiny_model(tokenizer(), seed=1)
+    limits = RolloutSettings(max_tokens=150, max_tokens_per_turn=12, max_concurrent_episodes=8)
+    requests = [
+        RolloutRequest(task=task, trial=trial, key=stream_key(1, *task.key, trial))
+        for task in tasks
+        for trial in range(3)
+    ]
+    played = []
+    for fails in (None, failing):
+        sampler = ShortOfMemory(model, chat().end_of_turn_id, 1.0, torch.float32, max_tokens=150)
+        sampler.failing = fails
+        rollout = Rollout(sampler, chat(), environments_of(embedded("retail")), limits)
+        played.append(rollout(requests))
+        assert not sampler._slots and not rollout._open
+        assert rollout.most == (8 if fails is None else number // 2)
+    assert [t.ids for t in played[0]] == [t.ids for t in played[1]]
+    for one, other in zip(*played, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert (one.reward, one.num_turns, one.messages) == (
+            *(other.reward, other.num_turns),
+            other.messages,
+        )
+    assert max(map(abs, sampler.opened[failing - 1 :])) <= number // 2
+    assert capsys.readouterr().out == (
+        f"warning: out of memory in a rollout with {number} episodes at once; going on with "
+        f"max_concurrent_episodes {number // 2}\n"
+    )
+
+
+def test_conversations_that_wait_for_room_wait_for_environments_that_work(monkeypatch):
+    scripts = [[call("look", item="lamp")] * 2 + [say("done")] for _ in range(5)]
+    sampler, calls = ScriptedSampler(dict(enumerate(scripts))), []
+    sample = sampler.sample
+
+    def fails_once(episodes, *arguments):
+        calls.append(len(episodes))
+        if len(calls) == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+        assert 0 < len(episodes) <= 2
+        return sample(episodes, *arguments)
+
+    monkeypatch.setattr(sampler, "sample", fails_once)
+    rollout = Rollout(sampler, chat(), {"desk": Late}, LIMITS, deterministic=True)
+    found = rollout([RolloutRequest(task=make_task(), trial=n, key=n) for n in range(5)])
+    assert [(t.num_turns, t.stop_reason) for t in found] == [(3, StopReason.COMPLETED)] * 5
+    assert (calls[0], rollout.most, sampler.num_open) == (5, 2, 0)
+
+
+def test_one_episode_that_does_not_fit_ends_the_run_and_other_errors_are_not_retried():
+    model, limits = tiny_model(tokenizer(), seed=1), RolloutSettings(max_concurrent_episodes=1)
+    sampler = ShortOfMemory(model, chat().end_of_turn_id, 1.0, torch.float32)
+    sampler.failing = 2
+    rollout = Rollout(sampler, chat(), {"desk": Desk}, limits)
+    request = RolloutRequest(task=make_task(), trial=0, key=0)
+    with pytest.raises(RuntimeError, match=r"^out of memory in one episode; lower max_tokens, now"):
+        rollout([request])
+    assert not sampler._slots
+    sampler._allocate = lambda number: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        rollout([request])

@@ -208,3 +208,43 @@ def test_conversations_of_the_same_tokens_are_one_row_until_their_draws_or_repli
         apart.extend(episode, [1, 2 + number // 3])
     assert len({episode.slot for episode in others}) == 6
     assert all_close(apart.sample(others, [5] * 6), said)
+
+
+def test_the_cache_is_made_once_for_as_many_rows_and_tokens_as_conversations_may_have():
+    sampler = RowSampler(small_model(), END, 1.0, torch.float32, max_tokens=70)
+    sampler.shares_rows, sizes = False, set()
+    sampler.model.model.register_forward_hook(
+        lambda *_: sizes.add(tuple(sampler._cache.layers[0].keys.shape[::2]))
+    )
+    prompts = [[1 + i % 15 for i in range(number)] for number in (3, 20, 20, 40, 41)]
+    episodes = sampler.open(prompts, range(5))
+    sampler.sample(episodes, [70 - len(prompt) for prompt in prompts])
+    for episode in episodes[:3]:
+        sampler.close(episode)
+    sampler.sample(sampler.open(prompts[:3], range(5, 8)), [70 - len(p) for p in prompts[:3]])
+    assert sizes == {(8, 80)}  # multiples of ROWS and LENGTHS
+
+
+@pytest.mark.parametrize("entries", [1, 40, 300])
+def test_long_inputs_are_fed_in_pieces_whose_mask_is_small(entries, monkeypatch):
+    prompts = [[*PREFIX, *prompt_of(number)] for number in range(5)]
+    whole = sampler_of()
+    expected = whole.sample(whole.open(prompts, range(5)), [9] * 5)
+    monkeypatch.setattr("pipeline.rollout.row_sampler.MASK", entries)
+    pieces, masks = sampler_of(), []
+    pieces.model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    said = pieces.sample(pieces.open(prompts, range(5)), [9] * 5)
+    assert all_close(said, expected)
+    assert pieces.num_tokens == whole.num_tokens
+    assert all(mask.shape[2] == 1 or mask.numel() <= 2 * entries for mask in masks)
+
+
+def test_a_mask_has_the_type_of_the_weights():
+    sampler = sampler_of(dtype=torch.bfloat16)
+    sampler.open([[1, 2, 3]], [1])
+    rows, positions = torch.tensor([0]), torch.tensor([[0, 1]])
+    mask = sampler._cache.place(rows, positions, 2, True)
+    assert (mask.dtype, list(mask.shape)) == (torch.bfloat16, [1, 1, 2, 16])
+    assert mask.isinf().sum(-1).tolist() == [[[15, 14]]]

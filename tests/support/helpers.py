@@ -131,7 +131,9 @@ class ScriptedSampler:
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         return torch.zeros(len(ids) - 1)
 
-    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
+    def open(
+        self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
+    ) -> list[int]:
         self.num_open += len(keys)
         self.most_open = max(self.most_open, self.num_open)
         self.contexts |= {key: list(ids) for key, ids in zip(keys, prompts, strict=True)}
