@@ -103,9 +103,12 @@ class Updater:
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
         # DDP changes its buckets, and so the order of its sums, after the first all-reduce. After
-        # this extra all-reduce, a resumed run and an uninterrupted run sum in the same order.
-        self._all_reduce_gradients()
-        self.optimizer.zero_grad()
+        # these extra all-reduces, a resumed run and an uninterrupted run sum in the same order, and
+        # each gradient is a part of a bucket.
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            self._all_reduce_gradients()
+        self._zero_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Updater's state, which is equal on all ranks and excludes the optimizer."""
@@ -184,6 +187,11 @@ class Updater:
             with self.ranks.waiting("gradients"):
                 self.accelerator.backward(self.gradient_all_reduce())
 
+    def _zero_gradients(self) -> None:
+        """Zero the gradients in DDP's buckets; without buckets, free the gradients."""
+        in_buckets = self.ranks.num_ranks > 1 and not self.deterministic
+        self.optimizer.zero_grad(set_to_none=not in_buckets)
+
     def _backward_in_order(
         self, groups: Sequence[Sequence[Item]], num_tokens: float
     ) -> list[Computed]:
@@ -197,7 +205,7 @@ class Updater:
             done += self._accumulate(groups[index] if index < len(groups) else [], num_tokens)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             mine = torch.cat([gradient.flatten() for gradient in gradients])
-            self.optimizer.zero_grad()
+            self._zero_gradients()
             for gradient in self.ranks.all_gather_tensors(mine):
                 total += gradient
         for parameter, gradient in zip(self.parameters, total.split(sizes), strict=True):
@@ -226,7 +234,7 @@ class Updater:
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
                 return list(zip(batches, stats, strict=True))
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
-            self.optimizer.zero_grad()
+            self._zero_gradients()
             give_memory_back()
 
     def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
@@ -267,7 +275,7 @@ class Updater:
                 group["lr"] = learning_rate
             self.optimizer.step()
             self.num_skipped_in_a_row = 0
-        self.optimizer.zero_grad()
+        self._zero_gradients()
         return dict(zip(names, totals, strict=True)) | {"grad_norm": norm}, is_finite
 
     def _means(self, sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:

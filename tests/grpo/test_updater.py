@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from pipeline.config.settings import Config, GRPOSettings
 from pipeline.data.curriculum import learning_rate_at
@@ -201,6 +201,29 @@ def go_on(how_many):
 def test_a_resumed_update_adds_the_terms_of_three_ranks_up_in_the_same_order():
     for undisturbed, resumed in play_ranks(go_on, 3, 3):
         assert undisturbed == resumed
+
+
+def in_one_bucket(_: int = 0):
+    """The places of all gradients after each update, and whether the gradients are 0."""
+    views = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    accelerator = Accelerator(kwargs_handlers=[views])
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    updater = Updater(accelerator, TokenLogprobs(small_model(), 1.0), ranks, config_of(), 0)
+    rows, advantages = make_episodes(16)
+    places = []
+    for _ in range(3):
+        gradients = [parameter.grad for parameter in updater.parameters]
+        storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        places.append(([g.data_ptr() for g in gradients], len(storages)))
+        assert not any(gradient.any() for gradient in gradients)
+        updater.update_policy(rows[:8], advantages[:8], 1e-3)
+    return places
+
+
+def test_gradients_stay_in_the_buckets_of_ddp_and_take_no_memory_beside_them():
+    for places in play_ranks(in_one_bucket, 2):
+        assert places[0] == places[1] == places[2]
+        assert places[0][1] == 1
 
 
 # The learning rate
