@@ -9,14 +9,17 @@ import os
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import record_function
+from torch.utils.weak import WeakIdKeyDictionary
 
 Item = TypeVar("Item")
 FOREVER = timedelta(days=30)
@@ -76,6 +79,7 @@ class Ranks:
         self.seconds: dict[str, float] = defaultdict(float)  # phase, or `wait` -> seconds
         self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
+        self._hash = partial(parameter_hash, known=WeakIdKeyDictionary())
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
@@ -198,7 +202,7 @@ class Ranks:
         self, parameters: Iterable[tuple[str, torch.Tensor]], when: str
     ) -> str:
         """Return the parameters' SHA-256; raises RuntimeError if the ranks' parameters differ."""
-        digests = self.all_gather_objects(parameter_hash(parameters), f"parameters {when}")
+        digests = self.all_gather_objects(self._hash(parameters), f"parameters {when}")
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             why = f"ranks {different} differ from rank 0; the run stops here"
             raise RuntimeError(f"parameters {when}: {why}")
@@ -243,9 +247,22 @@ class Ranks:
             self.seconds[name] += time.perf_counter() - start
 
 
-def parameter_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+def parameter_hash(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    known: MutableMapping[torch.Tensor, tuple[int, bytes]] | None = None,
+) -> str:
+    """Return a SHA-256 of names and values; `known` keeps the digests of a model's frozen weights.
+
+    Trained weights are always read, because a fused optimizer does not count its changes.
+    """
     digest = hashlib.sha256()
     for name, parameter in parameters:
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        is_frozen = isinstance(parameter, nn.Parameter) and not parameter.requires_grad
+        version, own = (known or {}).get(parameter, (-1, b"")) if is_frozen else (-1, b"")
+        if version != parameter._version:
+            values = parameter.detach().cpu().flatten().view(torch.uint8).numpy()
+            own = hashlib.sha256(values.data).digest()
+            if is_frozen and known is not None:
+                known[parameter] = parameter._version, own
+        digest.update(name.encode() + own)
     return digest.hexdigest()

@@ -12,17 +12,18 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import TrainState, load_optimizer, save
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer, save
 from pipeline.checkpoints.manifest import newest_first, number_of, problem, prune, put_aside
 from pipeline.checkpoints.resume import refuse_other_facts
 from pipeline.checkpoints.run_folder import find_checkpoint, read_state
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, ModelSettings, RunSettings
 from pipeline.distributed.gradients import consolidated_state_dict
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.errors import UserError
 from pipeline.files.durable import write_text
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Updater
+from pipeline.models import lora
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import tokenizer
@@ -560,3 +561,54 @@ def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path):
     says(refusal(tmp_path, "step-000050"), setting, "got 'step-000050'", there)
     elsewhere = save_plain(tmp_path / "other" / "checkpoints", "step-000050")
     says(refusal(tmp_path, str(elsewhere)), setting, f"'{elsewhere}'", str(tmp_path), "--model")
+
+
+# What is hashed
+
+
+class Counted:
+    """hashlib's SHA-256, which adds the sizes of what it reads to `sizes`."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def sha256(self, content=b""):
+        self.sizes.append(memoryview(content).nbytes)
+        return hashlib.sha256(content)
+
+    def file_digest(self, file, kind):
+        self.sizes.append(os.fstat(file.fileno()).st_size)
+        return hashlib.file_digest(file, kind)
+
+
+def test_frozen_weights_are_hashed_once_and_what_is_trained_in_each_checkpoint(
+    tmp_path, monkeypatch
+):
+    weights, files, ranks = Counted(), Counted(), Ranks(0, 1, 60)
+    monkeypatch.setattr("pipeline.distributed.ranks.hashlib", weights)
+    monkeypatch.setattr("pipeline.checkpoints.manifest.hashlib", files)
+    model = lora.attach(
+        small_model(), ModelSettings(use_peft=True, lora_r=2), "base", 0, torch.float32
+    )
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    checkpointer = Checkpointer(tmp_path, RunSettings(), ranks, TrainState(), tokenizer())
+    (tmp_path / ".lock").touch()
+    read = []
+    for step in range(3):
+        checkpointer.save(f"step-{step}", model)
+        read.append((sum(weights.sizes), sum(files.sizes)))
+        weights.sizes, files.sizes = [], []
+        with torch.no_grad():
+            adapters[0] += 1
+    own, total = (sum(p.nbytes for p in of) for of in (adapters, model.parameters()))
+    assert [of_weights for of_weights, _ in read] == [total, own, own]
+    assert own == 8_192 < total == 84_736
+    # Files are those of the adapters and the tokenizer, beside the texts of manifests.
+    path = tmp_path / "checkpoints/step-1"
+    written = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+    assert all(written <= of_files < written + 8192 for _, of_files in read)
+    before = ranks.check_same_parameters(model.named_parameters(), "now")
+    with torch.no_grad():
+        frozen[0][0] += 1
+    assert ranks.check_same_parameters(model.named_parameters(), "now") != before
