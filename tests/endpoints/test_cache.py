@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from pipeline.config.settings import Config
-from pipeline.customers.cache import AnswerCache, key_of
-from pipeline.customers.service import Customers
+from pipeline.endpoints.cache import AnswerCache, key_of
+from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.faults import Outage
 from pipeline.errors import UserError
 from tests.support.endpoint import serving
@@ -58,14 +58,14 @@ def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path, line):
 
 def customers_of(url, folder, **settings):
     known = {"customer": "llm", "customer_url": url, "customer_model": "m", **settings}
-    return Customers(Config(data=known), folder, [])
+    return LanguageModel("customer", Config(data=known), folder)
 
 
 async def talk(customers, number, until=None):
     """A conversation of six calls; the process is killed after `until` answers."""
     messages = [{"role": "user", "content": f"Conversation {number}"}]
     for turn in range(6):
-        messages.append(await customers._ask(number, messages, []))
+        messages.append(await customers.ask(messages, [], number))
         messages.append({"role": "user", "content": f"Go on {turn}"})
         if customers.cache.num_calls == until:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,5 +116,7 @@ def test_ranks_share_what_is_left(tmp_path):
     config = {"customer": "llm", "customer_url": "http://x", "customer_model": "m"}
     settings = Config(data=config | {"max_customer_calls": 12})
     AnswerCache(tmp_path / "customers", "rank-0").put("a", YES, 10)
-    found = [Customers(settings, tmp_path, [], rank=r, num_ranks=3)._most for r in range(3)]
+    found = [
+        LanguageModel("customer", settings, tmp_path, rank=r, num_ranks=3)._most for r in range(3)
+    ]
     assert [of["max_customer_calls"] - 1 for of in found] == [4, 4, 3]

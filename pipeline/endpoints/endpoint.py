@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 class Endpoint:
-    """The model `model` at `url`; `key` is the API key, or empty.
+    """The model `model` at `url`; `key` is the API key, or empty. Lines begin with the `role`.
 
     A call ends at most `patience_s` seconds after its begin, and an attempt after half of this
     time. While the endpoint is away, the patience of all calls runs from the first failure. `say`
@@ -62,18 +62,19 @@ class Endpoint:
         key: str,
         patience_s: float,
         say: Callable[[str], None],
+        role: str = "customer",
     ) -> None:
         try:
             self._httpx = import_module("httpx")
         except ModuleNotFoundError:
-            hint = "pip install 'three-domain-grpo[customers]'"
-            raise UserError(f"customer: llm needs the package httpx; {hint}") from None
+            hint = "pip install 'three-domain-grpo[endpoints]'"
+            raise UserError(f"{role}_url: needs the package httpx; {hint}") from None
         self._loop: object = None
         self._client: Any = None
         self.url, self.model, self.temperature = url.rstrip("/"), model, temperature
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.patience_s, self._say, self._random = patience_s, say, random.Random()
-        self.has_answered = False
+        self.has_answered, self._role = False, role
         self._num_failed, self._failing_since = 0, 0.0
         self._told, self._told_at = set[str](), dict[str, float]()  # by kind of failure
 
@@ -83,13 +84,15 @@ class Endpoint:
         tools: Sequence[dict[str, Any]],
         seed: int,
         paid: Callable[[Message | None, int], None],
+        **options: Any,
     ) -> Message:
         """Return the model's next message. `paid` gets each answer with its number of tokens.
 
-        Raises Outage if the endpoint stays away, and Refused.
+        `options` are further fields of the request. Raises Outage if the endpoint stays away, and
+        Refused.
         """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "seed": seed}
-        body |= {"temperature": self.temperature, "stream": False}
+        body |= {"temperature": self.temperature, "stream": False, **options}
         body |= {"tools": list(tools)} if tools else {}
         begun, useless = time.monotonic(), 0
         for attempt in count():
@@ -102,7 +105,7 @@ class Endpoint:
                 if time.monotonic() + pause > since + self.patience_s:
                     waited = time.monotonic() - since
                     why = f"{self.url} is away for {waited:.0f} s ({failed})"
-                    raise Outage(f"customer: {why}") from None
+                    raise Outage(f"{self._role}: {why}") from None
                 await asyncio.sleep(pause)
                 continue
             self._note("", begun)
@@ -111,7 +114,7 @@ class Endpoint:
                 return message
             useless += 1
             if useless == MAX_USELESS:
-                raise Outage(f"customer: {self.url} gave {useless} answers without a message")
+                raise Outage(f"{self._role}: {self.url} gave {useless} answers without a message")
         raise AssertionError("unreachable")
 
     async def _post(self, body: dict[str, Any]) -> tuple[Message | None, int]:
@@ -148,7 +151,7 @@ class Endpoint:
         if not failure:
             self.has_answered, self._num_failed = True, 0
             if self._told:
-                self._say(f"customer: {self.url} answers again")
+                self._say(f"{self._role}: {self.url} answers again")
             self._told.clear()
             return begun
         self._num_failed += 1
@@ -159,7 +162,7 @@ class Endpoint:
         if self._num_failed >= TOLD and is_new:
             self._told.add(kind)
             self._told_at[kind] = now
-            self._say(f"customer: {self.url} {kind} ({failure}); calls are tried again")
+            self._say(f"{self._role}: {self.url} {kind} ({failure}); calls are tried again")
         return min(begun, self._failing_since)
 
 
