@@ -81,8 +81,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(answer: Answer = lambda body: "Yes.", port: int = 0) -> Iterator[ChatServer]:
-    with ChatServer(answer, port) as server:
+def serving(
+    answer: Answer = lambda body: "Yes.", port: int = 0, kind: type[ChatServer] = ChatServer
+) -> Iterator[ChatServer]:
+    with kind(answer, port) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
