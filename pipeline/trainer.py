@@ -109,7 +109,7 @@ class Trainer(BeforeGRPO):
                 updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
                 for _ in range(settings.num_iterations)
             ]
-            self.policy.rollout.load_weights(self.policy.model)
+            self.policy.give_weights()
         statistics = over_iterations(found)
         gap = statistics.get("train/sampling_logp_difference_max", 0.0)
         default = 0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3

@@ -133,7 +133,7 @@ def update(
     triples = zip(episodes, advantages.tolist(), weights, strict=True)
     items = [item for item, trained in zip(triples, is_trained, strict=True) if trained]
     total = 0.0
-    for batch in make_micro_batches(items, settings.max_tokens_per_microbatch, pad_id=0):
+    for batch in make_micro_batches(items, settings.max_tokens_per_microbatch or 2048, 0):
         logprobs, entropy = policy(batch)
         loss, _ = grpo_loss(logprobs, entropy, batch, settings, num_tokens)
         loss.backward()

@@ -25,14 +25,14 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "customers": 227,
     "tau2": 1085,
     "chat": 665,
-    "models": 800,
+    "models": 915,
     "rollout": 1600,
     "sft": 205,
-    "checkpoints": 745,
-    "grpo": 1336,
+    "checkpoints": 750,
+    "grpo": 1510,
     "evaluation": 1322,
     "rft": 130,
-    "preflight": 1094,
+    "preflight": 1110,
     "doctor": 290,
     "tracking": 1060,
     "plots": 585,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5000
+MOST_LINES_OF_THE_CORE = 5180
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

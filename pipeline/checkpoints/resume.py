@@ -16,7 +16,7 @@ from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.models import lora
-from pipeline.models.loading import load_folder, load_model
+from pipeline.models.loading import dtype_of, load_folder, load_model
 
 
 def open_together(
@@ -51,9 +51,14 @@ def open_together(
 
 
 def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
-    """Return a checkpoint's state and model. If `path` is None, return {} and a new model."""
+    """Return a checkpoint's state and model. If `path` is None, return {} and a new model.
+
+    With LoRA, a model that no supervised training will change has the type in which it computes.
+    """
+    is_frozen = config.model.use_peft and not config.is_supervised
+    dtype = dtype_of(config.model) if is_frozen else torch.float32
     if path is None:
-        return {}, load_model(config.model, tokenizer, config.run.seed)
+        return {}, load_model(config.model, tokenizer, config.run.seed, dtype)
     state, is_adapter = read_state(path), lora.is_adapter(path)
     if state.get("step") and is_adapter != config.model.use_peft:
         held = "LoRA adapters" if is_adapter else "a whole model"
@@ -61,7 +66,9 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
         raise UserError(f"use_peft: got {got}, but {path.name} holds {held}; resume with its value")
     if state.get("step") and config.model.use_peft:
         lora.check_settings(path, config.model)
-    return state, load_folder(lora.base_of(path) if is_adapter else path, config.model)
+    if is_adapter:
+        return state, load_folder(lora.base_of(path), config.model, dtype=dtype_of(config.model))
+    return state, load_folder(path, config.model, dtype=dtype)
 
 
 def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bool) -> None:

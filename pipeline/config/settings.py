@@ -233,7 +233,9 @@ class GRPOSettings(Section):
     domain_advantage_scale: Weights = field({}, "factors of advantages, by domain; missing: 1")
     num_iterations: PositiveInt = field(1, "updates per step, on the same trajectories")
     entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
-    max_tokens_per_microbatch: PositiveInt = field(2048, "tokens per forward pass, with padding")
+    max_tokens_per_microbatch: PositiveInt | None = field(
+        None, "tokens per forward pass, with padding; null: a whole group, if memory holds it"
+    )
     padding_free: bool = field(False, "join sequences in one row, without padding")
     share_prefixes: bool = field(True, "compute common prefixes once; needs attention sdpa")
     balance_ranks: bool = field(True, "give all ranks similar numbers of trained tokens")

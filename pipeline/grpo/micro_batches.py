@@ -153,15 +153,19 @@ class MicroBatch:
         return replace(self, **{k: v.to(device) for k, v in fields if hasattr(v, "to")})
 
 
-def costs_of(sequences: Sequence[list[int]], share_prefixes: bool) -> list[float]:
-    """Return two numbers for each sequence: the number of tokens, and the number of new tokens.
+def costs_of(
+    sequences: Sequence[list[int]], share_prefixes: bool, pair: float = 0.0
+) -> list[float]:
+    """Return two costs for each sequence: the cost of all tokens, and the cost of new tokens.
 
-    With `share_prefixes`, tokens of the common prefix with the previous sequence are not new.
+    With `share_prefixes`, tokens of the common prefix with the previous sequence are not new. A
+    token costs 1, and its attention to each token before it `pair`.
     """
     costs = []
     for before, ids in pairwise([[], *sequences]):
         shared = num_common(before, ids) if share_prefixes else 0
-        costs += [float(len(ids)), float(len(ids) - shared)]
+        whole, known = (count + pair * count**2 / 2 for count in (len(ids), shared))
+        costs += [whole, whole - known]
     return costs
 
 
@@ -174,17 +178,17 @@ def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     """
     pairs = [list(zip(row[::2], row[1::2], strict=True)) for row in costs]
     loads = [sum(row[1::2]) for row in costs]
-    longest = max((num_tokens for row in pairs for num_tokens, _ in row), default=0.0)
+    longest = max((whole for row in pairs for whole, _ in row), default=0.0)
     low, high = max(sum(loads) / len(loads), longest), max(loads) / (1 + TOLERANCE)
     plan = [[rank] * len(row) for rank, row in enumerate(pairs)]
     while high > 1.005 * low:
         limit, load, owner, owners = (low + high) / 2, 0.0, 0, list[list[int]]()
         for row in pairs:
             owners.append([])
-            for num_tokens, num_new in row:
-                load += num_new
+            for whole, new in row:
+                load += new
                 if load > limit:
-                    owner, load = owner + 1, num_tokens
+                    owner, load = owner + 1, whole
                 owners[-1].append(owner)
         if owner < len(costs):
             plan, high = owners, limit

@@ -30,6 +30,7 @@ from pipeline.rollout.sequences import num_common
 
 NAME = "sdpa_prefixes"  # name of the attention implementation in transformers
 NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # prevents transformers from making a mask
+CHUNK = 512  # maximum number of queries that need a mask of their own
 SIMILAR = 1.5  # maximum ratio of the lengths of any two paths in one attention call
 
 
@@ -130,14 +131,36 @@ def attend(
         rows = embedding(indices, states[0].transpose(0, 1).flatten(1).to(value.dtype))
         pieces.append(rows.unflatten(1, (-1, states.shape[-1])).split(sizes))
     outputs = []
-    for (count, num_queries, num_keys), *block in zip(tree.blocks, *pieces, strict=True):
+    for (count, _, _), *block in zip(tree.blocks, *pieces, strict=True):
         q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in block)
         options = {"dropout_p": settings.get("dropout", 0.0), "scale": settings.get("scaling")}
-        mask = causal_lower_right(num_queries, num_keys)  # queries belong to the last keys
-        output = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **options)
+        output = _causal(q, k, v, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
     row = embedding(tree.outputs, torch.cat(outputs))
     return row.view(1, len(row), query.shape[1], -1), None
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return attention outputs of queries that belong to the last keys, [paths, heads, Q, size].
+
+    No mask has Q x K entries: on a GPU no kernel needs one, and on CPU the queries come in chunks,
+    whose masks are parts of one mask.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if q.is_cuda and q.dtype.itemsize > 2:  # otherwise all pairs of each head would be kept
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if q.is_cuda or num_queries in (num_keys, *range(CHUNK + 1)):
+        bias = causal_lower_right(num_queries, num_keys)
+        return scaled_dot_product_attention(q, k, v, bias, **options)
+    hidden = torch.full((CHUNK, num_keys), -math.inf, dtype=q.dtype)
+    mask, outputs = hidden.triu(num_keys - CHUNK + 1), list[torch.Tensor]()
+    for chunk in q.split(CHUNK, 2):
+        end = num_keys - num_queries + sum(x.shape[2] for x in outputs) + chunk.shape[2]
+        part = mask[CHUNK - chunk.shape[2] :, num_keys - end :]
+        keys, values = k[:, :, :end], v[:, :, :end]
+        outputs.append(scaled_dot_product_attention(chunk, keys, values, part, **options))
+    return torch.cat(outputs, 2)
 
 
 AttentionInterface.register(NAME, attend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,19 +12,23 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
+from pipeline.models.output_layer import logits_of, weight_of_logits
+from pipeline.models.weights import has_adapters
 
 LOGITS_PER_CHUNK = 1 << 24  # maximum number of logits that are in memory at the same time
+LOGITS_PER_CHUNK_ON_GPU = 1 << 27  # 883 rows of Qwen's vocabulary; fewer leave a GPU idle
 
 
 @torch.no_grad()
 def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
     """Raise UserError if attention reaches from one sequence of a row into another sequence."""
-    device = next(module.parameters()).device
+    first = next(module.parameters())
+    device, atol = first.device, 1e-3 if first.dtype.itemsize > 2 else 0.1
     sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
     positions = torch.arange(4, device=device).repeat(2)[None]
     apart = module.model(sequences, use_cache=False).logits.flatten(0, 1)
     joined = module.model(sequences.view(1, -1), position_ids=positions, use_cache=False).logits[0]
-    if not torch.allclose(apart, joined, rtol=1e-3, atol=1e-3):
+    if not torch.allclose(apart, joined, rtol=1e-3, atol=atol):
         raise UserError(
             "padding_free: this model's attention mixes joined sequences up; set it false"
         )
@@ -48,6 +53,15 @@ class TokenLogprobs(nn.Module):
         if batch.tree is not None:
             assert self.shares_prefixes, "this model's attention cannot use prefix trees"
             tree = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
+        if not has_adapters(self.model):
+            return self._logprobs(batch, tree)
+        # LoRA's frozen weights are in the type in which the model computes; adapters stay in fp32.
+        with torch.autocast(batch.input_ids.device.type, enabled=False):
+            return self._logprobs(batch, tree)
+
+    def _logprobs(
+        self, batch: MicroBatch, tree: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_BT = self.model.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **tree
         ).last_hidden_state
@@ -55,27 +69,34 @@ class TokenLogprobs(nn.Module):
         indices_U, which_N = torch.unique_consecutive(indices_N, return_inverse=True)
         hidden_U = hidden_BT.flatten(0, 1)[indices_U]
         head = self.model.get_output_embeddings()
-        size = max(1, LOGITS_PER_CHUNK // head.weight.shape[0])
+        layer = head, weight_of_logits(head)
+        most = LOGITS_PER_CHUNK_ON_GPU if hidden_U.is_cuda else LOGITS_PER_CHUNK
+        size = max(1, most // head.weight.shape[0])
         if len(hidden_U) <= size:
-            return self._head(head, hidden_U, which_N, batch.targets)
+            return self._head(*layer, hidden_U, which_N, batch.targets)
         firsts = torch.arange(0, len(hidden_U), size)
         ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()
         chunks = hidden_U.split(size), *(x.tensor_split(ends) for x in (which_N, batch.targets))
         pieces = [
-            checkpoint(self._head, head, hidden, which - first, targets, use_reentrant=False)
+            checkpoint(self._head, *layer, hidden, which - first, targets, use_reentrant=False)
             for first, hidden, which, targets in zip(firsts.tolist(), *chunks, strict=True)
         ]
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _head(
-        self, head: nn.Module, hidden_U: torch.Tensor, which_N: torch.Tensor, targets: torch.Tensor
+        self,
+        head: nn.Module,
+        weight_VH: torch.Tensor | None,
+        hidden_U: torch.Tensor,
+        which_N: torch.Tensor,
+        targets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probabilities of N targets, and the entropies at the targets' positions.
 
         The hidden state that predicts target n is `hidden_U[which_N[n]]`.
         """
-        logits_UV = head(hidden_U)
+        logits_UV = logits_of(head, hidden_U, weight_VH)
         at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)
         logprobs_UV = (logits_UV.to(at_least_fp32) / self.temperature).log_softmax(-1)
         entropy_U = -(logprobs_UV.exp() * logprobs_UV).sum(-1)

@@ -16,6 +16,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.gradients import GradientAllReduce, sharded_adamw, sum_gradients
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
+from pipeline.grpo.budget import cost_of_a_pair, memory_of, token_budget
 from pipeline.grpo.faults import find_suspects, give_memory_back, is_out_of_memory, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
@@ -26,6 +27,7 @@ from pipeline.grpo.micro_batches import (
     rearranged,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.lora import base_model
 from pipeline.rollout.trajectory import Trajectory
 
 Computed = tuple[MicroBatch, TokenStats]
@@ -92,7 +94,10 @@ class Updater:
         # Numbers of tokens in the forward passes of this rank, without and with padding.
         self.num_tokens = self.num_padded_tokens = 0
         self.num_sampled_tokens = 0  # number of sampled tokens in this rank's trained episodes
-        self.max_tokens_per_microbatch = settings.max_tokens_per_microbatch
+        memory = memory_of(accelerator.device)
+        self._first_budget = token_budget(config, base_model(module.model), memory)
+        self.max_tokens_per_microbatch = self._first_budget
+        self._pair = cost_of_a_pair(base_model(module.model))
         self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
@@ -103,9 +108,9 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Updater's state, which is equal on all ranks and excludes the optimizer."""
-        budget, setting = self.max_tokens_per_microbatch, self.settings.max_tokens_per_microbatch
+        budget = self.max_tokens_per_microbatch
         return {
-            "max_tokens_per_microbatch": None if budget == setting else budget,
+            "max_tokens_per_microbatch": None if budget == self._first_budget else budget,
             "num_skipped_steps": self.num_skipped,
             "num_skipped_in_a_row": self.num_skipped_in_a_row,
         }
@@ -137,7 +142,8 @@ class Updater:
         trained, costs = [i for i, length in enumerate(lengths) if length], list[float]()
         if self.balances:
             trained.sort(key=lambda i: trajectories[i].ids)
-            costs = costs_of([trajectories[i].ids for i in trained], self.shares_prefixes)
+            sequences = [trajectories[i].ids for i in trained]
+            costs = costs_of(sequences, self.shares_prefixes, self._pair)
         self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
         num_sequences, num_tokens = self._counts(everyone)
@@ -271,7 +277,7 @@ class Updater:
         means["train/clip_ratio"] = sums["clipped"] / num_tokens
         means["train/sampling_logp_difference_max"] = sums["sampling_logp_difference_max"]
         means["train/sampling_logp_difference_mean"] = sums["sampling_logp_difference"] / num_tokens
-        if self.max_tokens_per_microbatch != self.settings.max_tokens_per_microbatch:
+        if self.max_tokens_per_microbatch != self._first_budget:
             means["train/max_tokens_per_microbatch"] = self.max_tokens_per_microbatch
         return means
 

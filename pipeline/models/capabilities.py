@@ -3,6 +3,7 @@
 The row sampler (`rollout/row_sampler.py`) is the pipeline's own sampler.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,34 @@ def refuse_changed_logits(model: Any) -> None:
         raise UserError(f"model: got {type(model).__name__}, {problem}; use another")
 
 
+def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids padded on the left, and a mask that is 1 at real tokens; both are [B, T]."""
+    longest = max(map(len, sequences))
+    both = (sequences, [[1] * len(ids) for ids in sequences])
+    tokens, mask = ([[0] * (longest - len(row)) + row for row in rows] for rows in both)
+    return torch.tensor(tokens), torch.tensor(mask)
+
+
+@torch.no_grad()
+def padding_is_harmless(model: Any) -> bool:
+    """Return True if padding on the left changes the logits of a row only by rounding errors."""
+    device, logits = next(model.parameters()).device, []
+    short, long = [3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
+    for batch in ([short], [long, short]):
+        tokens, mask = (x.to(device) for x in padded(batch))
+        out = model.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=3,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        logits.append(torch.stack(out.logits, 1)[-1])
+    alone, beside = logits
+    rounding = 1e-3 if model.dtype.itemsize > 2 else 0.1
+    return torch.allclose(alone, beside, rtol=0, atol=rounding * float(alone.std()))
+
+
 def outer_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's outermost blocks (GradientCheckpointingLayer) in forward order."""
     layers: list[nn.Module] = []
@@ -72,6 +101,12 @@ def widest(shape: Any, name: str) -> int:
     differ = name in (getattr(shape, "per_layer_attributes", None) or ())
     layers = shape.per_layer_config if differ else [shape]
     return max(getattr(layer, name, None) or 0 for layer in layers)
+
+
+def attention_size(shape: Any) -> int:
+    """Return heads times head size; if layers differ, those of the largest attention."""
+    heads = widest(shape, "num_attention_heads")
+    return heads * (widest(shape, "head_dim") or shape.hidden_size // max(1, heads))
 
 
 def recompute_layers(model: Any) -> None:

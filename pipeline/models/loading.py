@@ -40,28 +40,40 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
     return _from_files(AutoTokenizer.from_pretrained, settings.model, "tokenizer", settings)
 
 
-def load_model(settings: ModelSettings, tokenizer: Any, seed: int) -> Any:
-    """Return a causal language model with fp32 parameters; raises UserError for unusable files."""
-    if settings.model == "tiny":
-        return tiny_model(tokenizer, seed, settings.attn_implementation)
-    return load_folder(settings.model, settings)
+def load_model(
+    settings: ModelSettings, tokenizer: Any, seed: int, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Return a causal language model as `dtype`; raises UserError for unusable files."""
+    if settings.model != "tiny":
+        return load_folder(settings.model, settings, dtype=dtype)
+    model = tiny_model(tokenizer, seed, settings.attn_implementation)
+    lora.cast(model, dtype)
+    return model
 
 
-def load_folder(folder: str | Path, settings: ModelSettings, device: str | None = None) -> Any:
-    """Return a causal language model with fp32 parameters from a folder or a hub id.
+def load_folder(
+    folder: str | Path,
+    settings: ModelSettings,
+    device: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Return a causal language model with parameters of `dtype` from a folder or a hub id.
 
-    If the folder has LoRA adapters, `load_folder` merges the adapters into the base model. With the
-    device `meta`, `load_folder` checks the files without reading weights. Raises UserError if there
-    are no safetensors files, or if weights are missing or have wrong shapes.
+    If the folder has LoRA adapters, `load_folder` merges the adapters into the base model, in fp32
+    and before the conversion to `dtype`. With the device `meta`, `load_folder` checks the files
+    without reading weights. Raises UserError if there are no safetensors files, or if weights are
+    missing or have wrong shapes.
     """
     if lora.is_adapter(folder):
-        return lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
+        merged = lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
+        lora.cast(merged, dtype)
+        return merged
     model, info = _from_files(
         AutoModelForCausalLM.from_pretrained,
         str(folder),
         "model",
         settings,
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation=settings.attn_implementation,
         use_safetensors=True,
         device_map=device,
@@ -122,6 +134,11 @@ def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
 def on_gpu() -> bool:
     """Return whether to use a GPU; the environment variable ACCELERATE_USE_CPU forbids GPUs."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+
+
+def dtype_of(settings: ModelSettings) -> torch.dtype:
+    """Return the type in which a model computes: the sampler's weights, and LoRA's frozen ones."""
+    return torch.bfloat16 if uses_bf16(settings) else torch.float32
 
 
 def uses_bf16(settings: ModelSettings) -> bool:

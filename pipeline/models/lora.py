@@ -1,9 +1,10 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) with PEFT: small trained matrices beside frozen weights.
 
 A layer with the frozen weight W uses W + lora_alpha / lora_r * B A in place of W. The trained
-matrices A and B are an adapter. A checkpoint holds the adapters and the name (folder or hub id) of
-the base model, so the library PEFT can load a checkpoint, too. PEFT is imported inside functions,
-because most runs have no adapters.
+matrices A and B are an adapter. Trainer and sampler compute W x and B A x apart, because the sum
+W + B A would lose small updates in bf16. A checkpoint holds the adapters and the name (folder or
+hub id) of the base model, so the library PEFT can load a checkpoint, too. PEFT is imported inside
+functions, because most runs have no adapters.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from transformers.utils import logging
 
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import UserError
-from pipeline.files.untrusted import reason_of
+from pipeline.files.untrusted import printable, reason_of
 from pipeline.models.files import ADAPTER_CONFIG, read_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftModel:
-    """Freeze a model and add new adapters, which do not change the outputs before training.
+def attach(
+    model: Any, settings: ModelSettings, base: str, seed: int, dtype: torch.dtype = torch.float32
+) -> PeftModel:
+    """Freeze a model as `dtype` and add new adapters, which change no output before training.
 
+    Adapters are float32, and are multiplied in float32 with inputs that were cast from `dtype`.
     `base` is the folder or hub id of the model's weights. Raises UserError if `lora_target_modules`
-    names a module that is not a linear layer, or names the output layer.
+    names a module that is not a linear layer, or names the output layer, or if PEFT would add an
+    adapter to a weight of less precision.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -47,7 +52,8 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(), quiet():
+    cast(model, dtype)
+    with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         try:
             attached = get_peft_model(model, config)
@@ -57,7 +63,7 @@ def attach(model: Any, settings: ModelSettings, base: str, seed: int) -> PeftMod
                 f"to in {type(model).__name__} ({reason_of(error)}); name other linear layers"
             ) from None
     config.base_model_name_or_path = base  # replaces PEFT's name of the base model
-    _layers(attached)
+    _check_layers(attached)
     return attached.eval()  # PEFT's new modules start in training mode.
 
 
@@ -91,44 +97,36 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each parameter, with the values after the merge with the adapters.
-
-    Names and order are as in the model without PEFT. The generator makes one merged tensor at a
-    time, to save memory. Raises UserError if an adapter cannot be merged.
-    """
-    layers = _layers(model)
-    for name, parameter in _plain_parameters(model).items():
-        layer = layers.get(name)
-        yield name, parameter + layer.get_delta_weight("default") if layer else parameter
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Convert a model's parameters, except adapters, to `dtype`; buffers keep their types."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            parameter.data = parameter.data.to(dtype)
 
 
-def _plain_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
-    """Return {name without PEFT: parameter} for the base model; tied parameters appear once."""
-    named = model.get_base_model().named_parameters()
-    return {name.replace(".base_layer", ""): p for name, p in named if ".lora_" not in name}
-
-
-def _layers(model: PeftModel) -> dict[str, Any]:
-    """Return {parameter's name without PEFT: PEFT's layer} for each parameter with an adapter.
-
-    Raises UserError if the model without PEFT lacks a parameter that has an adapter, or if training
-    would change a parameter outside the adapters.
-    """
+def _check_layers(model: PeftModel) -> None:
+    """Raise UserError unless training changes adapters alone, which can be merged without loss."""
     from peft.tuners.lora import LoraLayer
 
-    base, parameters = model.get_base_model(), _plain_parameters(model)
-    layers = {  # PEFT's layers for fused experts and routers have a `parameter_name`.
-        f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
-        for name, layer in base.named_modules()
-        if isinstance(layer, LoraLayer)
-    }
-    if layers.keys() - parameters or any(p.requires_grad for p in parameters.values()):
+    base = model.get_base_model()
+    named = base.named_parameters()
+    parameters = {n.replace(".base_layer", ""): p for n, p in named if ".lora_" not in n}
+    # PEFT's layers for fused experts and routers have a `parameter_name`.
+    layers = {n: layer for n, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    adapted = {f"{n}.{getattr(x, 'parameter_name', 'weight')}" for n, x in layers.items()}
+    adapted = {name.replace(".base_layer", "") for name in adapted}
+    if adapted - parameters.keys() or any(p.requires_grad for p in parameters.values()):
         raise UserError(
             f"lora_target_modules: got layers of {type(base).__name__} whose adapters cannot be "
-            "merged into its weights for sampling; name linear layers of its attention"
+            "merged into its weights; name linear layers of its attention"
         )
-    return layers
+    added = [n for n, layer in layers.items() if hasattr(layer, "parameter_name")]
+    if added and parameters[next(iter(parameters))].dtype != torch.float32:
+        raise UserError(
+            f"lora_target_modules: got {printable(added[0])}, where PEFT adds the adapter to "
+            "weights in bf16 and small updates are lost; name linear layers of the attention, or "
+            "set mixed_precision no"
+        )
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -209,7 +207,7 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
 
     read_adapters(folder)
     try:
-        with torch.random.fork_rng(), quiet():
+        with torch.random.fork_rng(devices=[]), quiet():
             model = PeftModel(base_model, LoraConfig.from_pretrained(str(folder)))
             load(model, folder)
             merged = model.merge_and_unload()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.models import lora
+from pipeline.models.output_layer import use_fp32_logits
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -24,27 +25,29 @@ def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class SamplingCopy:
-    """A copy of a model for sampling. The attribute `model` is the copy, without adapter layers.
+    """A copy of a model for sampling, which shares the memory of all weights of equal dtypes.
 
-    If the original model has no LoRA, `load` replaces every parameter of the copy. If the original
-    model has LoRA, `load` merges the adapters into the base weights of the copy, in the precision
-    of the base weights. Copy and original share the memory of weights with equal dtypes.
+    If the original model has no LoRA, `load` replaces every parameter of the attribute `model`. If
+    the original model has LoRA, `model` has layers with adapters like the original; the copy has
+    its own adapters, in float32, and `load` replaces only the adapters.
     """
 
     def __init__(self, model: Any) -> None:
         adapted = has_adapters(model)
         # Buffers are copied with their dtype, because rotary frequencies need fp32.
-        shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
-        plain = copy.deepcopy(model, shared)
-        self.model: Any = (plain.unload() if adapted else plain).eval()
-        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        self._adapted: Any = copy.deepcopy(model, frozen) if adapted else None
-        self._adapters = {} if self._adapted is None else lora.adapters_of(self._adapted)
+        shared = {
+            id(p): nn.Parameter(p.data, requires_grad=False)
+            for p in model.parameters()
+            if not (adapted and p.requires_grad)
+        }
+        whole = copy.deepcopy(model, shared)
+        self.model: Any = lora.base_model(whole).requires_grad_(False).eval()
+        self._adapters = lora.adapters_of(whole) if adapted else None
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the copy's parameters to `dtype`; `load` then converts new weights to `dtype`."""
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(dtype)
+        """Convert parameters that are not adapters to `dtype`; `load` then converts new weights."""
+        lora.cast(self.model, dtype)
+        use_fp32_logits(self.model.get_output_embeddings())
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
@@ -53,12 +56,9 @@ class SamplingCopy:
         Raises ValueError if a name is unknown, missing or given twice, or if a shape differs. If
         `load` raises an error, some weights may already have changed.
         """
-        if self._adapted is not None:
-            for own, tensor in _paired(self._adapters, weights):
-                own.copy_(tensor)
-            weights = lora.merged_parameters(self._adapted)
-        for own, tensor in _paired(dict(self.model.named_parameters()), weights):
-            if (own.dtype, own.device) == (tensor.dtype, tensor.device):
+        own_weights = self._adapters or dict(self.model.named_parameters())
+        for own, tensor in _paired(own_weights, weights):
+            if self._adapters is None and (own.dtype, own.device) == (tensor.dtype, tensor.device):
                 own.data = tensor.detach()
             else:
                 own.copy_(tensor)

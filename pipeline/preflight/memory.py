@@ -1,5 +1,6 @@
 """An estimate of the memory that a rank needs, and the memory that a rank has."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ import psutil
 import torch
 
 from pipeline.config.settings import Config
+from pipeline.grpo.budget import token_budget
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.models import lora
 from pipeline.models.capabilities import widest
-from pipeline.models.loading import empty_model, on_gpu, uses_bf16
+from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
 
 GIB = 1 << 30
 
@@ -26,19 +28,23 @@ def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
     trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
     episodes = max(groups * limits.num_generations, -(-trials // num_ranks))
     cached = limits.max_tokens * min(limits.max_concurrent_episodes, episodes)
+    is_frozen = config.model.use_peft and not config.is_supervised
+    held = size if is_frozen else 4
     memory = {
-        "weights (fp32)": 4.0 * num_parameters,
-        # Without LoRA, an fp32 sampler uses the memory of the trained weights.
-        "weights of the sampler": size * num_parameters * (size == 2 or config.model.use_peft),
+        f"weights ({'fp32' if held == 4 else 'bf16'})": float(held * num_parameters),
+        # The sampler uses the memory of weights that have its type.
+        "weights of the sampler": float(size * num_parameters * (size < held)),
         "key-value cache": shape.num_hidden_layers * _cached_per_token(shape) * size * cached,
     }
     if config.grpo.use_grpo:
         memory |= _memory_of_training(config, model, num_parameters)
-        memory["activations of a micro-batch"] = _activations(config, shape, size, groups)
+        is_here = num_ranks <= max(1, torch.cuda.device_count())
+        budget = token_budget(config, model, memory_of_a_rank(config) if is_here else math.inf)
+        memory["activations of a micro-batch"] = _activations(config, shape, size, groups, budget)
     return memory
 
 
-def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
+def _activations(config: Config, shape: Any, size: int, groups: int, budget: int) -> float:
     grpo, limits, layers = config.grpo, config.rollout, shape.num_hidden_layers
     if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
         balances = grpo.balance_ranks and not config.run.deterministic
@@ -47,7 +53,7 @@ def _activations(config: Config, shape: Any, size: int, groups: int) -> float:
     if config.is_supervised:
         episodes = max(episodes, -(-config.warm_start.batch_size // (config.run.num_gpus or 1)))
     trained = episodes * limits.max_tokens  # largest number of tokens per rank and step
-    tokens = max(limits.max_tokens, min(grpo.max_tokens_per_microbatch, trained))
+    tokens = max(limits.max_tokens, min(budget, trained))
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
     # For the backward pass, a layer keeps about 16 hidden and 3 MLP vectors per token.
     kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
@@ -92,7 +98,8 @@ def num_trained(config: Config, model: Any) -> int:
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):
-        attached = lora.attach(model, config.model, config.model.model, config.run.seed)
+        arguments = config.model, config.model.model, config.run.seed, dtype_of(config.model)
+        attached = lora.attach(model, *arguments)
     return sum(p.numel() for p in attached.parameters() if p.requires_grad)
 
 

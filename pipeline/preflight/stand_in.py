@@ -94,13 +94,18 @@ def gap_of(config: Config, model: Any) -> float:
     sampler.load_weights(trained_weights(model))
     items = [(t, 1.0, 1.0) for t in _converse(sampler, model.get_input_embeddings().num_embeddings)]
     module = TokenLogprobs(model, rollout.temperature).eval()
+    others = []
+    if config.model.use_peft:  # Export merges the adapters into the weights.
+        merged = copy.deepcopy(model).merge_and_unload()
+        others.append(TokenLogprobs(merged, rollout.temperature).eval())
     if grpo.padding_free:
         refuse_mixed_up_sequences(module)
     shares = grpo.share_prefixes and not grpo.padding_free and module.shares_prefixes
     gaps = []
     for batch in make_micro_batches(items, 10_000, 0, grpo.padding_free, shares):
         logprobs, _ = module(batch)
-        gaps.append(float((logprobs.detach() - batch.old_logprobs).abs().max()))
+        found = [logprobs.detach(), *(other(batch)[0].detach() for other in others)]
+        gaps += [float((other - batch.old_logprobs).abs().max()) for other in found]
         if grpo.use_grpo:
             logprobs.sum().backward()
     return max(math.inf if math.isnan(gap) else gap for gap in gaps)

@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
+from pipeline.models.capabilities import padded, padding_is_harmless
 from pipeline.rollout.sequences import ModelSampler, logprobs_of, streams_of
 from pipeline.rollout.trajectory import Sampled
 
@@ -122,30 +123,3 @@ class GenerateSampler(ModelSampler):
             self.message(ids[:count].tolist(), logprobs[:count].tolist())
             for ids, logprobs, count in zip(sampled, chosen, counts, strict=True)
         ]
-
-
-def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids padded on the left, and a mask that is 1 at real tokens; both are [B, T]."""
-    longest = max(map(len, sequences))
-    both = (sequences, [[1] * len(ids) for ids in sequences])
-    tokens, mask = ([[0] * (longest - len(row)) + row for row in rows] for rows in both)
-    return torch.tensor(tokens), torch.tensor(mask)
-
-
-@torch.no_grad()
-def padding_is_harmless(model: Any) -> bool:
-    """Return True if padding on the left changes the logits of a row only by rounding errors."""
-    device, logits = next(model.parameters()).device, []
-    short, long = [3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
-    for batch in ([short], [long, short]):
-        tokens, mask = (x.to(device) for x in padded(batch))
-        out = model.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=3,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        logits.append(torch.stack(out.logits, 1)[-1])
-    alone, beside = logits
-    return torch.allclose(alone, beside, rtol=0, atol=1e-3 * float(alone.std()))

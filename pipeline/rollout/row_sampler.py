@@ -17,7 +17,6 @@ from pipeline.rollout.kv_cache import ROWS, RowCache
 from pipeline.rollout.sequences import (
     Ids,
     ModelSampler,
-    logprobs_of,
     passes,
     shared_prefixes,
     streams_of,
@@ -315,5 +314,11 @@ class RowSampler(ModelSampler):
         ).last_hidden_state
         return hidden_BT
 
-    def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
-        return logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)
+    def _hidden(self, ids_T: torch.Tensor) -> torch.Tensor:
+        cache, count, length = self._cache, self.num_padded_tokens, len(ids_T)
+        self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers, length)
+        self._cache.num_rows = 1
+        positions_BT = torch.arange(length, device=self.device)[None]
+        hidden_BT = self._forward(positions_BT[0, :1], ids_T[None], positions_BT, length, True)
+        self._cache, self.num_padded_tokens = cache, count
+        return hidden_BT[0]

@@ -40,6 +40,12 @@ class Sampler(Protocol):
         the model.
         """
 
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """Return log-probabilities of all `ids` but the first, [T - 1] float32 on CPU, in nats.
+
+        The call draws nothing, changes no open conversation, and adds to no counter.
+        """
+
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[Handle]:
         """Start one conversation per prompt; return the handles in the order of the prompts.
 

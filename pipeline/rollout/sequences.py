@@ -169,6 +169,21 @@ class ModelSampler:
         """See `Sampler.load_weights`. Weights of the type `dtype` are used without a copy."""
         self._copy.load(weights)
 
+    @torch.no_grad()
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """See `Sampler.logprobs`."""
+        ids_T = torch.tensor(ids, device=self.device)
+        logprobs_TV = self._logprobs(self._hidden(ids_T)[:-1])
+        return logprobs_TV.gather(-1, ids_T[1:, None])[:, 0].cpu()
+
+    def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)
+
+    def _hidden(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [T, H] of one sequence."""
+        hidden_BT: torch.Tensor = self.model.get_decoder()(ids_T[None], use_cache=False)[0]
+        return hidden_BT[0]
+
     def sample_tokens(
         self, logprobs_BV: torch.Tensor, keys: Keys, positions: Positions, greedy: bool
     ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from pipeline.config.settings import ModelSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.updater import Updater
-from pipeline.models.capabilities import widest
+from pipeline.models.capabilities import attention_size
 from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import Trajectory
@@ -160,14 +160,11 @@ def work_of(model: Any) -> Work:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     outside = embedding.numel() + (0 if head is embedding else head.numel())
     shape = model.config.get_text_config(decoder=True)
-    # If layers differ in their attention, the largest attention counts for every layer.
-    heads = widest(shape, "num_attention_heads")
-    size = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return Work(
         body=num_base - outside,
         head=head.numel(),
         lora=sum(p.numel() for p in model.parameters()) - num_base,
-        attention=int(shape.num_hidden_layers * heads * size),
+        attention=int(shape.num_hidden_layers * attention_size(shape)),
         trains_all=any(p.requires_grad for p in base),
     )
 

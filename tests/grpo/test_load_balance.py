@@ -37,6 +37,17 @@ def test_a_sequence_costs_all_its_tokens_and_those_after_the_common_prefix():
     assert costs_of([], share_prefixes=True) == []
 
 
+def test_attention_costs_each_token_what_the_tokens_before_it_cost():
+    sequences = [[1, 2, 3], [1, 2, 3, 4], [1, 2, 9]]
+    assert costs_of(sequences, True, pair=0.5) == [5.25, 5.25, 8, 2.75, 5.25, 2.25]
+    tokens = [[*[12, 12] * 4], [*[3, 3] * 16]]  # even in tokens, but not in pairs of tokens
+    assert make_plan(tokens) == unmoved(tokens)
+    costs = [costs_of([[n] * 12 for n in range(4)], True, 1.0)]
+    costs.append(costs_of([[n] * 3 for n in range(16)], True, 1.0))
+    assert costs == [[84, 84] * 4, [7.5, 7.5] * 16]
+    assert make_plan(costs) == [[0, 0, 0, 1], [1] * 16]
+
+
 def test_the_rank_with_most_gives_the_sequences_that_even_it_out():
     costs = [[40, 40, 40, 40, 20, 20], [30, 30]]
     assert make_plan(costs) == [[0, 0, 1], [1]]

@@ -4,11 +4,12 @@ from random import Random
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import UserError
-from pipeline.grpo import token_logprobs
+from pipeline.grpo import prefix_tree, token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.prefix_tree import attend, follow_prefixes, shared_row
 from pipeline.grpo.token_logprobs import TokenLogprobs
@@ -123,6 +124,32 @@ def test_predictions_of_many_tokens_meet_the_vocabulary_once_and_in_chunks(monke
     assert max(sizes) == 7 and sum(sizes) == 2 * len(predictions)  # forward, and once more backward
     assert torch.allclose(whole[0], chunked[0], rtol=0, atol=1e-12)
     assert torch.allclose(whole[1], chunked[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shared", [300, 0])
+def test_a_long_path_needs_no_mask_of_all_its_pairs(shared, monkeypatch):
+    """Two paths of 1,500 tokens; with a common prefix, the second one has fewer queries."""
+    torch.manual_seed(0)
+    prompt, masks, shapes = [1] * shared, [], set()
+    row = shared_row([prompt + [2] * (1500 - shared), prompt + [3] * (1500 - shared)])
+    states = torch.randn(3, 1, 2, len(row.ids), 4, dtype=torch.float64)
+
+    def noted(q, k, v, mask, **options):
+        shapes.add((q.shape[2], k.shape[2]))
+        if q.shape[2] < k.shape[2]:  # else torch needs none
+            masks.append(mask)
+        return scaled_dot_product_attention(q, k, v, mask, **options)
+
+    monkeypatch.setattr(prefix_tree, "scaled_dot_product_attention", noted)
+    output, _ = attend(torch.nn.Module(), *states, None, tree=row.tree)
+    chunks = {(512, 812), (512, 1324), (176, 1500)} if shared else set()
+    assert shapes == {(1500, 1500), *chunks}
+    assert len({mask.untyped_storage().data_ptr() for mask in masks}) == (shared > 0)
+    assert all(mask.untyped_storage().nbytes() == 8 * 512 * 1500 for mask in masks)
+    for path in row.paths:
+        alone = [x[:, :, path] for x in states]
+        expected = scaled_dot_product_attention(*alone, is_causal=True)[0].transpose(0, 1)
+        assert torch.allclose(output[0, path], expected, rtol=0, atol=1e-12)
 
 
 def test_other_attention_is_left_as_it_is(tmp_path):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.config.settings import ModelSettings
 from pipeline.models import lora
-from pipeline.models.weights import SamplingCopy, has_adapters, trained_weights
+from pipeline.models.weights import SamplingCopy, trained_weights
 from scripts.proofs.grid import small_model
 from tests.models.test_lora import IDS, MODELS, attached, logits, moved
 
@@ -39,42 +40,45 @@ def test_a_copy_becomes_the_trained_model_by_the_weights_alone(kind):
     trained, base = attached(MODELS[kind]()), MODELS[kind]()
     copied = SamplingCopy(attached(base, seed=8))  # with adapters of other values
     assert torch.equal(logits(copied.model), logits(MODELS[kind]())), "the base until then"
-    before = [p.clone() for p in base.parameters()]
+    frozen = [p.clone() for n, p in base.named_parameters() if ".lora_" not in n]
     for seed in (5, 6):
         copied.load(trained_weights(moved(trained, seed)))
-        merged = dict(lora.merged_parameters(trained))
-        own = dict(copied.model.named_parameters())
-        assert list(own) == list(merged) == [n for n, _ in MODELS[kind]().named_parameters()]
-        assert all(torch.equal(own[name], merged[name]) for name in merged)
-        assert torch.allclose(logits(copied.model), logits(trained), rtol=0, atol=1e-4)
-    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), before, strict=True))
+        assert torch.equal(logits(copied.model), logits(trained))
+    after = [p for n, p in base.named_parameters() if ".lora_" not in n]
+    assert all(torch.equal(a, b) for a, b in zip(after, frozen, strict=True))
 
 
-def test_weights_are_shared_where_they_need_no_other_type():
-    model = attached()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_frozen_base_is_there_once_and_adapters_are_copied_whole(dtype):
+    model = lora.attach(small_model(4), ModelSettings(), "", 1, dtype)
     copied = SamplingCopy(model)
-    own, frozen = dict(copied.model.named_parameters()), dict(model.named_parameters())
-    up = "model.layers.1.mlp.up_proj"
-    base = frozen[f"base_model.model.{up}.base_layer.weight"]
-    assert own[f"{up}.weight"].data_ptr() == base.data_ptr()
+    copied.cast(dtype)
+    own = dict(copied.model.named_parameters())
+    theirs = dict(model.get_base_model().named_parameters())
+    assert own.keys() == theirs.keys()
+    for name, parameter in own.items():
+        is_adapter = ".lora_" in name
+        assert parameter.dtype == (torch.float32 if is_adapter else dtype)
+        assert (parameter.data_ptr() == theirs[name].data_ptr()) == (not is_adapter)
     copied.load(trained_weights(moved(model)))
-    assert own[f"{up}.weight"].data_ptr() != base.data_ptr()
-    norm = frozen["base_model.model.model.norm.weight"]
-    assert own["model.norm.weight"].data_ptr() == norm.data_ptr()
-    before = own[f"{up}.weight"].clone()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    before = own["model.layers.1.mlp.up_proj.lora_B.default.weight"].clone()
     moved(model, seed=9)  # an update: adapters of the copy are its own
-    assert torch.equal(own[f"{up}.weight"], before)
+    assert torch.equal(own["model.layers.1.mlp.up_proj.lora_B.default.weight"], before)
 
 
-def test_every_parameter_is_cast_and_products_are_added_before():
+def test_every_parameter_but_adapters_is_cast_and_logits_are_fp32():
     model = moved(attached())
     copied = SamplingCopy(model)
     copied.cast(torch.bfloat16)
-    copied.load(trained_weights(model))
-    merged = dict(lora.merged_parameters(model))
-    own = dict(copied.model.named_parameters())
-    assert all(torch.equal(own[name], merged[name].bfloat16()) for name in merged)
+    types = {(".lora_" in name, p.dtype) for name, p in copied.model.named_parameters()}
+    assert types == {(True, torch.float32), (False, torch.bfloat16)}
     assert copied.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    hidden = copied.model.model(IDS).last_hidden_state
+    expected = hidden.float() @ copied.model.lm_head.weight.float().T
+    assert hidden.dtype == torch.bfloat16
+    assert torch.equal(logits(copied.model), expected)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_adapters_of_other_layers_are_refused_by_name():
@@ -96,15 +100,3 @@ def test_adapters_of_other_layers_are_refused_by_name():
 def test_a_copy_of_a_plain_model_takes_no_adapters():
     with pytest.raises(ValueError, match=r"lora_A.weight is not one of"):
         SamplingCopy(small_model(4)).load(trained_weights(attached()))
-
-
-def test_the_copy_computes_alone():
-    """It is no model with adapters inside, and the trained one stays such a model."""
-    model = moved(attached())
-    expected = logits(model)
-    copied = SamplingCopy(model)
-    assert not has_adapters(copied.model)
-    assert not [name for name, _ in copied.model.named_modules() if "lora" in name]
-    assert torch.equal(logits(model), expected)
-    with model.disable_adapter(), torch.no_grad():
-        assert torch.equal(copied.model(IDS).logits, model(IDS).logits)

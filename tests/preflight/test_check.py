@@ -107,11 +107,11 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     said = capsys.readouterr().out
     assert "that a rank has here" in said
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
-    assert re.search(r"  weights \(fp32\) +14\.98 GiB\n", said)
-    assert re.search(r"  weights of the sampler +7\.49 GiB\n", said)
+    assert re.search(r"  weights \(bf16\) +7\.49 GiB\n", said)
+    assert re.search(r"  weights of the sampler +0\.00 GiB\n", said)
     assert re.search(r"  LoRA adapters \(fp32\) +0\.12 GiB\n", said)
     assert re.search(r"  AdamW \(fp32, two moments\) +0\.25 GiB\n", said)
-    assert re.search(r"  sum +61\.88 GiB, ", said)
+    assert re.search(r"  sum +64\.98 GiB, ", said)
 
 
 def test_an_unknown_hub_model_is_refused():
@@ -197,7 +197,8 @@ def test_adapters_alone_need_gradients_moments_and_a_reference():
     assert need["LoRA adapters (fp32)"] == need["gradients (fp32)"] == 4 * count
     assert need["reference policy (fp32)"] == 4 * count
     assert need["AdamW (fp32, two moments)"] == 8 * count
-    assert need["weights (fp32)"] == 4 * 4_022_468_096
+    assert need["weights (bf16)"] == 2 * 4_022_468_096
+    assert need["weights of the sampler"] == 0
     half = memory_per_rank(with_settings(recipe, model={"lora_r": 8}))
     assert half["gradients (fp32)"] == 2 * count
     some = memory_per_rank(with_settings(recipe, model={"lora_target_modules": ["q_proj"]}))

@@ -1,4 +1,4 @@
-"""The five calls of a sampler: who answers them, and what they refuse."""
+"""The six calls of a sampler: who answers them, and what they refuse."""
 
 import inspect
 
@@ -13,7 +13,7 @@ from scripts.proofs.grid import small_model
 from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import ScriptedSampler
 
-CALLS = ("load_weights", "open", "extend", "sample", "close")
+CALLS = ("load_weights", "logprobs", "open", "extend", "sample", "close")
 KINDS = (RowSampler, GenerateSampler)
 
 
@@ -23,7 +23,7 @@ def taken(kind, call):
     return [(p.name, p.kind, p.default) for p in parameters]
 
 
-def test_the_protocol_is_five_calls_and_two_counts():
+def test_the_protocol_is_six_calls_and_two_counts():
     methods = [name for name, _ in inspect.getmembers(Sampler, inspect.isfunction)]
     assert sorted(name for name in methods if name[0] != "_") == sorted(CALLS)
     assert inspect.get_annotations(Sampler) == {"num_tokens": int, "num_padded_tokens": int}

@@ -9,6 +9,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS, DataSettings
 from pipeline.data.tasks import Message, Task
@@ -110,7 +112,7 @@ class Desk:
 
 
 class ScriptedSampler:
-    """A policy that says given messages: the Sampler's five calls without a model.
+    """A policy that says given messages: the Sampler's six calls without a model.
 
     `scripts` holds, for each key, the messages of its turns. `contexts` keeps, for each key, every
     token that the conversation held, and `most_open` how many conversations were open at once.
@@ -125,6 +127,9 @@ class ScriptedSampler:
 
     def load_weights(self, weights: Weights) -> None:
         pass
+
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        return torch.zeros(len(ids) - 1)
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> list[int]:
         self.num_open += len(keys)

@@ -1,0 +1,63 @@
+"""How many tokens a micro-batch has, and what attention costs beside the layers of a token."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from pipeline.config.settings import Config
+from pipeline.models.capabilities import attention_size, widest
+from pipeline.models.loading import dtype_of
+
+LEAST_TOKENS = 2048
+SHARE = 0.5  # share of the memory beside weights, gradients and moments that a micro-batch may take
+RANKS_OF_A_MACHINE = 8  # a fixed number, so that the number of ranks does not change micro-batches
+
+
+def memory_of(device: torch.device) -> float:
+    """Return the bytes of a GPU or, on CPU, an eighth of the machine's main memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and limit.read_text().strip().isdigit():
+        total = min(total, int(limit.read_text()))
+    return float(total) / RANKS_OF_A_MACHINE
+
+
+def token_budget(config: Config, model: Any, memory: float) -> int:
+    """Return `max_tokens_per_microbatch`; if it is null, as many tokens as a group may have.
+
+    A group whose micro-batches would not fit into `memory` (bytes) gets smaller ones, which compute
+    common prefixes several times.
+    """
+    if (given := config.grpo.max_tokens_per_microbatch) is not None:
+        return given
+    longest, frozen = config.rollout.max_tokens, dtype_of(config.model).itemsize
+    whole = max(LEAST_TOKENS, config.rollout.num_generations * longest)
+    # Weights, gradients and two moments are in float32; LoRA trains few weights.
+    fixed = model.num_parameters() * (frozen if config.model.use_peft else 16)
+    fits = SHARE * (memory - fixed) / bytes_per_token(config, model)
+    return int(min(whole, max(LEAST_TOKENS, longest, fits)))
+
+
+def bytes_per_token(config: Config, model: Any) -> float:
+    """Estimate the bytes that a forward pass keeps for the backward pass, per token."""
+    shape, size = model.config.get_text_config(), dtype_of(config.model).itemsize
+    intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
+    # A layer keeps about 16 hidden and 3 MLP vectors, and keys and values of two paths.
+    layer = 16 * shape.hidden_size + 3 * intermediate_size + 4 * attention_size(shape)
+    if config.grpo.gradient_checkpointing:  # one layer's, and every layer's input
+        return float(size * (layer + shape.num_hidden_layers * shape.hidden_size))
+    return float(size * layer * shape.num_hidden_layers)
+
+
+def cost_of_a_pair(model: Any) -> float:
+    """Return the FLOPs of one token's attention to another, over those of the token's layers.
+
+    All experts of a layer count, so the result is too small for a mixture of experts.
+    """
+    shape, head = model.config.get_text_config(), model.get_output_embeddings().weight
+    outside = {id(w): w.numel() for w in (model.get_input_embeddings().weight, head)}
+    layers = max(1, model.num_parameters() - sum(outside.values()))
+    return float(2 * shape.num_hidden_layers * attention_size(shape) / layers)

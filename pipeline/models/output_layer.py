@@ -1,0 +1,77 @@
+"""The output layer of a model that computes in bf16: logits and the weight's gradient in float32.
+
+Logits that are rounded to bf16 differ from the exact ones by up to 1/16 at 20 nats, in the trainer
+otherwise than in the sampler. Both therefore multiply bf16 numbers and add in float32.
+
+Letters in shapes: N hidden states, H hidden size, V entries of the vocabulary.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def weight_of_logits(head: nn.Module) -> torch.Tensor | None:
+    """Return the output layer's weight in bf16; None if the layer computes in float32 or float64.
+
+    Under autocast this is one cast, which all products of a forward and a backward pass can use.
+    """
+    if type(head) is not nn.Linear:
+        return None
+    kind, dtype = head.weight.device.type, head.weight.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return None if dtype.itemsize > 2 else head.weight.detach().to(dtype)
+
+
+def logits_of(head: Any, hidden: torch.Tensor, weight_VH: torch.Tensor | None) -> torch.Tensor:
+    """Return logits [..., V] for hidden states [..., H]; `weight_VH` is from `weight_of_logits`."""
+    if weight_VH is None:
+        logits: torch.Tensor = head(hidden)
+        return logits
+    product: torch.Tensor = _Product.apply(hidden.flatten(0, -2), head.weight, weight_VH)
+    biased = product if head.bias is None else product + head.bias.float()
+    return biased.view(*hidden.shape[:-1], -1)
+
+
+def use_fp32_logits(head: Any) -> None:
+    """Make an output layer in bf16 return logits in float32; it must not be trained."""
+    if weight_of_logits(head) is not None:
+        head.forward = partial(_frozen_logits, head)
+
+
+def _frozen_logits(head: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return logits_of(head, hidden, head.weight)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply matrices of equal dtypes with a float32 result."""
+    with torch.autocast(a.device.type, enabled=False):
+        if a.device.type == "cuda":
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return a.float() @ b.float()
+
+
+class _Product(torch.autograd.Function):
+    """hidden_NH times the transpose of weight_VH; `master` gets the weight's gradient."""
+
+    @staticmethod
+    def forward(
+        context: Any, hidden_NH: torch.Tensor, master: torch.Tensor, weight_VH: torch.Tensor
+    ) -> torch.Tensor:
+        rounded_NH = hidden_NH.to(weight_VH.dtype)
+        context.save_for_backward(rounded_NH, weight_VH)
+        context.dtypes = hidden_NH.dtype, master.dtype
+        return _mm(rounded_NH, weight_VH.T)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        rounded_NH, weight_VH = context.saved_tensors
+        of_hidden, of_master = context.dtypes
+        rounded_NV = gradients[0].to(weight_VH.dtype)
+        master = None
+        if context.needs_input_grad[1]:
+            master = _mm(rounded_NV.T, rounded_NH).to(of_master)
+        return _mm(rounded_NV, weight_VH).to(of_hidden), master, None

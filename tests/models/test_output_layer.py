@@ -1,0 +1,80 @@
+"""Logits of a model in bf16: products and gradients in float32, and one cast of the weight."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.grpo import token_logprobs
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.output_layer import logits_of, use_fp32_logits, weight_of_logits
+from scripts.proofs.grid import make_episodes, small_model
+
+BF16 = torch.bfloat16
+HIDDEN = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))
+
+
+def head(dtype=torch.float32, bias=False):
+    torch.manual_seed(1)
+    return nn.Linear(32, 50, bias=bias, dtype=dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_are_sums_in_float32_of_products_of_bf16_numbers(bias):
+    layer = head(bias=bias)
+    with torch.autocast("cpu", BF16):
+        weight = weight_of_logits(layer)
+        logits = logits_of(layer, HIDDEN, weight)
+        rounded = layer(HIDDEN)
+    expected = HIDDEN.to(BF16).double() @ layer.weight.to(BF16).double().T
+    expected = expected + layer.bias.double() if bias else expected
+    assert (weight.dtype, logits.dtype, rounded.dtype) == (BF16, torch.float32, BF16)
+    assert float((logits - expected).detach().abs().max()) < 1e-6
+    assert float((rounded - expected).detach().abs().max()) > 1e-3
+    frozen = head(BF16, bias)
+    use_fp32_logits(frozen)  # as in a sampler
+    assert frozen(HIDDEN.to(BF16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_precisions_use_the_layer_as_it_is(dtype):
+    layer = head(dtype)
+    assert weight_of_logits(layer) is None
+    use_fp32_logits(layer)
+    assert "forward" not in vars(layer)
+    assert torch.equal(logits_of(layer, HIDDEN.to(dtype), None), layer(HIDDEN.to(dtype)))
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of the output layer's weight to bf16."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == BF16:
+            self.count += args[0].shape == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+def test_chunks_share_one_cast_and_their_gradients_are_summed_in_float32(monkeypatch):
+    model = small_model(vocab_size=40)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    module = TokenLogprobs(model, 1.0)
+    rows, _ = make_episodes(40)
+    (batch,) = make_micro_batches([(row, 1.0, 1.0) for row in rows], 10**6, 0)
+    gradients = []
+    for rows_of_a_chunk in (10**6, 3):
+        monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", rows_of_a_chunk * 40)
+        module.zero_grad()
+        with Casts(model.lm_head.weight.shape) as casts:
+            with torch.autocast("cpu", BF16):
+                logprobs, entropy = module(batch)
+            (logprobs + 0.1 * entropy).sum().backward()
+        assert casts.count == 1
+        gradients.append(model.lm_head.weight.grad.double())
+    whole, chunked = gradients
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    assert float((whole - chunked).norm() / whole.norm()) < 1e-6
