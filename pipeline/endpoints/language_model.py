@@ -16,6 +16,10 @@ from pipeline.files.console import say
 PATIENCE = 0.9  # share of call_timeout after which a call gives up before the rollout does
 
 
+class Unanswered(Outage):
+    """The endpoint refuses a conversation, for instance because it is too long for its model."""
+
+
 class LanguageModel:
     """The language model that plays a `role` of a run, on one rank.
 
@@ -23,7 +27,7 @@ class LanguageModel:
     and `customer_key`, and its answers are in RUN/customers. Each rank may spend an equal share of
     what is left of the budget (`max_customer_calls`, `max_customer_tokens`). After the budget is
     spent, or after the endpoint has refused all calls, `ended` says why, and each new call raises
-    Outage. Other roles are alike.
+    Outage. Other roles are alike. `as_written` is that of `Endpoint`.
     """
 
     def __init__(
@@ -35,8 +39,10 @@ class LanguageModel:
         rank: int = 0,
         num_ranks: int = 1,
         name: str = "",
+        as_written: bool = False,
     ) -> None:
-        self._role, self._data = role, config.data
+        parts = config.data, config.evaluation
+        self._role, self._data = role, next(p for p in parts if hasattr(p, f"{role}_url"))
         self._key_name = self._setting("key")
         self._endpoint = Endpoint(
             str(self._setting("url")),
@@ -46,6 +52,7 @@ class LanguageModel:
             PATIENCE * config.rollout.call_timeout,
             say,
             role,
+            as_written,
         )
         self.cache = AnswerCache(folder / f"{role}s", name or f"rank-{rank}")
         self.ended, self._num_open = "", 0
@@ -59,6 +66,9 @@ class LanguageModel:
             if (limit := getattr(self._data, name, None)) is not None
         }
 
+    def close(self) -> None:
+        self.cache.close()
+
     def _setting(self, name: str) -> Any:
         return getattr(self._data, f"{self._role}_{name}")
 
@@ -71,7 +81,8 @@ class LanguageModel:
     ) -> Message:
         """Return the model's next message, from the disk if this was asked before.
 
-        `options` are further fields of the request. Raises Outage if there is no answer.
+        `options` are further fields of the request, which may replace `temperature`. Raises Outage
+        if there is no answer, and Unanswered if the endpoint refuses this conversation alone.
         """
         endpoint = self._endpoint
         asked = [*messages], [*tools], *([options] if options else [])
@@ -89,7 +100,7 @@ class LanguageModel:
             if refused.for_all:
                 names = f"{self._role}_url, {self._role}_model or the key in {self._key_name}"
                 self.ended = f"{why}; mend {names}"
-            raise Outage(why) from None
+            raise (Outage if refused.for_all else Unanswered)(why) from None
         finally:
             self._num_open -= 1
 

@@ -216,21 +216,28 @@ class Rollout:
         return [*complete]
 
     def _add_message(self, episode: _Episode, sampled: Sampled) -> None:
-        """Add a sampled message to its episode; let the environment or simulated user answer."""
-        trajectory, episode.replies = episode.trajectory, []
+        """Add the tokens of a sampled message to its episode, and parse the message."""
+        trajectory, stopped_by = episode.trajectory, ""
         trajectory.append(sampled.ids, sampled.logprobs)
-        trajectory.num_turns += 1
         schemas = tools.tool_schemas(self.environments[trajectory.domain])
         if self.rewards is not None and not schemas:  # reward functions get the whole text
             text = self.chat.tokenizer.decode(sampled.ids, skip_special_tokens=True)
             parsed = Parsed(content=text)
         else:
             parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
-        trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
-            trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
+            stopped_by = self.chat.tokenizer.decode(sampled.ids[-1:])
+        self._take(episode, parsed, sampled.finished, stopped_by)
+
+    def _take(self, episode: _Episode, parsed: Parsed, finished: bool, stopped_by: str) -> None:
+        """Add a message to its episode; let the environment or simulated user answer."""
+        trajectory, episode.replies = episode.trajectory, []
+        trajectory.num_turns += 1
+        trajectory.messages.append(parsed.message())
+        if stopped_by:
+            trajectory.messages[-1]["stopped_by"] = stopped_by
         self.on_messages(episode.environment, trajectory.messages[-1:])
-        if not sampled.finished:
+        if not finished:
             episode.end(StopReason.MAX_TOKENS)
         elif parsed.malformed:
             trajectory.num_malformed_calls += 1
@@ -255,14 +262,18 @@ class Rollout:
         if not episode.ended and trajectory.num_turns >= limits.max_turns:
             episode.end(StopReason.MAX_TURNS)
         if not episode.ended:
-            ids = self.chat.reply_ids(replies)
-            if trajectory.num_tokens + len(ids) < limits.max_tokens:
-                trajectory.append(ids)
-                self.sampler.extend(episode.handle, ids)
-                return True
-            episode.end(StopReason.MAX_TOKENS)
-        self._close(episode)
-        return False
+            self._extend(episode)
+        if episode.ended:
+            self._close(episode)
+        return not episode.ended
+
+    def _extend(self, episode: _Episode) -> None:
+        """Append the tokens of the replies, or end an episode that has no room for them."""
+        trajectory, ids = episode.trajectory, self.chat.reply_ids(episode.replies)
+        if trajectory.num_tokens + len(ids) >= self.limits.max_tokens:
+            return episode.end(StopReason.MAX_TOKENS)
+        trajectory.append(ids)
+        self.sampler.extend(episode.handle, ids)
 
     def _close(self, episode: _Episode) -> None:
         handle, episode.handle = episode.handle, None

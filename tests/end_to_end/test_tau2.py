@@ -2,10 +2,15 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
+from pipeline.report.tables import final_table
 from tests.support import warm
+from tests.support.endpoint import agent_of, seed_of, serving
+from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
 
 pytestmark = pytest.mark.whole_run
@@ -27,10 +32,36 @@ def results_of(tmp_path):
     return json.loads((tmp_path / "out" / "results.json").read_text())
 
 
-def test_the_three_domains_run_in_sequence(checkout, tmp_path):
+def gold(checkout):
+    """The messages of an agent that makes the gold calls of two test tasks of each domain."""
+    for domain in ("airline", "retail", "telecom"):
+        folder = Path(checkout) / "data" / "tau2" / "domains" / domain
+        tasks = {task["id"]: task for task in json.loads((folder / "tasks.json").read_text())}
+        for task_id in json.loads((folder / "split_tasks.json").read_text())["test"][:2]:
+            criteria = tasks[task_id]["evaluation_criteria"]
+            calls = [call(of["name"], **of["arguments"]) for of in criteria["actions"]]
+            said = say(" ".join(criteria.get("communicate_info") or ["Done."]))
+            yield seed_of(domain, task_id), [*calls, call("done") if domain == "telecom" else said]
+
+
+def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):
     few = [*FEW, "--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
-    warm.play("--config", "tau2_three_smoke", "--tau2", checkout, *few, cwd=tmp_path)
+    few += ["--max-turns", "30", "--max-tool-result-tokens", "20000", "--max-tokens", "5000"]
+    argv = ["--config", "tau2_three_smoke", "--tau2", checkout, *few]
+    with serving(agent_of(dict(gold(checkout)))) as server:
+        done = warm.play(*argv, "--agent-url", server.url, "--agent-model", "gold", cwd=tmp_path)
+        num_paid = len(server.bodies)
+        again = ["--output-dir", "out", "--resume-from-checkpoint", "auto", "--max-steps", "3"]
+        warm.play(*again, cwd=tmp_path)
+    assert (len(server.bodies), {*server.paid.values()}) == (num_paid, {1})
+    assert "agent gold: success sampled  airline 1.00  retail 1.00  telecom 1.00\n" in done.stdout
     results = results_of(tmp_path)
+    header, *rows = final_table(results).splitlines()[:5]
+    assert header.split()[2:] == ["before", "GRPO", "after", "GRPO", "change", "gold"]
+    assert all(re.search(r" 1\.00 \[0\.\d\d, 1\.00\]$", row) for row in rows)
+    agent = results["agents"]["gold"]["success"]
+    assert {(of["mean"], of["greedy"], *of["pass^k"]) for of in agent.values()} == {(1.0,) * 3}
+    assert len(list((tmp_path / "out" / "trajectories" / "agent").iterdir())) == 2
     assert [*results["about"]] == ["airline", "retail", "telecom"]
     assert {of["reward"] for of in results["about"].values()} == {"verifiable"}
     assert all([*of] == ["nothing", "transfer"] for of in results["baselines"].values())
