@@ -30,6 +30,14 @@ def check(config: Config) -> None:
             raise UserError(mistake)
 
 
+def refuse_placeholders(config: Config) -> None:
+    """Raise UserError for a recipe's placeholder where a run, but no check, needs a server."""
+    urls = {"customer_url": config.data.customer_url, "agent_url": config.evaluation.agent_url}
+    for name, url in urls.items():
+        if "://HOST" in (url or ""):
+            raise UserError(f"{name}: got {url}; give the server's name in place of HOST")
+
+
 def left_out(config: Config) -> Iterator[str]:
     """Yield a line for each setting without effect, such as an environment of no domain."""
     run, is_trained = config.run, config.grpo.use_grpo

@@ -1,5 +1,6 @@
 """A run on a checkout of τ²-bench: the real one of TAU2_PATH, or the miniature."""
 
+import gzip
 import json
 import os
 import re
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.report.tables import final_table
-from tests.support import warm
+from pipeline.run import main
+from tests.support import random_qwen3, warm
 from tests.support.endpoint import agent_of, seed_of, serving
 from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.whole_run
 
 TAU2_PATH = os.environ.get("TAU2_PATH")
 SOURCE = "tau2-bench" if TAU2_PATH else "miniature"
+ASKED = "My line is dead."
 FEW = [
     *("--report-to", "none", "--output-dir", "out", "--max-steps", "3"),
     *("--eval-tasks-per-domain", "2", "--eval-trials", "1"),
@@ -77,3 +80,31 @@ def test_the_recipe_of_telecom_runs(tmp_path):
     assert [e["after"] for e in results_of(tmp_path)["evaluations"]] == [
         *("start", "warm_start", "telecom"),
     ]
+
+
+def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, tmp_path):
+    recipe = ["--config", "qwen3_4b_tau2_8gpu", "--tau2", checkout, "--customer-model", "m"]
+    said = warm.play(*recipe, "--check", cwd=tmp_path).stdout
+    assert said.startswith("recipe qwen3_4b_tau2_8gpu: model Qwen/Qwen3-4B\n")
+    assert "  airline: 30 steps of " in said and "  telecom: 75 steps of " in said
+    model = str(random_qwen3.write(tmp_path / "model", Path(checkout)))
+    few = [*FEW[:4], "--model", model, "--mixed-precision", "no", "--max-steps", "2"]
+    few += ["--domains", "airline,telecom", "--stage-steps", "{}", "--validation-steps", "0"]
+    few += ["--eval-tasks-per-domain", "1", "--eval-trials", "1", "--max-turns", "3"]
+    few += ["--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
+    with serving(lambda body: "###STOP###" if len(body["messages"]) > 4 else ASKED) as server:
+        warm.play(*recipe, *few, "--customer-url", server.url, cwd=tmp_path)
+    evaluations = results_of(tmp_path)["evaluations"]
+    assert [e["after"] for e in evaluations] == ["start", "airline", "telecom"]
+    (path, *_) = (tmp_path / "out" / "trajectories" / "evaluation-telecom").glob("*.gz")
+    with gzip.open(path, "rt") as file:
+        system, _, request, *_ = json.loads(next(file))["messages"]
+    policies = (Path(checkout) / "data/tau2/domains").glob("*/*policy.md")
+    assert any(policy.read_text().strip() in system["content"] for policy in policies)
+    assert request == {"role": "user", "content": ASKED}
+
+
+def test_the_recipe_of_qwen3_needs_a_customer(capsys):
+    assert main(["--config", "qwen3_4b_tau2_8gpu"]) == 2
+    line = "error: customer_url: got http://HOST:8000/v1; give the server's name in place of HOST\n"
+    assert capsys.readouterr().err == line

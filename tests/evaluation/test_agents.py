@@ -1,11 +1,10 @@
 """An endpoint as the agent: what it is asked, what its mistakes are, and how it fails."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from pipeline.config.rules import check
+from pipeline.config.rules import check, refuse_placeholders
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.endpoints.language_model import LanguageModel
@@ -247,5 +246,6 @@ def test_a_bad_combination_of_settings_is_one_line(given, line):
 
 
 def test_a_server_without_a_name_is_refused():
-    with pytest.raises(UserError, match=r"agent_url: got http://HOST:8000/v1; give the server's"):
-        agent("http://HOST:8000/v1", Path("unused"), {})
+    refuse_placeholders(config_of("http://localhost:8000/v1"))
+    with pytest.raises(UserError, match=r"^agent_url: got http://HOST:8000/v1; give the server's"):
+        refuse_placeholders(config_of("http://HOST:8000/v1"))
