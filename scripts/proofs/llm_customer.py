@@ -247,7 +247,10 @@ def agent(run: Path, out: Path, real: str, faults: list[str]) -> dict[str, Any]:
     if played.returncode:
         faults.append(f"agent: exit code {played.returncode}: {played.stderr[-2000:]}")
         return {}
-    found = json.loads((out / "results.json").read_text())["agents"][NAME]
+    entry = json.loads((out / "results.json").read_text())["agents"][NAME]
+    if "failed" in entry:
+        faults.append(f"agent: {entry['failed']}")
+    found = entry.get("success", {})
     return {f"agent: success in {domain}": of["mean"] for domain, of in found.items()}
 
 
