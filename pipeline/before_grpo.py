@@ -13,7 +13,7 @@ from pipeline.data.curriculum import tasks_of_source
 from pipeline.data.shares import num_drawn
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Interrupted
-from pipeline.endpoints.language_model import LanguageModel
+from pipeline.endpoints.language_model import LanguageModel, told_once
 from pipeline.evaluation.agents import AgentRollout, evaluate_agent
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import in_words as rates_in_words
@@ -59,7 +59,7 @@ class BeforeGRPO(RunState):
         config, ranks = self.config, self.ranks
         if "success" in self.state.agents.get(name, {}):
             return
-        arguments = config, self.folder, self.say, ranks.rank, ranks.num_ranks
+        arguments = config, self.folder, told_once(ranks), ranks.rank, ranks.num_ranks
         with closing(LanguageModel("agent", *arguments, as_written=True)) as model:
             given = config.evaluation.agent_temperature
             temperature = config.rollout.temperature if given is None else given

@@ -9,10 +9,9 @@ from pipeline.config.settings import Config, DataSettings
 from pipeline.customers.llm_customer import LlmCustomer, scenario_of
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.endpoints.language_model import LanguageModel
+from pipeline.endpoints.language_model import LanguageModel, told_once
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
-from pipeline.files.console import say
 
 SCENARIO = "scenario"  # a task's column with instructions; an environment's attribute of that name
 
@@ -59,8 +58,8 @@ def customers_of(
     """Return the customers of a run on this rank, or None if no language model plays any."""
     if not (names := served_domains(config.data, domains, tasks)):
         return None
-    tell = say if ranks.is_main else lambda line: None
-    model = LanguageModel("customer", config, folder, tell, ranks.rank, ranks.num_ranks)
+    arguments = config, folder, told_once(ranks), ranks.rank, ranks.num_ranks
+    model = LanguageModel("customer", *arguments)
     return Customers(model, names)
 
 

@@ -1,6 +1,7 @@
 """A language model behind an endpoint, with its answers on disk and its budget."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message
+from pipeline.distributed.ranks import Ranks
 from pipeline.endpoints.cache import AnswerCache, key_of
-from pipeline.endpoints.endpoint import Endpoint, Refused
+from pipeline.endpoints.endpoint import QUIET_S, Endpoint, Refused
 from pipeline.environments.faults import Outage
 from pipeline.files.console import say
 
@@ -18,6 +20,19 @@ PATIENCE = 0.9  # share of call_timeout after which a call gives up before the r
 
 class Unanswered(Outage):
     """The endpoint refuses a conversation, for instance because it is too long for its model."""
+
+
+def told_once(ranks: Ranks) -> Callable[[str], None]:
+    """Return a function that prints a line on the rank that has it first, once in QUIET_S seconds.
+
+    A rank whose calls are done notices no outage, so the main rank alone might print nothing.
+    """
+
+    def tell(line: str) -> None:
+        if ranks.is_first(f"{line} {time.time() // QUIET_S}"):
+            say(line)
+
+    return tell
 
 
 class LanguageModel:

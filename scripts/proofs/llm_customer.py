@@ -240,10 +240,11 @@ def disturbed(
 
 def agent(run: Path, out: Path, real: str, faults: list[str]) -> dict[str, Any]:
     """Let the served model be the agent on the held-out tasks of a run."""
-    words = f"--agent-url {real}/v1 --agent-model {NAME} --output-dir {out} --report-to none"
-    command = [sys.executable, "-m", "pipeline", "evaluate", str(run), *words.split()]
-    command += ["--customer-url", f"{real}/v1"]
-    played = subprocess.run(command, capture_output=True, text=True, check=False)
+    with proxy(real) as server:
+        words = f"--agent-url {server.url} --agent-model {NAME} --customer-url {server.url} "
+        words += f"--output-dir {out} --report-to none"
+        command = [sys.executable, "-m", "pipeline", "evaluate", str(run), *words.split()]
+        played = subprocess.run(command, capture_output=True, text=True, check=False)
     if played.returncode:
         faults.append(f"agent: exit code {played.returncode}: {played.stderr[-2000:]}")
         return {}
