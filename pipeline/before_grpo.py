@@ -4,7 +4,7 @@ import gc
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 
 import torch
@@ -13,7 +13,10 @@ from pipeline.data.curriculum import tasks_of_source
 from pipeline.data.shares import num_drawn
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Interrupted
+from pipeline.endpoints.language_model import LanguageModel, told_once
+from pipeline.evaluation.agents import AgentRollout, evaluate_agent
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
+from pipeline.evaluation.evaluate import in_words as rates_in_words
 from pipeline.evaluation.start_report import start_report
 from pipeline.files.console import may_fail
 from pipeline.grpo.collect import RolloutBatch, play_groups
@@ -32,6 +35,8 @@ class BeforeGRPO(RunState):
     def before_training(self) -> None:
         """Evaluate the given model; do the warm start and RFT, and evaluate after each."""
         config, state = self.config, self.state
+        if config.evaluation.agent_url is not None:
+            self.evaluate_agent(str(config.evaluation.agent_model))
         if not state.evaluated("start"):
             self.evaluate("start")
         if not config.grpo.use_grpo:
@@ -45,6 +50,33 @@ class BeforeGRPO(RunState):
             self.give_rft()
         if config.evaluation.start_report_tasks and config.grpo.max_steps and state.step == 0:
             self.play_for_report()
+
+    def evaluate_agent(self, name: str) -> None:
+        """Let the endpoint at `agent_url` play the held-out tasks, unless it has done so.
+
+        Its failure does not end the run; a resumed run tries again, and pays no call twice.
+        """
+        config, ranks = self.config, self.ranks
+        if "success" in self.state.agents.get(name, {}):
+            return
+        arguments = config, self.folder, told_once(ranks), ranks.rank, ranks.num_ranks
+        with closing(LanguageModel("agent", *arguments, as_written=True)) as model:
+            given = config.evaluation.agent_temperature
+            temperature = config.rollout.temperature if given is None else given
+            agent = AgentRollout(self.policy.rollout, model, temperature)
+            tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
+            count = len(ranks.shard(len(tasks))) * (config.evaluation.eval_trials + 1)
+            shown = episodes_shown(agent, f"agent {name}", count, ranks)
+            with ranks.phase("evaluate", self.state.stage, self.state.step), shown:
+                entry, played = evaluate_agent(agent, tasks, config, ranks)
+        self.check_customers()
+        self._logged("")  # forgets the metrics of reward functions
+        self._save_transcripts("agent", played)
+        self.state.agents[name] = entry
+        if why := entry.get("failed"):
+            self.say(f"warning: agent {name} failed: {why}")
+        else:
+            self.say(f"agent {name}: success sampled  {rates_in_words(entry['success'])}")
 
     def give_warm_start(self) -> None:
         """Train on demonstrations, save the first checkpoint, and load the saved model."""

@@ -94,6 +94,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     from pipeline.checkpoints.run_folder import check_folder, restarted, take_model_of_run
     from pipeline.config import variables
     from pipeline.config.cli import parse
+    from pipeline.config.rules import refuse_placeholders
     from pipeline.distributed import launch
     from pipeline.models.files import check_name
 
@@ -109,6 +110,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
             from pipeline.preflight.check import main as check
 
         return check(config)
+    refuse_placeholders(config)
     if is_first_rank and not config.run.doctor:
         check_folder(config)
         check_name("tiny" if config.run.resume_from_checkpoint else config.model.model)

@@ -202,6 +202,7 @@ class RunState:
             }
             further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
             further |= {"rft": self.state.rft, "start": self.start.content}
+            further |= {"agents": self.state.agents}
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             stages, held_out = self.stages, self.parts.held_out

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 
@@ -11,6 +12,8 @@ import pytest
 
 gc.disable()  # what is imported while tests are collected stays
 
+# A shell starts background jobs with Ctrl-C ignored, which tests of Ctrl-C would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", HF_HUB_OFFLINE="1")
 
 PR_SET_CHILD_SUBREAPER = 36

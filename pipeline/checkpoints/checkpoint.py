@@ -42,6 +42,7 @@ class TrainState:
     validations: list[dict[str, Any]] = field(default_factory=list)  # results of each validation
     ended_early: dict[str, int] = field(default_factory=dict)  # stage name -> number of steps taken
     best: dict[str, Any] = field(default_factory=dict)  # with keep_best: checkpoint, step, success
+    agents: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of `agent_url`
     rft: list[dict[str, Any]] = field(default_factory=list)  # results of each round of RFT
     training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
     num_reward_calls: int = 0  # number of calls of async reward functions

@@ -21,7 +21,7 @@ from pipeline.models.files import problem_of_name
 HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"}
 HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference", "rollout_timeout", "tau2"}
 HARMLESS |= {"customer_url", "customer_key", "max_customer_calls", "max_customer_tokens"}
-HARMLESS |= {"start_report_tasks"}
+HARMLESS |= {"start_report_tasks", *(name for _, name in SETTINGS if "agent_" in name)}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
 HARMLESS -= {"seed", "deterministic"}
 FORMAT = 1  # version of state.json's format; increased when older code would misread new files

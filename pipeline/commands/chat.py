@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
     with importing():
         from pipeline.commands.terminal import find_task, load_rollout, play, tell
         from pipeline.customers.service import Customers, served_domains
+        from pipeline.endpoints.language_model import LanguageModel
         from pipeline.environments.domains import load_domains
 
     domain = load_domains(config.data)[name]
@@ -35,7 +36,8 @@ def main(argv: list[str]) -> int:
     rollout = load_rollout(checkpoint, domain, options.human)
     if not options.human and served_domains(config.data, {name: domain}, {name: [task]}):
         tell("customer", config.data.customer_name)
-        rollout.welcomes = Customers(config, checkpoint.run, [name], name="chat").welcomes
+        model = LanguageModel("customer", config, checkpoint.run, name="chat")
+        rollout.welcomes = Customers(model, [name]).welcomes
     try:
         play(rollout, task, seed, options)
     except (KeyboardInterrupt, EOFError):

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.config import rules
-from pipeline.config.settings import Config, Section
+from pipeline.config.section import Section
+from pipeline.config.settings import Config
 from pipeline.config.trl_names import instead
 from pipeline.errors import UserError, nearest
 from pipeline.files.layout import shipped

@@ -5,14 +5,15 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
+from pipeline.config.section import Section
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # No domain may have a name that evaluations or metrics use.
-RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean")
+RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean", "agent")
 
 
 def reward_names(functions: Sequence[str]) -> list[str]:
@@ -23,9 +24,18 @@ def reward_names(functions: Sequence[str]) -> list[str]:
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    for rule in (_model, _environments, _customer, _rewards, _names, _curriculum, _loss, _run):
+    rules = _model, _environments, _endpoints, _customer, _rewards, _names, _curriculum, _loss, _run
+    for rule in rules:
         for mistake in rule(config):
             raise UserError(mistake)
+
+
+def refuse_placeholders(config: Config) -> None:
+    """Raise UserError for a recipe's placeholder where a run, but no check, needs a server."""
+    urls = {"customer_url": config.data.customer_url, "agent_url": config.evaluation.agent_url}
+    for name, url in urls.items():
+        if "://HOST" in (url or ""):
+            raise UserError(f"{name}: got {url}; give the server's name in place of HOST")
 
 
 def left_out(config: Config) -> Iterator[str]:
@@ -68,21 +78,35 @@ def _environments(config: Config) -> Iterator[str]:
             yield f"environments: got {name}: {setting.factory!r}; {hint}"
 
 
+def _endpoints(config: Config) -> Iterator[str]:
+    data, evaluation = config.data, config.evaluation
+    given, remedy = f"with customer {data.customer}", "give customer llm"
+    yield from _endpoint(data, "customer", data.customer == "llm", given, remedy)
+    is_agent, given = evaluation.agent_url is not None, "without agent_url"
+    yield from _endpoint(evaluation, "agent", is_agent, given, "give agent_url")
+
+
+def _endpoint(part: Section, role: str, is_used: bool, given: str, remedy: str) -> Iterator[str]:
+    """Yield contradictions between the settings of a language model behind an endpoint."""
+    default, url, key = type(part)(), getattr(part, f"{role}_url"), getattr(part, f"{role}_key")
+    if not is_used:
+        for name in (n for n in type(part).model_fields if f"{role}_" in n):
+            if (value := getattr(part, name)) != getattr(default, name):
+                why = f"{value}, {given}, which calls no endpoint"
+                yield f"{name}: got {why}; {remedy}, or take it out"
+        return
+    for name in (n for n in (f"{role}_url", f"{role}_model") if not getattr(part, n)):
+        who = "customer llm" if role == "customer" else f"the {role}"
+        yield f"{name}: {who} needs it; give the endpoint's URL and its model's name"
+    if not re.match(r"https?://[^/\s]", str(url)):
+        hint = "give the base URL of an OpenAI-compatible server, such as http://HOST:8000/v1"
+        yield f"{role}_url: got {url!r}; {hint}"
+    if key != getattr(default, f"{role}_key") and key not in os.environ:
+        yield f"{role}_key: got {key}, which is not set; set the variable"
+
+
 def _customer(config: Config) -> Iterator[str]:
-    data, default = config.data, type(config.data)()
-    of_llm = [n for n in DataSettings.model_fields if re.search("customer_", n)]
-    if data.customer != "llm":
-        for name in (n for n in of_llm if getattr(data, n) != getattr(default, n)):
-            given = f"{getattr(data, name)}, with customer {data.customer}"
-            yield f"{name}: got {given}, which calls no endpoint; give customer llm, or take it out"
-    else:
-        for name in (n for n in ("customer_url", "customer_model") if not getattr(data, n)):
-            yield f"{name}: customer llm needs it; give the endpoint's URL and its model's name"
-        if not re.match(r"https?://[^/\s]", str(data.customer_url)):
-            hint = "give the base URL of an OpenAI-compatible server, such as http://HOST:8000/v1"
-            yield f"customer_url: got {data.customer_url!r}; {hint}"
-        if data.customer_key != default.customer_key and data.customer_key not in os.environ:
-            yield f"customer_key: got {data.customer_key}, which is not set; set the variable"
+    data = config.data
     scripted = [n for n in data.domains if n in ("airline", "retail") and data.tau2 is not None]
     if data.customer == "scripted" and scripted != data.domains:
         hint = "it is for airline and retail with tau2; name these domains, or give ticket or llm"

@@ -5,11 +5,12 @@ settings.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic_core import PydanticCustomError
+
+from pipeline.config.section import Section, Share, ShareBelowOne, Text, Weights, field
 
 DEFAULT_DOMAINS = ["airline", "retail", "telecom"]
 EMBEDDED_DOMAINS = {  # the environment class of each domain, as `module:Class`
@@ -21,34 +22,11 @@ TAU2 = "pipeline.tau2.domain:tau2_domain"
 SINGLE_TURN = "pipeline.environments.single_turn:SingleTurnEnvironment"
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
-Share = Annotated[float, Field(ge=0, le=1)]
-ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-Weights = dict[str, PositiveFloat]
 Difficulty = Literal["easy", "medium", "hard"]
 # A step of `mixed` has groups of every domain; a step of `interleaved` has groups of one domain.
 Curriculum = Literal["sequential", "mixed", "interleaved"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RatioLevel = Literal["token", "sequence"]
-
-
-def field(default: Any, description: str, **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
-
-
-class Section(BaseModel):
-    """A group of immutable, validated settings. Unknown names of settings are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse empty text, and true or false for a number, because pydantic reads true as 1."""
-        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
-        if value == "" or (isinstance(value, bool) and not is_switch):
-            raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
-        return value
 
 
 class ModelSettings(Section):
@@ -70,7 +48,7 @@ class EnvironmentFactory(Section):
     """A callable that makes environments, with arguments for each call."""
 
     factory: Text = Field(description="a class or function, as `module:name`")
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default={})
 
 
 class DataSettings(Section):
@@ -264,6 +242,12 @@ class EvaluationSettings(Section):
     kl_probe_tasks: NonNegativeInt = field(16, "tasks per learned domain for the KL probe; 0: none")
     validation_tasks: PositiveInt = field(20, "tasks per domain in a validation")
     start_report_tasks: NonNegativeInt = field(0, "tasks per domain to play for the start report")
+    agent_url: Text | None = field(None, "chat endpoint that plays the held-out tasks as the agent")
+    agent_model: Text | None = field(None, "name of the model at agent_url")
+    agent_temperature: NonNegativeFloat | None = field(None, "of its trials; null: `temperature`")
+    agent_key: Text = field("OPENAI_API_KEY", "environment variable that holds its API key")
+    max_agent_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
+    max_agent_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
 
 
 class RunSettings(Section):

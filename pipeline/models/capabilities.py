@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pipeline.chat.template import Chat
 from pipeline.errors import UserError
-from pipeline.files.untrusted import reason_of
+from pipeline.files.untrusted import reason_of, shown
 
 
 def why_generate(model: Any) -> str | None:
@@ -124,3 +125,18 @@ def recompute_layers(model: Any) -> None:
         )
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def other_stops(model: Any, chat: Chat) -> list[int]:
+    """Return the sorted ids, other than the chat template's end of turn, that end a message.
+
+    As in inference servers, the eos_token_id of the generation config and of the tokenizer end a
+    message. Raises UserError if the generation config's eos_token_id is not an id or a list of ids.
+    """
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    ids = listed if isinstance(listed, list) else [listed]
+    if not all(token is None or type(token) is int for token in ids):
+        what = f"model: its generation config has the eos_token_id {shown(listed)}"
+        raise UserError(f"{what}; write an id or a list of ids")
+    known = set(chat.tokenizer.get_vocab().values())
+    return sorted(known.intersection([*ids, chat.tokenizer.eos_token_id]) - {chat.end_of_turn_id})

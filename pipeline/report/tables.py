@@ -66,26 +66,50 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
 
     Both show success before and after GRPO. If there are no evaluations before GRPO, or none after
     GRPO, there is one table with a column for sampled and a column for greedy success. Without
-    evaluations there is no table.
+    evaluations there is no table. An agent behind an endpoint has further columns.
     """
     ends, transfer = [e for e in before_and_after(results["evaluations"]) if e], results["transfer"]
     names, threshold = [*domains_of(results["evaluations"]), "mean"], threshold_of([results])
+    agents = agents_of(results)
     if not ends:
         return []
 
-    def cells(name: str, kind: str) -> list[str]:
-        return [with_interval(rate(e, name, kind, threshold)) for e in ends]
+    def cells(name: str, kind: str, of: Iterable[Evaluation] = ends) -> list[str]:
+        return [with_interval(rate(e, name, kind, threshold)) for e in of]
 
     if len(ends) < 2:
-        header = ["success", *KINDS.values()]
-        return [[header, *([n, *(c for kind in KINDS for c in cells(n, kind))] for n in names)]]
+        further = [f"{kind}, {agent}" for agent in agents for kind in KINDS.values()]
+        columns = [([e], kind) for e in (*ends, *agents.values()) for kind in KINDS]
+        rows = ([n, *(c for e, kind in columns for c in cells(n, kind, e))] for n in names)
+        return [[["success", *KINDS.values(), *further], *rows]]
     gains = {**transfer.get("domains", {}).get("gain", {})}
     gains["mean"] = transfer.get("metrics", {}).get("total_gain")
     changes = {name: shown(gains.get(name), "+") for name in names}
-    sampled = [[name, *cells(name, "mean"), change] for name, change in changes.items()]
-    greedy = [[name, *cells(name, "greedy")] for name in names]
-    headers = ["success, sampled", *ENDS, "change"], ["success, greedy", *ENDS]
+    others = {kind: {n: cells(n, kind, agents.values()) for n in names} for kind in KINDS}
+    sampled = [[n, *cells(n, "mean"), of, *others["mean"][n]] for n, of in changes.items()]
+    greedy = [[name, *cells(name, "greedy"), *others["greedy"][name]] for name in names]
+    headers = ["success, sampled", *ENDS, "change", *agents], ["success, greedy", *ENDS, *agents]
     return [[headers[0], *sampled], [headers[1], *greedy]]
+
+
+def agents_of(results: Mapping[str, Any]) -> dict[str, Evaluation]:
+    """Return the agents behind an endpoint that have played the held-out tasks, by name."""
+    return {name: of for name, of in results.get("agents", {}).items() if "success" in of}
+
+
+def failed_agents(results: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each agent behind an endpoint that has not played the tasks."""
+    agents = results.get("agents", {}).items()
+    return [f"agent {name} failed: {of['failed']}" for name, of in agents if "failed" in of]
+
+
+def agent_table(results: Mapping[str, Any]) -> Rows:
+    """Return a row per agent and domain with pass^1, pass^2, ...; no rows without an agent."""
+    found = [(n, d, of) for n, e in agents_of(results).items() for d, of in e["success"].items()]
+    most = max((len(of["pass^k"]) for *_, of in found), default=0)
+    header = ["agent", "domain", *(f"pass^{k + 1}" for k in range(most))]
+    rows = [[name, domain, *map(number, of["pass^k"])] for name, domain, of in found]
+    return [header, *([*row, *[""] * (2 + most - len(row))] for row in rows)] if rows else []
 
 
 def ends_in_words(evaluations: Sequence[Evaluation]) -> str:
@@ -136,7 +160,7 @@ def final_table(results: Mapping[str, Any]) -> str:
         lines[-1:-1] = ["", *aligned(rows)]
     words = [*([ends_in_words(evaluations)] if tables[1:] else []), "in brackets: 95 % intervals"]
     lines[-1:] = [fill("; ".join(words), MOST_CHARACTERS)] if tables else []
-    lines += [f"(!) {line}" for line in failed.values()]
+    lines += [f"(!) {line}" for line in (*failed.values(), *failed_agents(results))]
     if rewards := transfer.get("rewards", {}):
         ends = {domain: map(shown, [*of[:1], *of[1:][-1:]]) for domain, of in rewards.items()}
         lines += ["", *(f"mean reward {d}  {' -> '.join(of)}" for d, of in ends.items())]
@@ -205,6 +229,8 @@ def data_of(run: RunData) -> dict[str, Any]:
         "ends_in_words": ends_in_words(run.evaluations),
         "failures": failures(run.evaluations, run.transfer),
         "baselines": baseline_table(run.results),
+        "agents": agent_table(run.results),
+        "failed_agents": failed_agents(run.results),
         "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
@@ -254,12 +280,14 @@ def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
 def _by_family(run: RunData) -> list[Rows]:
     """Return a table per domain: number of tasks and success rates of its families and branches."""
     ends, tables = [e for e in before_and_after(run.evaluations) if e], list[Rows]()
-    names = [f"{kind}, {end}" for kind in KINDS.values() for end in ENDS]
+    agents = agents_of(run.results)
+    columns = [*(ENDS if ends[1:] else [""]), *agents]
+    names = [", ".join(filter(None, (kind, of))) for kind in KINDS.values() for of in columns]
     for domain in run.domains if ends else ():
-        success = [e["success"].get(domain, {}) for e in ends]
+        success = [e["success"].get(domain, {}) for e in (*ends, *agents.values())]
         found = [{**of.get("families", {}), **of.get("branches", {})} for of in success]
-        rows = [[domain, "tasks", *(names if ends[1:] else KINDS.values())]]
-        for name, last in sorted(found[-1].items()):
+        rows = [[domain, "tasks", *names]]
+        for name, last in sorted(found[len(ends) - 1].items()):
             rates = [number(of.get(name, {}).get(kind)) for kind in KINDS for of in found]
             rows.append([name, str(last["num_tasks"]), *rates])
         tables += [rows] if rows[1:] else []

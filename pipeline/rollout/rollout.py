@@ -139,8 +139,8 @@ class Rollout:
         away[:] = [episode for episode in away if episode not in back]
         for episode in back:
             self._finish(episode, episode.work)
-        live = [e for e in back if e.trajectory.prompt_ids and self._continue(e)]
-        live += self._prompted([e for e in back if not (e.trajectory.prompt_ids or e.ended)])
+        live = [e for e in back if e.trajectory.num_turns and self._continue(e)]
+        live += self._prompted([e for e in back if not (e.trajectory.num_turns or e.ended)])
         for episode in (e for e in back if e.in_background and e.ended and not e.trajectory.error):
             self._begin(episode, reward)
         self.on_finished(len([episode for episode in back if episode.ended]))
@@ -219,21 +219,28 @@ class Rollout:
         print(f"warning: {say}", flush=True)
 
     def _add_message(self, episode: Episode, sampled: Sampled) -> None:
-        """Add a sampled message to its episode; let the environment or simulated user answer."""
-        trajectory, episode.replies = episode.trajectory, []
+        """Add the tokens of a sampled message to its episode, and parse the message."""
+        trajectory, stopped_by = episode.trajectory, ""
         trajectory.append(sampled.ids, sampled.logprobs)
-        trajectory.num_turns += 1
         schemas = tools.tool_schemas(self.environments[trajectory.domain])
         if self.rewards is not None and not schemas:  # reward functions get the whole text
             text = self.chat.tokenizer.decode(sampled.ids, skip_special_tokens=True)
             parsed = Parsed(content=text)
         else:
             parsed = self.chat.parse(sampled.ids, schemas, sampled.finished)
-        trajectory.messages.append(parsed.message())
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
-            trajectory.messages[-1]["stopped_by"] = self.chat.tokenizer.decode(sampled.ids[-1:])
+            stopped_by = self.chat.tokenizer.decode(sampled.ids[-1:])
+        self._take(episode, parsed, sampled.finished, stopped_by)
+
+    def _take(self, episode: Episode, parsed: Parsed, finished: bool, stopped_by: str) -> None:
+        """Add a message to its episode; let the environment or simulated user answer."""
+        trajectory, episode.replies = episode.trajectory, []
+        trajectory.num_turns += 1
+        trajectory.messages.append(parsed.message())
+        if stopped_by:
+            trajectory.messages[-1]["stopped_by"] = stopped_by
         self.on_messages(episode.environment, trajectory.messages[-1:])
-        if not sampled.finished:
+        if not finished:
             episode.end(StopReason.MAX_TOKENS)
         elif parsed.malformed:
             trajectory.num_malformed_calls += 1
@@ -260,15 +267,19 @@ class Rollout:
         if not episode.ended and trajectory.num_turns >= limits.max_turns:
             episode.end(StopReason.MAX_TURNS)
         if not episode.ended:
-            ids = self.chat.reply_ids(replies)
-            if trajectory.num_tokens + len(ids) < limits.max_tokens:
-                trajectory.append(ids)
-                if episode.handle is not None:
-                    self.sampler.extend(episode.handle, ids)
-                return True
-            episode.end(StopReason.MAX_TOKENS)
-        self._close(episode)
-        return False
+            self._extend(episode)
+        if episode.ended:
+            self._close(episode)
+        return not episode.ended
+
+    def _extend(self, episode: Episode) -> None:
+        """Append the tokens of the replies, or end an episode that has no room for them."""
+        trajectory, ids = episode.trajectory, self.chat.reply_ids(episode.replies)
+        if trajectory.num_tokens + len(ids) >= self.limits.max_tokens:
+            return episode.end(StopReason.MAX_TOKENS)
+        trajectory.append(ids)
+        if episode.handle is not None:
+            self.sampler.extend(episode.handle, ids)
 
     def _close(self, episode: Episode) -> None:
         handle, episode.handle = episode.handle, None

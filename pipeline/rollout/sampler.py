@@ -7,9 +7,8 @@ import torch
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import RolloutSettings
-from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
-from pipeline.models.capabilities import refuse_changed_logits, why_generate
+from pipeline.models.capabilities import other_stops, refuse_changed_logits, why_generate
 from pipeline.models.lora import base_model
 from pipeline.models.weights import Weights
 from pipeline.rollout.generate_sampler import GenerateSampler
@@ -111,18 +110,3 @@ def make_sampler(
             flush=True,
         )
     return sampler
-
-
-def other_stops(model: Any, chat: Chat) -> list[int]:
-    """Return the sorted ids, other than the chat template's end of turn, that end a message.
-
-    As in inference servers, the eos_token_id of the generation config and of the tokenizer end a
-    message. Raises UserError if the generation config's eos_token_id is not an id or a list of ids.
-    """
-    listed = getattr(model.generation_config, "eos_token_id", None)
-    ids = listed if isinstance(listed, list) else [listed]
-    if not all(token is None or type(token) is int for token in ids):
-        what = f"model: its generation config has the eos_token_id {shown(listed)}"
-        raise UserError(f"{what}; write an id or a list of ids")
-    known = set(chat.tokenizer.get_vocab().values())
-    return sorted(known.intersection([*ids, chat.tokenizer.eos_token_id]) - {chat.end_of_turn_id})

@@ -93,9 +93,7 @@ def same(found: dict[str, Any], text: str, message: dict[str, Any]) -> bool:
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """Serve a model's folder, and yield the address of the server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     server = subprocess.Popen([sys.executable, "-c", SERVE, *words], env=env)
@@ -113,6 +111,12 @@ def served(folder: Path) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def post(url: str, body: dict[str, Any]) -> Any:

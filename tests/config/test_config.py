@@ -156,6 +156,7 @@ def test_the_shipped_recipes_are_what_their_names_say():
         "forgetting",
         "mixed",
         "qwen3_4b_8gpu",
+        "qwen3_4b_tau2_8gpu",
         "tau2_telecom_tiny",
         "tau2_three_smoke",
         "three_domain_tiny",
@@ -172,6 +173,10 @@ def test_the_shipped_recipes_are_what_their_names_say():
     assert qwen.model.chat_template_kwargs == {"enable_thinking": False}
     assert (qwen.model.use_peft, qwen.model.lora_target_modules) == (True, ["all-linear"])
     assert qwen.grpo.learning_rate == 1e-5
+    real = load_recipe("qwen3_4b_tau2_8gpu")
+    assert (real.model, real.run.num_gpus, real.data.customer) == (qwen.model, 8, "llm")
+    assert real.rollout.max_tokens_per_turn * real.rollout.max_turns < real.rollout.max_tokens
+    assert real.grpo.drop_zero_std_groups and sum(real.curriculum.stage_steps.values()) == 150
 
 
 def test_dump_keeps_what_yaml_readers_would_take_for_something_else(tmp_path):

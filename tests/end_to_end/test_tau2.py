@@ -1,17 +1,25 @@
 """A run on a checkout of τ²-bench: the real one of TAU2_PATH, or the miniature."""
 
+import gzip
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
-from tests.support import warm
+from pipeline.report.tables import final_table
+from pipeline.run import main
+from tests.support import random_qwen3, warm
+from tests.support.endpoint import agent_of, seed_of, serving
+from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
 
 pytestmark = pytest.mark.whole_run
 
 TAU2_PATH = os.environ.get("TAU2_PATH")
 SOURCE = "tau2-bench" if TAU2_PATH else "miniature"
+ASKED = "My line is dead."
 FEW = [
     *("--report-to", "none", "--output-dir", "out", "--max-steps", "3"),
     *("--eval-tasks-per-domain", "2", "--eval-trials", "1"),
@@ -27,10 +35,36 @@ def results_of(tmp_path):
     return json.loads((tmp_path / "out" / "results.json").read_text())
 
 
-def test_the_three_domains_run_in_sequence(checkout, tmp_path):
+def gold(checkout):
+    """The messages of an agent that makes the gold calls of two test tasks of each domain."""
+    for domain in ("airline", "retail", "telecom"):
+        folder = Path(checkout) / "data" / "tau2" / "domains" / domain
+        tasks = {task["id"]: task for task in json.loads((folder / "tasks.json").read_text())}
+        for task_id in json.loads((folder / "split_tasks.json").read_text())["test"][:2]:
+            criteria = tasks[task_id]["evaluation_criteria"]
+            calls = [call(of["name"], **of["arguments"]) for of in criteria["actions"]]
+            said = say(" ".join(criteria.get("communicate_info") or ["Done."]))
+            yield seed_of(domain, task_id), [*calls, call("done") if domain == "telecom" else said]
+
+
+def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):
     few = [*FEW, "--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
-    warm.play("--config", "tau2_three_smoke", "--tau2", checkout, *few, cwd=tmp_path)
+    few += ["--max-turns", "30", "--max-tool-result-tokens", "20000", "--max-tokens", "5000"]
+    argv = ["--config", "tau2_three_smoke", "--tau2", checkout, *few]
+    with serving(agent_of(dict(gold(checkout)))) as server:
+        done = warm.play(*argv, "--agent-url", server.url, "--agent-model", "gold", cwd=tmp_path)
+        num_paid = len(server.bodies)
+        again = ["--output-dir", "out", "--resume-from-checkpoint", "auto", "--max-steps", "3"]
+        warm.play(*again, cwd=tmp_path)
+    assert (len(server.bodies), {*server.paid.values()}) == (num_paid, {1})
+    assert "agent gold: success sampled  airline 1.00  retail 1.00  telecom 1.00\n" in done.stdout
     results = results_of(tmp_path)
+    header, *rows = final_table(results).splitlines()[:5]
+    assert header.split()[2:] == ["before", "GRPO", "after", "GRPO", "change", "gold"]
+    assert all(re.search(r" 1\.00 \[0\.\d\d, 1\.00\]$", row) for row in rows)
+    agent = results["agents"]["gold"]["success"]
+    assert {(of["mean"], of["greedy"], *of["pass^k"]) for of in agent.values()} == {(1.0,) * 3}
+    assert len(list((tmp_path / "out" / "trajectories" / "agent").iterdir())) == 2
     assert [*results["about"]] == ["airline", "retail", "telecom"]
     assert {of["reward"] for of in results["about"].values()} == {"verifiable"}
     assert all([*of] == ["nothing", "transfer"] for of in results["baselines"].values())
@@ -46,3 +80,31 @@ def test_the_recipe_of_telecom_runs(tmp_path):
     assert [e["after"] for e in results_of(tmp_path)["evaluations"]] == [
         *("start", "warm_start", "telecom"),
     ]
+
+
+def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, tmp_path):
+    recipe = ["--config", "qwen3_4b_tau2_8gpu", "--tau2", checkout, "--customer-model", "m"]
+    said = warm.play(*recipe, "--check", cwd=tmp_path).stdout
+    assert said.startswith("recipe qwen3_4b_tau2_8gpu: model Qwen/Qwen3-4B\n")
+    assert "  airline: 30 steps of " in said and "  telecom: 75 steps of " in said
+    model = str(random_qwen3.write(tmp_path / "model", Path(checkout)))
+    few = [*FEW[:4], "--model", model, "--mixed-precision", "no", "--max-steps", "2"]
+    few += ["--domains", "airline,telecom", "--stage-steps", "{}", "--validation-steps", "0"]
+    few += ["--eval-tasks-per-domain", "1", "--eval-trials", "1", "--max-turns", "3"]
+    few += ["--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
+    with serving(lambda body: "###STOP###" if len(body["messages"]) > 4 else ASKED) as server:
+        warm.play(*recipe, *few, "--customer-url", server.url, cwd=tmp_path)
+    evaluations = results_of(tmp_path)["evaluations"]
+    assert [e["after"] for e in evaluations] == ["start", "airline", "telecom"]
+    (path, *_) = (tmp_path / "out" / "trajectories" / "evaluation-telecom").glob("*.gz")
+    with gzip.open(path, "rt") as file:
+        system, _, request, *_ = json.loads(next(file))["messages"]
+    policies = (Path(checkout) / "data/tau2/domains").glob("*/*policy.md")
+    assert any(policy.read_text().strip() in system["content"] for policy in policies)
+    assert request == {"role": "user", "content": ASKED}
+
+
+def test_the_recipe_of_qwen3_needs_a_customer(capsys):
+    assert main(["--config", "qwen3_4b_tau2_8gpu"]) == 2
+    line = "error: customer_url: got http://HOST:8000/v1; give the server's name in place of HOST\n"
+    assert capsys.readouterr().err == line

@@ -17,7 +17,7 @@ from pipeline.models.loading import empty_model
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
 from pipeline.preflight.check import validate
-from pipeline.preflight.memory import memory_of_a_rank, memory_per_rank
+from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank
 from pipeline.preflight.prepare import prepare
 from scripts.bench.common import save_tasks
 from tests.support import ROOT
@@ -28,7 +28,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
 # Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them.
 OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN}
-OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke"}
+OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke", "qwen3_4b_tau2_8gpu"}
 OTHER_RECIPES = [path for path in RECIPES if path.stem not in OF_OTHER_TESTS]
 
 
@@ -133,6 +133,12 @@ def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
     assert model.num_parameters() == 4_022_468_096
     assert (model.config.num_hidden_layers, model.config.hidden_size) == (36, 2560)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(("recipe", "gib"), [(QWEN, 65.0), ("qwen3_4b_tau2_8gpu", 65.0)])
+def test_a_recipe_tells_the_memory_that_it_needs(recipe, gib):
+    assert f"adds it up: {gib} GiB" in (ROOT / "recipes" / f"{recipe}.yaml").read_text()
+    assert round(sum(memory_per_rank(load_recipe(recipe)).values()) / GIB, 1) == gib
 
 
 def test_the_memory_of_the_tiny_recipe_adds_up():

@@ -313,3 +313,28 @@ def test_the_command_makes_a_report_again_or_says_why_not(tmp_path, capsys, with
         main([])
     with pytest.raises(UserError, match="holds no run"):
         write_report(tmp_path / "nowhere")
+
+
+def test_agents_stand_beside_the_model(without_pictures, tmp_path):
+    folder = make_run(tmp_path / "run", THREE)
+    path = folder / "results.json"
+    results = json.loads(path.read_text())
+    last = results["evaluations"][-1]["success"]
+    agent = {"success": {d: {**of, "pass^k": [of["mean"], 0.75]} for d, of in last.items()}}
+    results["agents"] = {"gpt": agent, "gone": {"failed": "agent_url: refuses a call"}}
+    path.write_text(json.dumps(results))
+    write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "| success, sampled | before GRPO | after GRPO | change | gpt |\n" in text
+    row = "| airline | 0.38 [0.28, 0.47] | 0.88 [0.81, 0.94] | +0.50 [+0.41, +0.60] | "
+    assert f"{row}0.88 [0.81, 0.94] |\n" in text
+    assert "| success, greedy | before GRPO | after GRPO | gpt |\n" in text
+    assert "**agent gone failed: agent_url: refuses a call.**" in text
+    assert "| agent | domain | pass^1 | pass^2 |\n" in text
+    assert "\n| gpt | airline | 0.88 | 0.75 |\n" in text
+    said = final_table(results).splitlines()
+    assert "(!) agent gone failed: agent_url: refuses a call" in said
+    results["evaluations"] = results["evaluations"][:1]
+    assert final_table(results).split("\n")[0].split() == [
+        *("success", "sampled", "greedy", "sampled,", "gpt", "greedy,", "gpt"),
+    ]

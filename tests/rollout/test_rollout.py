@@ -14,11 +14,12 @@ from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
+from pipeline.models.capabilities import other_stops
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.row_sampler import RowSampler
-from pipeline.rollout.sampler import make_sampler, other_stops
+from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import (

@@ -2,11 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Lock, Thread
 from typing import Any
+
+from pipeline.data.rng import stream_key
 
 Answer = Callable[[dict[str, Any]], dict[str, Any] | str]
 USELESS = {"choices": []}
@@ -81,8 +83,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(answer: Answer = lambda body: "Yes.", port: int = 0) -> Iterator[ChatServer]:
-    with ChatServer(answer, port) as server:
+def serving(
+    answer: Answer = lambda body: "Yes.", port: int = 0, kind: type[ChatServer] = ChatServer
+) -> Iterator[ChatServer]:
+    with kind(answer, port) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
@@ -97,3 +101,27 @@ def calling(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments)}
     call = {"id": f"call-{number}", "type": "function", "function": function}
     return {"content": None, "tool_calls": [call]}
+
+
+def seed_of(domain: str, task_id: str, trial: int = 0, seed: int = 1) -> int:
+    """The seed of the requests for an agent's trial in the evaluation of a run."""
+    return stream_key(seed, "evaluation", domain, task_id, trial) % 2**31
+
+
+def agent_of(scripts: Mapping[int, Sequence[dict[str, Any]]]) -> Answer:
+    """An agent that says given messages in their order; `scripts` are by `seed_of`."""
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        said = sum(message["role"] == "assistant" for message in body["messages"])
+        message = scripts[body["seed"]][said]
+        calls = [
+            {
+                "id": f"id-{number}",
+                "type": "function",
+                "function": {**of, "arguments": json.dumps(of["arguments"])},
+            }
+            for number, of in enumerate(call["function"] for call in message.get("tool_calls", ()))
+        ]
+        return {"content": message["content"], "tool_calls": calls}
+
+    return answer

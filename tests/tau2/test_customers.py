@@ -7,6 +7,7 @@ import pytest
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.customers.service import Customers
 from pipeline.data.tasks import Task
+from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.domains import load_domains
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
@@ -40,7 +41,9 @@ def play(config, domain, task, script, folder):
         ScriptedSampler({9: script}), chat(), {domain.name: domain.environment}, LIMITS
     )
     if config.data.customer == "llm":
-        rollout.welcomes = Customers(config, folder, [domain.name]).welcomes
+        rollout.welcomes = Customers(
+            LanguageModel("customer", config, folder), [domain.name]
+        ).welcomes
     (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=9)])
     return trajectory
 
@@ -184,7 +187,7 @@ def test_a_domain_of_ones_own_has_scenarios_in_its_tasks(tmp_path):
             ScriptedSampler({n: [say("What is wrong?"), say("done")] for n in range(2)}),
             *(chat(), {"desk": Desk}, LIMITS),
         )
-        rollout.welcomes = Customers(config, tmp_path, ["desk"]).welcomes
+        rollout.welcomes = Customers(LanguageModel("customer", config, tmp_path), ["desk"]).welcomes
         tasks: list[Task] = [with_scenario, make_task("t2")]
         requests = [RolloutRequest(task=task, trial=0, key=n) for n, task in enumerate(tasks)]
         talked, alone = rollout(requests)

@@ -14,8 +14,6 @@ from pipeline.errors import UserError
 from pipeline.files.durable import LinesFile
 from pipeline.files.untrusted import shown
 
-FOLDER = "customers"  # in the run folder
-
 
 def key_of(*parts: Any) -> str:
     """Return the hash of JSON values: what was asked of which model."""

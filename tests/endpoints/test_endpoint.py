@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.customers import endpoint as module
-from pipeline.customers.endpoint import Endpoint, Refused, seconds_of
+from pipeline.endpoints import endpoint as module
+from pipeline.endpoints.endpoint import Endpoint, Refused, seconds_of
 from pipeline.environments.faults import Outage
 from tests.support.endpoint import USELESS, calling, serving
 

@@ -46,12 +46,16 @@ class Refused(Exception):
 
 
 class Endpoint:
-    """The model `model` at `url`; `key` is the API key, or empty.
+    """The model `model` at `url`; `key` is the API key, or empty. Lines begin with the `role`.
 
     A call ends at most `patience_s` seconds after its begin, and an attempt after half of this
     time. While the endpoint is away, the patience of all calls runs from the first failure. `say`
-    prints one line when the endpoint is busy, one when it is away, and one when it is back. Raises
-    UserError if the package httpx is missing.
+    prints one line when the endpoint is busy, one when it is away, and one when it is back.
+
+    By default, an answer is useless if it is empty or has a call with unreadable arguments. With
+    `as_written`, such an answer is a message: unreadable arguments stay text, and `is_cut` is True
+    in a message that the limit of its tokens has cut off. Raises UserError if the package httpx is
+    missing.
     """
 
     def __init__(
@@ -62,18 +66,20 @@ class Endpoint:
         key: str,
         patience_s: float,
         say: Callable[[str], None],
+        role: str = "customer",
+        as_written: bool = False,
     ) -> None:
         try:
             self._httpx = import_module("httpx")
         except ModuleNotFoundError:
-            hint = "pip install 'three-domain-grpo[customers]'"
-            raise UserError(f"customer: llm needs the package httpx; {hint}") from None
+            hint = "pip install 'three-domain-grpo[endpoints]'"
+            raise UserError(f"{role}_url: needs the package httpx; {hint}") from None
         self._loop: object = None
         self._client: Any = None
         self.url, self.model, self.temperature = url.rstrip("/"), model, temperature
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.patience_s, self._say, self._random = patience_s, say, random.Random()
-        self.has_answered = False
+        self.has_answered, self._role, self._as_written = False, role, as_written
         self._num_failed, self._failing_since = 0, 0.0
         self._told, self._told_at = set[str](), dict[str, float]()  # by kind of failure
 
@@ -83,13 +89,15 @@ class Endpoint:
         tools: Sequence[dict[str, Any]],
         seed: int,
         paid: Callable[[Message | None, int], None],
+        **options: Any,
     ) -> Message:
         """Return the model's next message. `paid` gets each answer with its number of tokens.
 
-        Raises Outage if the endpoint stays away, and Refused.
+        `options` are further fields of the request. Raises Outage if the endpoint stays away, and
+        Refused.
         """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "seed": seed}
-        body |= {"temperature": self.temperature, "stream": False}
+        body |= {"temperature": self.temperature, "stream": False, **options}
         body |= {"tools": list(tools)} if tools else {}
         begun, useless = time.monotonic(), 0
         for attempt in count():
@@ -102,7 +110,7 @@ class Endpoint:
                 if time.monotonic() + pause > since + self.patience_s:
                     waited = time.monotonic() - since
                     why = f"{self.url} is away for {waited:.0f} s ({failed})"
-                    raise Outage(f"customer: {why}") from None
+                    raise Outage(f"{self._role}: {why}") from None
                 await asyncio.sleep(pause)
                 continue
             self._note("", begun)
@@ -111,7 +119,7 @@ class Endpoint:
                 return message
             useless += 1
             if useless == MAX_USELESS:
-                raise Outage(f"customer: {self.url} gave {useless} answers without a message")
+                raise Outage(f"{self._role}: {self.url} gave {useless} answers without a message")
         raise AssertionError("unreachable")
 
     async def _post(self, body: dict[str, Any]) -> tuple[Message | None, int]:
@@ -130,7 +138,7 @@ class Endpoint:
         if status != 200:
             why = f"status {status}: {one_line(response.text[:300])}"
             raise Refused(why, for_all=status in NOT_HERE or not self.has_answered)
-        return _read(response.text)
+        return _read(response.text, self._as_written)
 
     def _connected(self) -> Any:
         """Return the client of the running event loop; a client works in one loop only."""
@@ -148,7 +156,7 @@ class Endpoint:
         if not failure:
             self.has_answered, self._num_failed = True, 0
             if self._told:
-                self._say(f"customer: {self.url} answers again")
+                self._say(f"{self._role}: {self.url} answers again")
             self._told.clear()
             return begun
         self._num_failed += 1
@@ -159,7 +167,7 @@ class Endpoint:
         if self._num_failed >= TOLD and is_new:
             self._told.add(kind)
             self._told_at[kind] = now
-            self._say(f"customer: {self.url} {kind} ({failure}); calls are tried again")
+            self._say(f"{self._role}: {self.url} {kind} ({failure}); calls are tried again")
         return min(begun, self._failing_since)
 
 
@@ -176,7 +184,7 @@ def seconds_of(retry_after: str) -> float:
     return max(0.0, (until - datetime.now(UTC)).total_seconds())
 
 
-def _read(text: str) -> tuple[Message | None, int]:
+def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
     """Return the message of a response, or None for a useless one, and the number of tokens."""
     try:
         response = parse_json(text)
@@ -185,7 +193,8 @@ def _read(text: str) -> tuple[Message | None, int]:
     except (ValueError, AttributeError):
         return None, 0
     try:
-        message = response["choices"][0]["message"]
+        choice = response["choices"][0]
+        message = choice["message"]
         content, calls = message.get("content") or "", message.get("tool_calls") or []
         made = [
             {
@@ -193,21 +202,29 @@ def _read(text: str) -> tuple[Message | None, int]:
                 "type": "function",
                 "function": {
                     "name": str(call["function"]["name"]),
-                    "arguments": json.dumps(_arguments(call["function"].get("arguments"))),
+                    "arguments": _arguments(call["function"].get("arguments"), as_written),
                 },
             }
             for call in calls
         ]
     except (LookupError, ValueError, TypeError, AttributeError):
         return None, num_tokens
-    if not isinstance(content, str) or not (content.strip() or made):
+    if not isinstance(content, str) or not (content.strip() or made or as_written):
         return None, num_tokens
     found: Message = {"role": "assistant", "content": content}
-    return found | ({"tool_calls": made} if made else {}), num_tokens
+    found |= {"tool_calls": made} if made else {}
+    is_cut = as_written and choice.get("finish_reason") == "length"
+    return found | ({"is_cut": True} if is_cut else {}), num_tokens
 
 
-def _arguments(text: Any) -> dict[str, Any]:
-    value = parse_json(text or "{}") if isinstance(text, str | None) else text
-    if not isinstance(value, dict):
-        raise ValueError("arguments are no object")
-    return value
+def _arguments(value: Any, as_written: bool) -> str:
+    """Return the arguments of a call as JSON; raises ValueError if they are no object."""
+    try:
+        parsed = parse_json(value or "{}") if isinstance(value, str | None) else value
+        if isinstance(parsed, dict):
+            return json.dumps(parsed)
+    except ValueError:
+        pass
+    if as_written:
+        return value if isinstance(value, str) else json.dumps(value)
+    raise ValueError("arguments are no object")

@@ -1,16 +1,22 @@
 """Answers on disk: none is lost, none is paid twice, and a torn line is dropped."""
 
 import asyncio
+import io
 import os
 import signal
+from contextlib import redirect_stderr
 
 import pytest
+from accelerate import Accelerator
 
 from pipeline.config.settings import Config
-from pipeline.customers.cache import AnswerCache, key_of
-from pipeline.customers.service import Customers
+from pipeline.distributed.ranks import Ranks
+from pipeline.endpoints import language_model
+from pipeline.endpoints.cache import AnswerCache, key_of
+from pipeline.endpoints.language_model import LanguageModel, told_once
 from pipeline.environments.faults import Outage
 from pipeline.errors import UserError
+from scripts.proofs.ranks import play_ranks
 from tests.support.endpoint import serving
 
 YES = {"role": "assistant", "content": "Yes."}
@@ -58,14 +64,14 @@ def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path, line):
 
 def customers_of(url, folder, **settings):
     known = {"customer": "llm", "customer_url": url, "customer_model": "m", **settings}
-    return Customers(Config(data=known), folder, [])
+    return LanguageModel("customer", Config(data=known), folder)
 
 
 async def talk(customers, number, until=None):
     """A conversation of six calls; the process is killed after `until` answers."""
     messages = [{"role": "user", "content": f"Conversation {number}"}]
     for turn in range(6):
-        messages.append(await customers._ask(number, messages, []))
+        messages.append(await customers.ask(messages, [], number))
         messages.append({"role": "user", "content": f"Go on {turn}"})
         if customers.cache.num_calls == until:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,5 +122,25 @@ def test_ranks_share_what_is_left(tmp_path):
     config = {"customer": "llm", "customer_url": "http://x", "customer_model": "m"}
     settings = Config(data=config | {"max_customer_calls": 12})
     AnswerCache(tmp_path / "customers", "rank-0").put("a", YES, 10)
-    found = [Customers(settings, tmp_path, [], rank=r, num_ranks=3)._most for r in range(3)]
+    found = [
+        LanguageModel("customer", settings, tmp_path, rank=r, num_ranks=3)._most for r in range(3)
+    ]
     assert [of["max_customer_calls"] - 1 for of in found] == [4, 4, 3]
+
+
+def tell():
+    """What a rank prints of a line that both ranks have, and of one that rank 1 alone has."""
+    accelerator, said = Accelerator(), io.StringIO()
+    ranks = Ranks(accelerator.process_index, 2, 30)
+    language_model.QUIET_S = 1e12  # one window of time
+    with redirect_stderr(said):
+        told_once(ranks)("away")
+        if ranks.rank == 1:
+            told_once(ranks)("back")
+    accelerator.wait_for_everyone()  # or the store could leave with rank 0
+    return said.getvalue().splitlines()
+
+
+def test_a_line_is_printed_by_the_rank_that_has_it_first():
+    first, second = play_ranks(tell, 2)
+    assert sorted(first + second) == ["away", "back"] and "back" in second

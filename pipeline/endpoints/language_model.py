@@ -1,0 +1,131 @@
+"""A language model behind an endpoint, with its answers on disk and its budget."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.settings import Config
+from pipeline.data.tasks import Message
+from pipeline.distributed.ranks import Ranks
+from pipeline.endpoints.cache import AnswerCache, key_of
+from pipeline.endpoints.endpoint import QUIET_S, Endpoint, Refused
+from pipeline.environments.faults import Outage
+from pipeline.files.console import say
+
+PATIENCE = 0.9  # share of call_timeout after which a call gives up before the rollout does
+
+
+class Unanswered(Outage):
+    """The endpoint refuses a conversation, for instance because it is too long for its model."""
+
+
+def told_once(ranks: Ranks) -> Callable[[str], None]:
+    """Return a function that prints a line on the rank that has it first, once in QUIET_S seconds.
+
+    A rank whose calls are done notices no outage, so the main rank alone might print nothing.
+    """
+
+    def tell(line: str) -> None:
+        if ranks.is_first(f"{line} {time.time() // QUIET_S}"):
+            say(line)
+
+    return tell
+
+
+class LanguageModel:
+    """The language model that plays a `role` of a run, on one rank.
+
+    The role `customer` has the settings `customer_url`, `customer_model`, `customer_temperature`
+    and `customer_key`, and its answers are in RUN/customers. Each rank may spend an equal share of
+    what is left of the budget (`max_customer_calls`, `max_customer_tokens`). After the budget is
+    spent, or after the endpoint has refused all calls, `ended` says why, and each new call raises
+    Outage. The role `agent` is alike. `as_written` is that of `Endpoint`.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        config: Config,
+        folder: Path,
+        say: Callable[[str], None] = say,
+        rank: int = 0,
+        num_ranks: int = 1,
+        name: str = "",
+        as_written: bool = False,
+    ) -> None:
+        parts = config.data, config.evaluation
+        self._role, self._data = role, next(p for p in parts if hasattr(p, f"{role}_url"))
+        self._key_name = self._setting("key")
+        self._endpoint = Endpoint(
+            str(self._setting("url")),
+            str(self._setting("model")),
+            self._setting("temperature"),
+            os.environ.get(self._key_name, ""),
+            PATIENCE * config.rollout.call_timeout,
+            say,
+            role,
+            as_written,
+        )
+        self.cache = AnswerCache(folder / f"{role}s", name or f"rank-{rank}")
+        self.ended, self._num_open = "", 0
+        limits = {
+            f"max_{role}_calls": self.cache.num_calls,
+            f"max_{role}_tokens": self.cache.num_tokens,
+        }
+        self._most = {
+            name: used + (limit - used + num_ranks - 1 - rank) // num_ranks
+            for name, used in limits.items()
+            if (limit := getattr(self._data, name, None)) is not None
+        }
+
+    def close(self) -> None:
+        self.cache.close()
+
+    def _setting(self, name: str) -> Any:
+        return getattr(self._data, f"{self._role}_{name}")
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        seed: int = 0,
+        **options: Any,
+    ) -> Message:
+        """Return the model's next message, from the disk if this was asked before.
+
+        `options` are further fields of the request, which may replace `temperature`. Raises Outage
+        if there is no answer, and Unanswered if the endpoint refuses this conversation alone.
+        """
+        endpoint = self._endpoint
+        asked = [*messages], [*tools], *([options] if options else [])
+        key = key_of(endpoint.model, endpoint.temperature, seed, *asked)
+        if (known := self.cache.get(key)) is not None:
+            return known
+        self._check_budget()
+        self._num_open += 1
+        try:
+            return await endpoint.answer(
+                messages, tools, seed, partial(self.cache.put, key), **options
+            )
+        except Refused as refused:
+            why = f"{self._role}_url: {endpoint.url} refuses a call ({refused})"
+            if refused.for_all:
+                names = f"{self._role}_url, {self._role}_model or the key in {self._key_name}"
+                self.ended = f"{why}; mend {names}"
+            raise (Outage if refused.for_all else Unanswered)(why) from None
+        finally:
+            self._num_open -= 1
+
+    def _check_budget(self) -> None:
+        for name, most in self._most.items():
+            is_calls = name.endswith("_calls")
+            spent = self.cache.num_calls + self._num_open if is_calls else self.cache.num_tokens
+            if spent >= most and not self.ended:
+                limit = getattr(self._data, name)
+                hint = "go on with --resume-from-checkpoint auto and more, nothing is paid twice"
+                self.ended = f"{name}: got {limit}, which is spent; {hint}"
+        if self.ended:
+            raise Outage(f"{self._role}: {self.ended}")
