@@ -47,6 +47,11 @@ COMMANDS = {
         "[FLAGS] [-- FLAGS]", "run a recipe over a grid of settings and seeds, and compare the runs"
     ),
     "export": Command("RUN OUT [FLAGS]", "write a checkpoint as one Hugging Face folder"),
+    "export-tau2": Command(
+        "RUN OUT [--evaluation NAME]",
+        "write an evaluation's episodes for the tools of τ²-bench",
+        "pipeline.commands.export_tau2:main",
+    ),
     "make-tiny": Command("DEMONSTRATIONS OUT", "make a tiny model for domains of your own"),
 }
 

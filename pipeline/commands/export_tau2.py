@@ -1,0 +1,132 @@
+"""Writes the episodes of an evaluation for the tools of τ²-bench: view, grade again, submit."""
+
+import argparse
+import gzip
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.cli import Parser
+from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import Config
+from pipeline.environments.domains import load_domains
+from pipeline.errors import UserError
+from pipeline.files.console import command
+from pipeline.files.durable import write_text
+from pipeline.files.layout import RUN_SETTINGS
+from pipeline.files.untrusted import reason_of, shown
+from pipeline.tau2.environment import MAX_ERRORS, Tau2Environment, World
+from pipeline.tau2.simulations import results_of
+
+USERS = {"ticket": "ticket", "scripted": "scripted_customer", "llm": "user_simulator"}
+PLAYED = "evaluation-"  # begins the names of folders with the model's own episodes
+AGENT = "agent"  # the folder of the episodes that an endpoint as the agent has played
+
+
+def main(argv: list[str]) -> int:
+    """Run `export-tau2 RUN OUT`; raises UserError for a mistake of the user."""
+    options = _parser().parse_args(argv)
+    run, out = options.run, options.out
+    if not (run / RUN_SETTINGS).is_file():
+        raise UserError(f"got {str(run)!r}, which holds no run (no {RUN_SETTINGS})")
+    config, results = load_recipe(run / RUN_SETTINGS), _results(run)
+    domains = load_domains(config.data)
+    kinds = {name: d.environment for name, d in domains.items()}
+    worlds = {n: k.world for n, k in kinds.items() if issubclass(k, Tau2Environment)}
+    if not worlds:
+        what = f"domains {', '.join(domains)}"
+        raise UserError(f"{run} has no domain of τ²-bench, but {what}; give a run with tau2")
+    evaluation = options.evaluation or str(results["evaluations"][-1]["after"])
+    lines = _episodes(run, AGENT if evaluation == AGENT else PLAYED + evaluation)
+    player = _agent(config, run, results, evaluation)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be made ({reason_of(error)}); give a new folder") from None
+    for name, world in worlds.items():
+        played, about = [line for line in lines if line["domain"] == name], results["about"][name]
+        if world.checkout.data_hash != about["data_sha256"]:
+            why = f"{world.checkout.path} is not the checkout that the run has played on"
+            raise UserError(f"tau2: {why} ({name}); check out {about['commit']}")
+        at = datetime.fromtimestamp((run / "results.json").stat().st_mtime, UTC).isoformat()
+        info = {**_info(config, world, about), "agent_info": player | _kind(world)}
+        found = results_of(world, played, info, about, at)
+        write_text(out / f"{name}.json", json.dumps(found, ensure_ascii=False, indent=1))
+        rate = sum(line["reward"] >= 1 for line in played) / len(played)
+        tasks = len(found["tasks"])
+        print(f"{out}/{name}.json: {len(played)} episodes of {tasks} tasks, pass^1 {rate:.2f}")
+    print(f"in the benchmark's Python: tau2 view --file {out}/{next(iter(worlds))}.json")
+    print(f"tau2 submit prepare {out}/*.json --output FOLDER --no-verify, with the type custom")
+    return 0
+
+
+def _results(run: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = f"results.json cannot be read ({reason_of(error)})"
+        raise UserError(f"{run}: {why}; give a run with an evaluation") from None
+    if not found["evaluations"]:
+        raise UserError(f"{run} has no evaluation yet; give a run with one")
+    return found
+
+
+def _episodes(run: Path, folder: str) -> list[dict[str, Any]]:
+    """Return the lines of a transcript, in order of domains, tasks and trials."""
+    lines = dict[tuple[Any, ...], dict[str, Any]]()
+    for path in sorted((run / "trajectories" / folder).glob("step-*.jsonl.gz")):
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                for line in map(json.loads, file):
+                    lines[line["domain"], line["task_id"], line["trial"]] = line
+        except (OSError, EOFError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({reason_of(error)}); restore it") from None
+    if not lines:
+        names = [path.name for path in (run / "trajectories").glob("*")]
+        known = [n.removeprefix(PLAYED) for n in names if n == AGENT or n.startswith(PLAYED)]
+        got, known_names = shown(folder.removeprefix(PLAYED)), ", ".join(sorted(known)) or "none"
+        raise UserError(f"--evaluation: got {got}; evaluations of {run}: {known_names}")
+    return [lines[key] for key in sorted(lines)]
+
+
+def _agent(config: Config, run: Path, results: Any, evaluation: str) -> dict[str, Any]:
+    limits = config.rollout
+    arguments: dict[str, Any] = {"max_tokens": limits.max_tokens_per_turn}
+    if evaluation == AGENT:
+        name = config.evaluation.agent_model
+        temperature = results["agents"].get(name, {}).get("temperature", limits.temperature)
+        return {"llm": name, "llm_args": {"temperature": temperature, **arguments}}
+    sampling = {"temperature": limits.temperature, "top_p": limits.top_p, "top_k": limits.top_k}
+    name = f"{config.model.model}, {run.resolve().name} after {evaluation}"
+    return {"llm": name, "llm_args": sampling | arguments}
+
+
+def _kind(world: World) -> dict[str, str]:
+    return {"implementation": "llm_agent_solo" if world.is_solo else "llm_agent"}
+
+
+def _info(config: Config, world: World, about: dict[str, Any]) -> dict[str, Any]:
+    data = config.data
+    user: dict[str, Any] = {"implementation": USERS[data.customer]}
+    if world.is_solo:
+        user = {"implementation": "dummy_user"}
+    elif data.customer == "llm":
+        arguments = {"temperature": data.customer_temperature}
+        user |= {"llm": data.customer_model, "llm_args": arguments}
+    return {
+        "git_commit": about["commit"],
+        "max_steps": config.rollout.max_turns,
+        "max_errors": MAX_ERRORS,
+        "user_info": user,
+        "seed": config.run.seed,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog=command("export-tau2"), description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with tau2")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for a file of each domain")
+    about = "start, warm_start, the name of a stage, or agent (of --agent-url) [the last one]"
+    parser.add_argument("--evaluation", metavar="NAME", help=about)
+    return parser
