@@ -69,7 +69,7 @@ class BeforeGRPO(RunState):
             shown = episodes_shown(agent, f"agent {name}", count, ranks)
             with ranks.phase("evaluate", self.state.stage, self.state.step), shown:
                 entry, played = evaluate_agent(agent, tasks, config, ranks)
-        self.check_customers()
+        self.check_language_models()
         self._logged("")  # forgets the metrics of reward functions
         self._save_transcripts("agent", played)
         self.state.agents[name] = entry

@@ -12,7 +12,7 @@ from pipeline.checkpoints.resume import load_start, open_together, refuse_other_
 from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
-from pipeline.customers.service import customers_of
+from pipeline.customers.service import customers_of, end_of_run, judge_of
 from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
@@ -81,8 +81,11 @@ class RunState:
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
         self._logged("")  # tells reward functions the number of steps
         held_out = self.parts.held_out
-        self.customers = customers_of(config, self.folder, self.parts.domains, held_out, ranks)
-        self.policy.rollout.welcomes = self.customers.welcomes if self.customers else {}
+        customers = customers_of(config, self.folder, self.parts.domains, held_out, ranks)
+        self.policy.rollout.welcomes = customers.welcomes if customers else {}
+        judge = judge_of(config, self.folder, self.parts.domains, ranks)
+        self.language_models = [customers.model] if customers else []
+        self.language_models += [judge] if judge else []
         if opened is not None:
             begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
         log_state = None if resumed is None else self._saved_state
@@ -134,7 +137,7 @@ class RunState:
         is_trained = self.policy.updater is not None
         if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")  # a check below may end the run
-        self.check_customers()
+        self.check_language_models()
         rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
@@ -149,9 +152,9 @@ class RunState:
         if self.ranks.is_main:
             self._write_results(is_final=False)
 
-    def check_customers(self) -> None:
-        """End the run on all ranks, after a checkpoint, if its customers cannot go on."""
-        if self.customers is None or not (why := self.customers.end_of_run(self.ranks)):
+    def check_language_models(self) -> None:
+        """End the run on all ranks, after a checkpoint, if customers or judge cannot go on."""
+        if not (models := self.language_models) or not (why := end_of_run(models, self.ranks)):
             return
         if self.policy.updater is not None and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")

@@ -86,8 +86,7 @@ class Trainer(BeforeGRPO):
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
         batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
-        if self.customers is not None:
-            self.check_customers()
+        self.check_language_models()
         return batch
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
@@ -172,7 +171,7 @@ class Trainer(BeforeGRPO):
         assert updater is not None
         with self.ranks.phase("validate", stage.name, step):
             records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
-            self.check_customers()
+            self.check_language_models()
             kl = self.kl_probe.divergences(updater)
         rewards, keys = scored(records), {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})

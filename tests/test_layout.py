@@ -22,8 +22,8 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "environments": 1595,
     "embedded": 1093,
     "endpoints": 425,
-    "customers": 227,
-    "tau2": 1085,
+    "customers": 245,
+    "tau2": 1385,
     "chat": 665,
     "models": 955,
     "rollout": 1710,
@@ -43,7 +43,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "trainer": 210,
     "train": 165,
     "run": 180,
-    "commands": 900,
+    "commands": 1010,
     "__main__": 20,
 }
 MOST_LINES_OF_A_ROOM = 1710

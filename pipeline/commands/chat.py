@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
         tell("customer", config.data.customer_name)
         model = LanguageModel("customer", config, checkpoint.run, name="chat")
         rollout.welcomes = Customers(model, [name]).welcomes
+    if config.data.judge_url is not None:
+        domain.environment.judge = LanguageModel("judge", config, checkpoint.run, name="chat").ask
     try:
         play(rollout, task, seed, options)
     except (KeyboardInterrupt, EOFError):

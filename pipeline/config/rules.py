@@ -32,8 +32,10 @@ def check(config: Config) -> None:
 
 def refuse_placeholders(config: Config) -> None:
     """Raise UserError for a recipe's placeholder where a run, but no check, needs a server."""
-    urls = {"customer_url": config.data.customer_url, "agent_url": config.evaluation.agent_url}
-    for name, url in urls.items():
+    data, evaluation = config.data, config.evaluation
+    urls = {"customer": data.customer_url, "judge": data.judge_url, "agent": evaluation.agent_url}
+    for role, url in urls.items():
+        name = f"{role}_url"
         if "://HOST" in (url or ""):
             raise UserError(f"{name}: got {url}; give the server's name in place of HOST")
 
@@ -82,6 +84,10 @@ def _endpoints(config: Config) -> Iterator[str]:
     data, evaluation = config.data, config.evaluation
     given, remedy = f"with customer {data.customer}", "give customer llm"
     yield from _endpoint(data, "customer", data.customer == "llm", given, remedy)
+    is_judged, given = data.judge_url is not None, "without judge_url"
+    yield from _endpoint(data, "judge", is_judged, given, "give judge_url")
+    if is_judged and (data.tau2 is None or data.tau2_reward != "official"):
+        yield f"judge_url: got {data.judge_url}; give tau2 and tau2_reward official, or take it out"
     is_agent, given = evaluation.agent_url is not None, "without agent_url"
     yield from _endpoint(evaluation, "agent", is_agent, given, "give agent_url")
 

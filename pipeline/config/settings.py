@@ -60,8 +60,14 @@ class DataSettings(Section):
     )
     tau2: Path | None = field(None, "a checkout of tau2-bench, whose three domains replace ours")
     tau2_reward: Literal["verifiable", "official"] = field(
-        "verifiable", "official: refuse domains whose rewards need a judge"
+        "verifiable", "official: a judge decides what only a language model can"
     )
+    judge_url: Text | None = field(None, "chat endpoint of the judge of tau2_reward official")
+    judge_model: Text | None = field(None, "name of the model at judge_url")
+    judge_temperature: NonNegativeFloat = field(0.0, "sampling temperature of the judge")
+    judge_key: Text = field("OPENAI_API_KEY", "environment variable that holds its API key")
+    max_judge_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
+    max_judge_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
     tau2_refuel_consent: bool = field(True, "telecom's tickets have the consent to buy data")
     customer: Literal["ticket", "scripted", "llm"] = field("ticket", "who plays the customer")
     customer_url: Text | None = field(None, "chat endpoint of llm, such as http://HOST:8000/v1")
@@ -98,6 +104,12 @@ class DataSettings(Section):
         return model if self.customer == "llm" else ""
 
     @property
+    def judge_name(self) -> str:
+        """The language model that judges, or an empty text."""
+        model = f"{self.judge_model} at temperature {self.judge_temperature:g}"
+        return "" if self.judge_url is None else model
+
+    @property
     def own_domains(self) -> dict[str, EnvironmentFactory]:
         """The environments of the domains that are not embedded.
 
@@ -117,7 +129,7 @@ class DataSettings(Section):
         if self.tau2 is not None:
             given: dict[str, Any] = {"path": str(self.tau2), "reward": self.tau2_reward}
             given |= {"refuel_consent": self.tau2_refuel_consent, "customer": self.customer}
-            given["played_by"] = self.customer_name
+            given |= {"played_by": self.customer_name, "judged_by": self.judge_name}
             for name in [*known]:
                 arguments = {**given, "domain": name}
                 known[name] = EnvironmentFactory(factory=TAU2, arguments=arguments)

@@ -1,4 +1,4 @@
-"""The customers of a run: one language model, for the domains that need it."""
+"""The language models of a run: one plays customers, and one judges episodes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -59,8 +59,24 @@ def customers_of(
     if not (names := served_domains(config.data, domains, tasks)):
         return None
     arguments = config, folder, told_once(ranks), ranks.rank, ranks.num_ranks
-    model = LanguageModel("customer", *arguments)
-    return Customers(model, names)
+    return Customers(LanguageModel("customer", *arguments), names)
+
+
+def judge_of(
+    config: Config, folder: Path, domains: Mapping[str, Domain], ranks: Ranks
+) -> LanguageModel | None:
+    """Give the environments with `has_judge` the judge of a run; return the judge, or None.
+
+    An environment asks with `await self.judge(messages, seed=...)`.
+    """
+    kinds = [d.environment for d in domains.values() if getattr(d.environment, "has_judge", False)]
+    if not kinds or config.data.judge_url is None:
+        return None
+    arguments = config, folder, told_once(ranks), ranks.rank, ranks.num_ranks
+    model = LanguageModel("judge", *arguments)
+    for kind in kinds:
+        kind.judge = staticmethod(model.ask)
+    return model
 
 
 class Customers:
@@ -85,6 +101,8 @@ class Customers:
         words = await customer.first_words()
         return addition if scenario.first_words else words
 
-    def end_of_run(self, ranks: Ranks) -> str:
-        """Return why the run must end, or an empty text; all ranks must call this function."""
-        return next(filter(None, ranks.all_gather_objects(self.model.ended, "customers")), "")
+
+def end_of_run(models: Sequence[LanguageModel], ranks: Ranks) -> str:
+    """Return why the run must end, or an empty text; all ranks must call this function."""
+    mine = next(filter(None, (model.ended for model in models)), "")
+    return next(filter(None, ranks.all_gather_objects(mine, "language models")), "")

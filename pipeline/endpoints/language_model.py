@@ -42,7 +42,7 @@ class LanguageModel:
     and `customer_key`, and its answers are in RUN/customers. Each rank may spend an equal share of
     what is left of the budget (`max_customer_calls`, `max_customer_tokens`). After the budget is
     spent, or after the endpoint has refused all calls, `ended` says why, and each new call raises
-    Outage. The role `agent` is alike. `as_written` is that of `Endpoint`.
+    Outage. The roles `agent` and `judge` are alike. `as_written` is that of `Endpoint`.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 from pipeline.tau2.checkout import DATABASES, TESTED_COMMIT, Checkout
 from pipeline.tau2.environment import TalkingEnvironment, Tau2Environment, World
+from pipeline.tau2.judge import JudgedEnvironment
 from pipeline.tau2.tasks import TaskSource
 from pipeline.tau2.telecom_expert import expert
 
@@ -39,27 +40,30 @@ def tau2_domain(
     refuel_consent: bool = True,
     customer: str = "ticket",
     played_by: str = "",
+    judged_by: str = "",
 ) -> Domain:
     """Return the domain `domain` of the checkout in `path`.
 
-    `customer` is ticket, scripted or llm; `played_by` tells results which language model.
+    `customer` is ticket, scripted or llm; `played_by` and `judged_by` tell results which language
+    models.
     Raises UserError for a faulty checkout, or if the reward `official` needs a judge.
     """
     if reward not in ("verifiable", "official"):
         raise UserError(f"tau2_reward: got {shown(reward)}; give verifiable or official")
     world = _world(Path(path).expanduser().resolve(), domain, customer != "ticket")
     source = TaskSource(domain, world, refuel_consent)
-    judged = [i for ids in source.needing_a_judge for i in ids]
-    if reward == "official" and judged:
+    judged = [i for ids in source.needing_a_judge for i in ids] if reward == "official" else []
+    if judged and not judged_by:
         ids = ", ".join(judged)
         raise UserError(
-            f"tau2_reward: official needs a judge for {len(judged)} tasks of {domain} ({ids}), and "
-            "there is none; give verifiable"
+            f"tau2_reward: official needs a judge for {len(judged)} tasks of {domain} ({ids}); "
+            "give judge_url and judge_model, or verifiable"
         )
     known = {"world": world, "schemas": world.schemas}
     done: Calls = [("done", {})] if world.is_solo else []
     kind = Tau2Environment if customer == "ticket" else TalkingEnvironment
-    environment = type(f"Tau2{domain.title()}Environment", (kind,), known)
+    kinds = (JudgedEnvironment, kind) if judged else (kind,)
+    environment = type(f"Tau2{domain.title()}Environment", kinds, known)
     who = {"scripted": SCRIPTED, "llm": f"{played_by}, with the benchmark's user prompt"}
 
     _refuse_incomplete(source, environment, done)
@@ -68,7 +72,7 @@ def tau2_domain(
         return {"nothing": done, "transfer": [TRANSFER, *done]}
 
     def about() -> dict[str, Any]:
-        return _about(source, reward, who.get(customer, ""))
+        return _about(source, reward, who.get(customer, ""), judged_by if judged else "")
 
     return Domain(
         name=source.name,
@@ -109,7 +113,7 @@ def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) 
                 episode.call(*end)
             episode.stop_reason = "completed"
             episode.messages = [{"role": "assistant", "content": said}]
-            earned = episode.get_reward()
+            earned: float | str = Tau2Environment.get_reward(episode)  # without the judge
         except Exception as error:  # whatever the checkout's code raises on such data
             earned = one_line(f"{type(error).__name__}: {error}")
         if earned != 1:
@@ -127,7 +131,7 @@ def _world(path: Path, name: str, is_talking: bool) -> World:
     return World(checkout)
 
 
-def _about(source: TaskSource, reward: str, customer: str) -> dict[str, Any]:
+def _about(source: TaskSource, reward: str, customer: str, judge: str) -> dict[str, Any]:
     """Return what a reader of results must know about a domain's tasks and rewards."""
     checkout, is_solo = source.world.checkout, source.world.is_solo
     approximated, unjudged = source.needing_a_judge
@@ -137,6 +141,11 @@ def _about(source: TaskSource, reward: str, customer: str) -> dict[str, Any]:
     def of_splits(wanted: Collection[str]) -> dict[str, int]:
         return {split: sum(i in wanted for i in ids) for split, ids in source.ids.items()}
 
+    judged = [*approximated, *unjudged]
+    replaced = {
+        "nl_assertions_replaced_by_communicate": of_splits(approximated),
+        "nl_assertions_not_checked": of_splits(unjudged),
+    }
     return {
         "benchmark": f"τ²-bench {checkout.name}",
         "commit": checkout.commit + other * (checkout.commit != TESTED_COMMIT),
@@ -144,7 +153,6 @@ def _about(source: TaskSource, reward: str, customer: str) -> dict[str, Any]:
         "customer": customer or (SOLO + consent if is_solo else TICKET),
         "reward": reward,
         "tasks_in_splits": of_splits(checkout.tasks),
-        "nl_assertions_replaced_by_communicate": of_splits(approximated),
-        "nl_assertions_not_checked": of_splits(unjudged),
+        **({"judge": judge, "nl_assertions_judged": of_splits(judged)} if judge else replaced),
         **({"what_repeats": REPEATS} if is_solo else {}),
     }

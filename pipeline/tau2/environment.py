@@ -112,11 +112,14 @@ def _is_endless(expression: str) -> bool:
     return powers > 1 or (powers == 1 and re.search(r"\d{5}", expression) is not None)
 
 
-def parts_of(task: Any) -> list[str]:
-    """Return the parts of a task's reward. COMMUNICATE stands in for the judge of NL_ASSERTION."""
+def parts_of(task: Any, has_judge: bool = False) -> list[str]:
+    """Return the parts of a task's reward that need no judge.
+
+    Without a judge, COMMUNICATE stands in for NL_ASSERTION.
+    """
     criteria = task.evaluation_criteria
     basis = {part.value for part in criteria.reward_basis} if criteria is not None else set()
-    if "NL_ASSERTION" in basis and criteria.nl_assertions:
+    if "NL_ASSERTION" in basis and criteria.nl_assertions and not has_judge:
         basis.add("COMMUNICATE")
     return [part for part in ("DB", "ENV_ASSERTION", "ACTION", "COMMUNICATE") if part in basis]
 
@@ -124,7 +127,7 @@ def parts_of(task: Any) -> list[str]:
 class Tau2Environment:
     """An episode. `domain.py` makes a subclass for each domain, with `world` and `schemas`."""
 
-    uses_random_state = False
+    uses_random_state = has_judge = False
     world: ClassVar[World]
     schemas: ClassVar[list[dict[str, Any]]]
     reward_parts: ClassVar[dict[str, str]] = {
@@ -163,7 +166,7 @@ class Tau2Environment:
             return 0.0
         criteria = self._task.evaluation_criteria
         reward = 1.0
-        for part in parts_of(self._task):
+        for part in parts_of(self._task, self.has_judge):
             self.reward_breakdown[part] = float(getattr(self, f"_{part.lower()}")(criteria))
             reward *= self.reward_breakdown[part]
         return reward

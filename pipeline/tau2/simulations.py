@@ -44,7 +44,8 @@ def results_of(
 
 
 def _simulation(world: World, line: Line, about: Mapping[str, Any], at: str) -> dict[str, Any]:
-    messages, end = _conversation(line, world.is_solo), _end(line, world.is_solo)
+    told = line["messages"], line.get("customer", ())
+    messages, end = conversation(*told, world.is_solo), _end(line, world.is_solo)
     if end == "user_stop" and messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": STOPPED})
     is_graded = end in ("user_stop", "agent_stop")
@@ -85,10 +86,16 @@ def _end(line: Line, is_solo: bool) -> str:
     return "agent_stop" if "done" in line["tools"] else "agent_error"
 
 
-def _conversation(line: Line, is_solo: bool) -> Messages:
-    """Return the messages of an episode without the system prompt and, in solo mode, the ticket."""
-    written, ids = list(line["messages"]), (f"call_{number}" for number in count())
-    customer = deque(line.get("customer", ()))
+def conversation(
+    messages: Sequence[Line], customer_messages: Iterable[Line], is_solo: bool
+) -> Messages:
+    """Return the messages of an episode in the official form.
+
+    The system prompt is left out and, in solo mode, the ticket. `customer_messages` is the
+    conversation of the language model that played the customer.
+    """
+    written, ids = list(messages), (f"call_{number}" for number in count())
+    customer = deque(customer_messages)
     made = Messages()
     while written:
         message = written.pop(0)

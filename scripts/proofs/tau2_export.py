@@ -6,7 +6,8 @@ CHECKOUT is a checkout of sierra-research/tau2-bench, and PYTHON312 a Python in 
 is installed. A server of this script is the agent on held-out tasks of the three domains, with four
 trials of each task: gold; gold without a call that changes a database; other calls; and a call that
 cannot be read, then several calls in a message (in solo mode with `done` among them). It plays with
-tickets (telecom: solo mode), and with customers of another server, who call the phone's tools.
+tickets (telecom: solo mode), with customers of another server, who call the phone's tools, and with
+retail's official reward, for which a third server is the judge (`tau2_verdicts.py`).
 `tau2_export_official.py` then opens the exported files in PYTHON312. The exit code is 1 if a file
 does not load, a reward or a pass^k differs, or a tool refuses a file.
 """
@@ -30,6 +31,7 @@ from pipeline.environments.domains import load_domains
 from pipeline.environments.tools import tool_schemas
 from scripts.bench.common import machine
 from scripts.proofs.tau2_cases import CHANGES, DOMAINS, Call, Maker, Message, mutating
+from scripts.proofs.tau2_verdicts import answer
 from tests.support.endpoint import calling, seed_of, serving
 
 TRIALS, SEED, AGENT = 4, 1, "script"
@@ -37,6 +39,7 @@ RUN = f"--config tau2_three_smoke --no-grpo --seed {SEED} --eval-trials {TRIALS}
 RUN += f"--max-tool-result-tokens 8000 --report-to none --agent-model {AGENT} "
 DO = "Please do this on your phone: "
 STOP = "###STOP###"
+MODES = ("ticket", "verifiable"), ("llm", "verifiable"), ("ticket", "official")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,23 +54,24 @@ def main(argv: Sequence[str]) -> int:
     fine = True
     print("  ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="tau2-export-") as folder:
-        for customer in ("ticket", "llm"):
-            run = Path(folder) / customer
-            play(run, customer, options)
+        for number, (customer, reward) in enumerate(MODES):
+            run = Path(folder) / str(number)
+            play(run, customer, reward, options)
             for evaluation in ("agent", "start"):
                 out = run / "exported" / evaluation
                 export = [sys.executable, "-m", "pipeline", "export-tau2", run, out]
                 subprocess.run([*export, "--evaluation", evaluation], check=True)
                 official = Path(__file__).with_name("tau2_export_official.py")
-                arguments = [official, out, run / "results.json", evaluation]
+                arguments = [official, out, run / "results.json", evaluation, reward]
                 opened = subprocess.run([options.official, *arguments], check=False)
                 fine = opened.returncode == 0 and fine
     return 0 if fine else 1
 
 
-def play(run: Path, customer: str, options: argparse.Namespace) -> None:
-    """Let the agent of this script play the held-out tasks of the three domains."""
-    data = DataSettings(tau2=options.tau2, domains=list(DOMAINS), customer=customer)
+def play(run: Path, customer: str, reward: str, options: argparse.Namespace) -> None:
+    """Let the agent of this script play the held-out tasks of the domains."""
+    names = list(DOMAINS) if reward == "verifiable" else ["retail"]
+    data = DataSettings(tau2=options.tau2, domains=names, customer=customer)
     domains, scripts = load_domains(data), dict[int, list[Message]]()
     for name, domain in domains.items():
         schemas = tool_schemas(domain.environment)
@@ -83,13 +87,22 @@ def play(run: Path, customer: str, options: argparse.Namespace) -> None:
         messages = scripts[body["seed"]]
         return as_sent(messages[said] if said < len(messages) else {"content": STOP, "calls": []})
 
-    with serving(agent) as server, serving(customers_words) as of_customer:
+    with (
+        serving(agent) as server,
+        serving(customers_words) as of_customer,
+        serving(lambda body: answer(*(m["content"] for m in body["messages"]))) as judge,
+    ):
         words = f"{RUN} --eval-tasks-per-domain {options.tasks} --agent-url {server.url} "
         words += f"--customer {customer} --num-gpus {options.num_gpus} "
         if customer == "llm":
             words += f"--customer-url {of_customer.url} --customer-model script "
+        if reward == "official":
+            words += f"--tau2-reward official --judge-url {judge.url} --judge-model hash "
+            words += "--domains retail "
         flags = [*words.split(), "--tau2", str(options.tau2), "--output-dir", str(run)]
         subprocess.run([sys.executable, "pipeline/run.py", *flags], check=True)
+        if reward == "official":
+            print(f"the judge was asked {len(judge.bodies)} times")
 
 
 def script(maker: Maker, task: str, trial: int, talks: bool) -> list[Message]:

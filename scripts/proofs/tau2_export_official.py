@@ -1,11 +1,12 @@
 """Open exported episodes with the official tools: load, grade again, show, prepare a submission.
 
-    PYTHON312 scripts/proofs/tau2_export_official.py FOLDER RESULTS EVALUATION
+    PYTHON312 scripts/proofs/tau2_export_official.py FOLDER RESULTS EVALUATION REWARD
 
-FOLDER has one file of each domain, RESULTS is the `results.json` of the run, and EVALUATION is
-`agent` or the name of an evaluation. This file imports the standard library and tau2 alone;
-`tau2_export.py` starts it. Tasks that need a language model as the judge are graded as in
-`tau2_official.py`. The exit code is 1 if a reward or anything else differs.
+FOLDER has one file of each domain, RESULTS is the `results.json` of the run, EVALUATION is `agent`
+or the name of an evaluation, and REWARD is the reward mode of the run. This file imports the
+standard library and tau2 alone; `tau2_export.py` starts it. With `verifiable`, tasks that need a
+judge are graded as in `tau2_official.py`; with `official`, `tau2_verdicts.py` is the judge. The
+exit code is 1 if a reward or anything else differs.
 """
 
 # ruff: noqa: E402
@@ -24,13 +25,16 @@ from loguru import logger
 logger.remove()
 
 from rich.console import Console
+from tau2.data_model.message import AssistantMessage
 from tau2.data_model.simulation import Results
+from tau2.evaluator import evaluator_nl_assertions
 from tau2.metrics.agent_metrics import compute_metrics
 from tau2.scripts.evaluate_trajectories import compute_simulation_rewards
 from tau2.utils.display import ConsoleDisplay
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tau2_official import reset_shared_objects, tasks_of
+from tau2_verdicts import answer
 
 VIEW = ["2", "3", "1", "1", "6"]  # the metrics, the list, the first episode, no note, the end
 TAU2 = [sys.executable, "-c", "from tau2.cli import main; main()"]
@@ -39,11 +43,17 @@ TAU2 = [sys.executable, "-c", "from tau2.cli import main; main()"]
 ANSWERS = ["", "none", "us", "", "a@b.example", "", "", "n", "custom", *[""] * 4, "n", "y", "all"]
 
 
-def graded(path):
+def judged(model, messages, call_name, **arguments):
+    """Stand in for the official call of a language model."""
+    return AssistantMessage(role="assistant", content=answer(*(m.content for m in messages)))
+
+
+def graded(path, reward):
     """Return what differs between the rewards of a file and the official ones."""
     results = Results.load(path)
-    known = tasks_of(results.info.environment_info.domain_name)
-    results.tasks = [known[task.id] for task in results.tasks]
+    if reward == "verifiable":
+        known = tasks_of(results.info.environment_info.domain_name)
+        results.tasks = [known[task.id] for task in results.tasks]
     reset_shared_objects()
     again = compute_simulation_rewards(results)
     pairs = list(zip(results.simulations, again.simulations, strict=True))
@@ -72,7 +82,8 @@ def ran(arguments, answers):
     )
 
 
-def main(folder, results_file, evaluation):
+def main(folder, results_file, evaluation, reward):
+    evaluator_nl_assertions.generate = judged
     known, faults = json.loads(Path(results_file).read_text(encoding="utf-8")), []
     if evaluation == "agent":
         (entry,) = known["agents"].values()
@@ -84,7 +95,7 @@ def main(folder, results_file, evaluation):
     )
     print("|---|--:|--:|---|--:|---|--:|")
     for path in sorted(Path(folder).glob("*.json")):
-        results, differ = graded(path)
+        results, differ = graded(path, reward)
         faults += [f"{path.stem}: {line}" for line in differ]
         metrics = compute_metrics(results)
         official = [metrics.pass_hat_ks[k] for k in sorted(metrics.pass_hat_ks)]

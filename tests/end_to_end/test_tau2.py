@@ -5,9 +5,11 @@ import json
 import os
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from pipeline.commands.main import main as command
 from pipeline.report.tables import final_table
 from pipeline.run import main
 from tests.support import random_qwen3, warm
@@ -47,7 +49,7 @@ def gold(checkout):
             yield seed_of(domain, task_id), [*calls, call("done") if domain == "telecom" else said]
 
 
-def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):
+def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path, capsys):
     few = [*FEW, "--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
     few += ["--max-turns", "30", "--max-tool-result-tokens", "20000", "--max-tokens", "5000"]
     argv = ["--config", "tau2_three_smoke", "--tau2", checkout, *few]
@@ -71,6 +73,28 @@ def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):
     assert results["baselines"]["telecom"]["nothing"] == 0
     assert len(results["evaluations"]) == 4
     assert results["transfer"]
+    check_export(tmp_path / "out", tmp_path / "files", results, capsys)
+
+
+def check_export(run, out, results, capsys):
+    """The agent's and the model's episodes, as files for the official tools."""
+    for evaluation, rate in (["--evaluation", "agent"], 1.0), ([], None):
+        assert command(["export-tau2", str(run), str(out), *evaluation]) == 0
+        files = {path.stem: json.loads(path.read_text()) for path in out.iterdir()}
+        assert [*sorted(files)] == ["airline", "retail", "telecom"]
+        for domain, file in files.items():
+            rewards = [run["reward_info"]["reward"] for run in file["simulations"]]
+            success = results["evaluations"][-1]["success"][domain]["mean"]
+            assert fmean(rewards) == (success if rate is None else rate)
+            assert file["info"]["git_commit"] == results["about"][domain]["commit"]
+            agent = file["info"]["agent_info"]
+            assert agent["llm"] == ("tiny, out after telecom" if rate is None else "gold")
+    capsys.readouterr()
+    assert command(["export-tau2", str(run), str(out), "--evaluation", "middle"]) == 2
+    known = "agent, airline, retail, start, telecom"
+    assert capsys.readouterr().err == (
+        f"error: --evaluation: got 'middle'; evaluations of {run}: {known}\n"
+    )
 
 
 @pytest.mark.skipif(SOURCE == "miniature", reason="the expert needs the real phone")
