@@ -90,9 +90,7 @@ def main(folder, results_file, evaluation, reward):
         of_run = entry["success"]
     else:
         of_run = next(e for e in known["evaluations"] if e["after"] == evaluation)["success"]
-    print(
-        "| domain | episodes | rewarded | ends | rewards that differ | pass^k | characters shown |"
-    )
+    print("| domain | episodes | reward 1 | ends | different | pass^k | characters shown |")
     print("|---|--:|--:|---|--:|---|--:|")
     for path in sorted(Path(folder).glob("*.json")):
         results, differ = graded(path, reward)
