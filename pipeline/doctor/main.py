@@ -29,6 +29,7 @@ from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
+from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank
 
 TIMEOUT_S = 30.0  # maximum time of a check, unless `--timeout` is shorter
 SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
@@ -198,8 +199,24 @@ def judge_folder(values: list[tuple[str, bool]]) -> Finding:
     return Finding("ok", f"every rank sees the files that rank 0 writes in {written}")
 
 
+def measure_memory(config: Config, *_: object) -> tuple[float, str, float]:
+    """Return the bytes of the largest phase of the recipe, its name, and the bytes of the rank."""
+    return (*memory_per_rank(config).peak, memory_of_a_rank(config))
+
+
+def judge_memory(values: list[tuple[float, str, float]]) -> Finding:
+    (need, phase, _), have = values[0], min(have for *_, have in values)
+    ranks = [rank for rank, (*_, has) in enumerate(values) if has < need]
+    text = f"the largest phase, {phase}, needs {need / GIB:.1f} GiB by estimate"
+    if ranks:
+        lack = f"{text}; {named(ranks)} have less, down to {have / GIB:.1f}"
+        return Finding("broken", lack, "--check, which names each term and what fits")
+    return Finding("ok", f"{text}; each rank has at least {have / GIB:.1f}")
+
+
 CHECKS = (
     Check("devices", measure_devices, judge_devices, "nvidia-smi on every host"),
+    Check("memory", measure_memory, judge_memory, "--check, which tells each part of the estimate"),
     Check("versions", measure_versions, judge_versions, INSTALL),
     Check("all-reduce", measure_all_reduce, judge_all_reduce, needs_links=True),
     Check("DDP", measure_fit, judge_fit, needs_links=True),

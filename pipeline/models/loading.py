@@ -21,12 +21,20 @@ from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
 # Sizes of hub models, copied from config.json. With SHAPES, `--check` estimates the memory of the
 # shipped recipes without the hub.
+_QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
 SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-0.6B": {
+        **{**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+        **{"num_attention_heads": 16, "tie_word_embeddings": True},
+    },
     "Qwen/Qwen3-4B": {
-        **{"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728},
-        **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-        **{"head_dim": 128, "tie_word_embeddings": True},
-    }
+        **{**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "tie_word_embeddings": True},
+    },
+    "Qwen/Qwen3-8B": {
+        **{**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "tie_word_embeddings": False},
+    },
 }
 
 

@@ -15,7 +15,15 @@ from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import recompute_layers, why_generate
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
-from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank, num_trained
+from pipeline.preflight.memory import (
+    GIB,
+    PHASES,
+    card_for,
+    memory_of_a_rank,
+    memory_per_rank,
+    num_trained,
+    what_fits,
+)
 from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.preflight.stand_in import try_architecture
 
@@ -28,6 +36,7 @@ def validate(config: Config) -> Prepared:
         lines = [f"note: {note}" for note in parts.notes]
         lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
         print("\n".join(lines), end="\n" * bool(lines), flush=True)
+    refuse_full_disk(config, parts)
     refuse_lack_of_memory(config, parts)
     return parts
 
@@ -35,10 +44,11 @@ def validate(config: Config) -> Prepared:
 def refuse_lack_of_memory(config: Config, parts: Prepared) -> None:
     """Raise UserError if a rank of the run needs more memory than a rank has here."""
     memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
-    if (need := sum(memory.values())) > have:
-        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
+    need, phase = memory.peak
+    if need > have:
+        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.of(phase).items())
         raise UserError(
-            f"memory: each rank needs {need / GIB:.1f} GiB ({terms}) and has "
+            f"memory: each rank needs {need / GIB:.1f} GiB in the {phase} ({terms}) and has "
             f"{have / GIB:.1f}; lower max_concurrent_episodes or max_tokens_per_microbatch, set "
             "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
@@ -48,7 +58,7 @@ def main(config: Config) -> int:
     """Check a recipe and print its plan. Writes no files and loads no weights.
 
     Raises UserError for what a run would refuse. A recipe for more GPUs than this machine has is
-    a recipe for another machine, so the memory of this machine does not count.
+    a recipe for another machine, so memory and disk of this machine do not count.
     """
     check_folder(config)
     lines = [f"recipe {config.recipe}: model {config.model.model}"]
@@ -67,6 +77,7 @@ def main(config: Config) -> int:
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
     print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]), flush=True)
     if (config.run.num_gpus or 1) <= max(1, torch.cuda.device_count()):
+        refuse_full_disk(config, parts)
         refuse_lack_of_memory(config, parts)
     return 0
 
@@ -74,8 +85,8 @@ def main(config: Config) -> int:
 def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
     """Check the model without weights; returns why `generate` must sample (or None), and notes.
 
-    Raises UserError if the model's files do not fit each other, if sampling and training differ in
-    a small model of the same architecture, or if the disk has no room for two checkpoints.
+    Raises UserError if the model's files do not fit each other, or if sampling and training differ
+    in a small model of the same architecture.
     """
     name = config.model.model
     if lora.is_adapter(name):
@@ -88,15 +99,17 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")
     why = why_generate(model)
-    if config.grpo.use_grpo:
-        size = 4.0 * model.num_parameters() * config.is_supervised
-        refuse_full_disk(config, max(size, 12.0 * num_trained(config, model)))
     is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # tried once per machine
     return why, try_architecture(config, model) if is_tried else []
 
 
-def refuse_full_disk(config: Config, size: float) -> None:
-    """Raise UserError if the run's disk has no room for two checkpoints of `size` bytes."""
+def refuse_full_disk(config: Config, parts: Prepared) -> None:
+    """Raise UserError if the run's disk has no room for two checkpoints."""
+    if not config.grpo.use_grpo:
+        return
+    model = empty_model(config, parts.tokenizer)
+    size = 4.0 * model.num_parameters() * config.is_supervised
+    size = max(size, 12.0 * num_trained(config, model))
     folder = folder_of(config)
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     if disk.total > 0 and disk.free < 2 * size:  # Some file systems report a size of 0.
@@ -142,10 +155,24 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
 
 
 def _memory(config: Config, parts: Prepared) -> Iterator[str]:
-    need, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
-    total = sum(need.values())
-    fits = "fits" if total <= have else "does not fit: a run would be refused here"
-    yield "\nmemory per rank, estimated"
-    yield from (f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in need.items())
-    verdict = f"of {have / GIB:.1f} GiB that a rank has here: {fits}"
-    yield f"  {'sum':<34}{total / GIB:8.2f} GiB, {verdict}"
+    memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
+    need, largest = memory.peak
+    phases = [(phase, memory.of(phase)) for phase in PHASES if phase in memory.phases]
+    yield f"\n{'memory per rank, estimated, in GiB':<36}" + "".join(f"{p:>11}" for p, _ in phases)
+
+    def row(name: str, sizes: list[float | None]) -> str:
+        cells = (f"{'' if size is None else f'{size / GIB:.2f}':>11}" for size in sizes)
+        return f"  {name:<34}{''.join(cells)}".rstrip()
+
+    yield from (
+        row(name, [terms.get(name) for _, terms in phases]) for name in memory if memory[name]
+    )
+    yield row("sum", [sum(terms.values()) for _, terms in phases])
+    fits = "fits" if need <= have else "does not fit: a run would be refused here"
+    of = f"of {have / GIB:.1f} GiB that a rank has here: {fits}"
+    yield f"  the largest phase, {largest}, needs {need / GIB:.2f} GiB, {of}"
+    where = "here"
+    if (config.run.num_gpus or 1) > max(1, torch.cuda.device_count()) and not memory.keeps_cache:
+        card, have = card_for(need)
+        where = f"on a GPU of {card} GB"
+    yield f"  fits {where}: {what_fits(config, parts.tokenizer, have)}"

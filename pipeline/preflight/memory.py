@@ -1,7 +1,8 @@
-"""An estimate of the memory that a rank needs, and the memory that a rank has."""
+"""An estimate of the memory that a rank needs in each phase of a run, and what a rank has."""
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +12,134 @@ import torch
 from pipeline.config.settings import Config
 from pipeline.grpo.budget import token_budget
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
+from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_GPU
 from pipeline.models import lora
 from pipeline.models.capabilities import widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
+from pipeline.rollout.row_sampler import MASK
 
 GIB = 1 << 30
+CARDS = (24, 40, 80, 141)  # GB of GPUs that are sold; CONTEXT is not in them
+CONTEXT = 1.5 * GIB  # of a GPU: CUDA, NCCL's buffers, what the allocator cannot use (assumed)
+STEP_OF_CONTEXT, LONGEST = 256, 1 << 18  # tokens
+CACHE, PASS = "key-value cache", "a pass of the sampler"
+ACTIVATIONS = "activations of a micro-batch"
+CASTS, ON_THEIR_WAY = "weights cast to bf16", "moments on their way to rank 0"
+GRADIENTS, ADAMW = "gradients (fp32)", "AdamW (fp32, two moments)"
+PHASES = ("rollout", "update", "checkpoint", "warm start")
+OF_GRPO = ("rollout", "update", "checkpoint")
+WHEN = {  # the phases of a term that is not there in all of them
+    CACHE: ("rollout",),
+    PASS: ("rollout",),
+    ACTIVATIONS: ("update", "warm start"),
+    CASTS: ("update",),
+    ON_THEIR_WAY: ("checkpoint",),
+    **dict.fromkeys(("LoRA adapters (fp32)", GRADIENTS, ADAMW, "reference policy (fp32)"), OF_GRPO),
+    **dict.fromkeys(("gradients of the warm start", "AdamW of the warm start"), ("warm start",)),
+}
 
 
-def memory_per_rank(config: Config, tokenizer: Any = None) -> dict[str, float]:
-    """Estimate the bytes that a rank needs, by purpose, from the model's shape and the settings."""
+class Memory(dict[str, float]):
+    """Bytes by term. On a CPU, the key-value cache stays in all phases of GRPO."""
+
+    keeps_cache = False
+    episodes, per_episode = 0, 0.0  # the largest number at the same time; the bytes of one
+
+    def of(self, phase: str) -> dict[str, float]:
+        """Return the terms of a phase; {} if the run has no such phase."""
+        if phase not in self.phases:
+            return {}
+        kept = (CACHE,) if self.keeps_cache and phase in OF_GRPO else ()
+        return {n: size for n, size in self.items() if n in kept or phase in WHEN.get(n, PHASES)}
+
+    @property
+    def phases(self) -> list[str]:
+        trained = (GRADIENTS in self, GRADIENTS in self, "AdamW of the warm start" in self)
+        return [p for p, is_there in zip(PHASES, (True, *trained), strict=True) if is_there]
+
+    @property
+    def peak(self) -> tuple[float, str]:
+        """The bytes of the largest phase, and its name."""
+        return max((sum(self.of(phase).values()), phase) for phase in self.phases)
+
+
+def memory_per_rank(config: Config, tokenizer: Any = None) -> Memory:
+    """Estimate the bytes that a rank needs, by term, from the model's shape and the settings."""
+    return _estimator(config, tokenizer)(config)
+
+
+def _estimator(config: Config, tokenizer: Any) -> Callable[[Config], Memory]:
+    """Return a function that estimates for settings with the same model as `config`."""
     model = empty_model(config, tokenizer)
-    shape, num_parameters = model.config.get_text_config(), model.num_parameters()
-    size = 2 if uses_bf16(config.model) else 4
+    num_parameters = model.num_parameters()
+    trained = 4.0 * num_trained(config, model) if config.grpo.use_grpo else 0.0
+    return lambda settings: _memory(settings, model, num_parameters, trained)
+
+
+def _memory(config: Config, model: Any, num_parameters: int, trained: float) -> Memory:
+    shape, size = model.config.get_text_config(), 2 if uses_bf16(config.model) else 4
     limits, data, num_ranks = config.rollout, config.data, config.run.num_gpus or 1
     groups = -(-limits.tasks_per_step // num_ranks)
     trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
     episodes = max(groups * limits.num_generations, -(-trials // num_ranks))
-    cached = limits.max_tokens * min(limits.max_concurrent_episodes, episodes)
+    episodes = min(limits.max_concurrent_episodes, episodes)
     is_frozen = config.model.use_peft and not config.is_supervised
     held = size if is_frozen else 4
-    memory = {
+    is_for_gpu = on_gpu() or size == 2
+    memory = Memory()
+    memory.keeps_cache, memory.episodes = not is_for_gpu, episodes
+    logits = 3 * 4 * shape.vocab_size  # three fp32 copies
+    of_one = limits.max_tokens * _cached_per_token(shape) * size
+    memory.per_episode = float((shape.num_hidden_layers + 1) * of_one + logits)
+    memory |= {
         f"weights ({'fp32' if held == 4 else 'bf16'})": float(held * num_parameters),
         # The sampler uses the memory of weights that have its type.
         "weights of the sampler": float(size * num_parameters * (size < held)),
-        "key-value cache": shape.num_hidden_layers * _cached_per_token(shape) * size * cached,
+        CACHE: float(shape.num_hidden_layers * episodes * of_one),
+        # One layer's keys and values of chosen rows, logits, and a mask.
+        PASS: float(episodes * (of_one + logits) + MASK * size * is_for_gpu),
     }
+    if is_for_gpu:
+        memory["CUDA and NCCL (assumed)"] = CONTEXT
     if config.grpo.use_grpo:
-        memory |= _memory_of_training(config, model, num_parameters)
+        memory |= _memory_of_training(config, num_parameters, trained)
+        if size < held:  # autocast keeps them for a forward pass
+            memory[CASTS] = float(size * num_parameters)
         is_here = num_ranks <= max(1, torch.cuda.device_count())
         budget = token_budget(config, model, memory_of_a_rank(config) if is_here else math.inf)
-        memory["activations of a micro-batch"] = _activations(config, shape, size, groups, budget)
+        chunk = LOGITS_PER_CHUNK_ON_GPU if is_for_gpu else LOGITS_PER_CHUNK
+        memory[ACTIVATIONS] = _activations(config, shape, size, groups, budget, chunk)
     return memory
 
 
-def _activations(config: Config, shape: Any, size: int, groups: int, budget: int) -> float:
+def what_fits(config: Config, tokenizer: Any, have: float) -> str:
+    """Return how many episodes, and how long ones, fit into `have` bytes, in words."""
+    estimate, now = _estimator(config, tokenizer), config.rollout.max_tokens
+
+    def memory_of(max_tokens: int) -> Memory:
+        limits = config.rollout.model_copy(update={"max_tokens": max_tokens})
+        return estimate(config.model_copy(update={"rollout": limits}))
+
+    memory = memory_of(now)
+    free = have - max(sum(m.values()) for phase in PHASES if CACHE in (m := memory.of(phase)))
+    most = max(0, memory.episodes + math.floor(free / memory.per_episode))
+    low, high = 0, LONGEST // STEP_OF_CONTEXT
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = memory_of(middle * STEP_OF_CONTEXT).peak[0] <= have
+        low, high = (middle, high) if fits else (low, middle - 1)
+    length = f"{low * STEP_OF_CONTEXT}" + " or more" * (low == LONGEST // STEP_OF_CONTEXT)
+    return f"{most} episodes of {now} tokens at once, or {memory.episodes} of {length} tokens"
+
+
+def card_for(need: float) -> tuple[int, float]:
+    """Return the smallest GPU (in GB) that holds `need` bytes, or the largest, and its bytes."""
+    return next(((gb, gb * 1e9) for gb in CARDS if gb * 1e9 >= need), (CARDS[-1], CARDS[-1] * 1e9))
+
+
+def _activations(
+    config: Config, shape: Any, size: int, groups: int, budget: int, chunk: int
+) -> float:
     grpo, limits, layers = config.grpo, config.rollout, shape.num_hidden_layers
     if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
         balances = grpo.balance_ranks and not config.run.deterministic
@@ -63,7 +158,7 @@ def _activations(config: Config, shape: Any, size: int, groups: int, budget: int
     if grpo.gradient_checkpointing:  # memory holds one layer's activations and every layer's input
         kept = kept // layers + tokens * layers * shape.hidden_size * size
     # The sum includes three float32 copies of the logits of one chunk of tokens.
-    return float(kept + 3 * 4 * min(1 << 24, tokens * shape.vocab_size))
+    return float(kept + 3 * 4 * min(chunk, tokens * shape.vocab_size))
 
 
 def _cached_per_token(shape: Any) -> int:
@@ -78,19 +173,19 @@ def _keys_per_token(shape: Any) -> int:
     return (widest(shape, "num_key_value_heads") or heads) * head_dim
 
 
-def _memory_of_training(config: Config, model: Any, num_parameters: int) -> dict[str, float]:
-    grpo, trained = config.grpo, 4.0 * num_trained(config, model)
-    moments = 2 * trained / (config.run.num_gpus or 1 if grpo.shard_optimizer else 1)
+def _memory_of_training(config: Config, num_parameters: int, trained: float) -> dict[str, float]:
+    grpo, num_ranks = config.grpo, config.run.num_gpus or 1
+    moments = 2 * trained / (num_ranks if grpo.shard_optimizer else 1)
     memory = {"LoRA adapters (fp32)": trained} if config.model.use_peft else {}
-    memory |= {"gradients (fp32)": trained, "AdamW (fp32, two moments)": moments}
+    memory |= {GRADIENTS: trained, ADAMW: moments}
     if grpo.beta > 0:
         memory["reference policy (fp32)"] = trained
-    if not config.is_supervised:
-        return memory
-    # Supervised training trains all weights, and each rank keeps the whole optimizer state.
-    gradients, adamw = "gradients of the warm start", "AdamW of the warm start"
-    warm_start = {gradients: 4.0 * num_parameters, adamw: 8.0 * num_parameters}
-    return max(memory, warm_start, key=lambda needs: sum(needs.values()))
+    if grpo.shard_optimizer and num_ranks > 1:
+        memory[ON_THEIR_WAY] = moments
+    if config.is_supervised:  # it trains all weights, and each rank keeps the whole optimizer state
+        memory["gradients of the warm start"] = 4.0 * num_parameters
+        memory["AdamW of the warm start"] = 8.0 * num_parameters
+    return memory
 
 
 def num_trained(config: Config, model: Any) -> int:

@@ -774,12 +774,11 @@ def test_a_bad_folder_for_the_run(case, at):
 
 def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path, monkeypatch):
     config = Config.model_validate({"run": {"output_dir": str(tmp_path / "out")}})
-    free = shutil.disk_usage(tmp_path).free
-    refuse_full_disk(config, free / 4)
-    says(refusal(refuse_full_disk, config, free), "output_dir", "two checkpoints", "make room")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=1 << 40, used=0, free=1 << 20))
     parts = SimpleNamespace(tokenizer=tokenizer())
-    says(refusal(check_model, config, parts), "output_dir", "two checkpoints", "make room")
+    refuse_full_disk(config, parts)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=1 << 40, used=0, free=1 << 20))
+    line = refusal(refuse_full_disk, config, parts)
+    says(line, "output_dir", "two checkpoints", "make room")
 
 
 # The world

@@ -155,8 +155,10 @@ def test_the_shipped_recipes_are_what_their_names_say():
         "evaluate_only",
         "forgetting",
         "mixed",
+        "qwen3_0.6b_1gpu",
         "qwen3_4b_8gpu",
         "qwen3_4b_tau2_8gpu",
+        "qwen3_8b_lora_8gpu",
         "tau2_telecom_tiny",
         "tau2_three_smoke",
         "three_domain_tiny",
@@ -173,6 +175,10 @@ def test_the_shipped_recipes_are_what_their_names_say():
     assert qwen.model.chat_template_kwargs == {"enable_thinking": False}
     assert (qwen.model.use_peft, qwen.model.lora_target_modules) == (True, ["all-linear"])
     assert qwen.grpo.learning_rate == 1e-5
+    large, small = load_recipe("qwen3_8b_lora_8gpu"), load_recipe("qwen3_0.6b_1gpu")
+    assert large.model == qwen.model.model_copy(update={"model": "Qwen/Qwen3-8B"})
+    assert (large.rollout, large.grpo) == (qwen.rollout, qwen.grpo)
+    assert (small.model.use_peft, small.run.num_gpus) == (False, 1)
     real = load_recipe("qwen3_4b_tau2_8gpu")
     assert (real.model, real.run.num_gpus, real.data.customer) == (qwen.model, 8, "llm")
     assert real.rollout.max_tokens_per_turn * real.rollout.max_turns < real.rollout.max_tokens

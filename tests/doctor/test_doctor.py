@@ -24,6 +24,7 @@ from pipeline.doctor.main import (
     Finding,
     judge_all_reduce,
     judge_devices,
+    judge_memory,
     judge_fit,
     judge_versions,
     named,
@@ -32,7 +33,7 @@ from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from tests.support.warm import play
 
-ROWS = (*("connection", "devices", "versions", "all-reduce", "DDP", "folder"),)
+ROWS = (*("connection", "devices", "memory", "versions", "all-reduce", "DDP", "folder"),)
 
 
 def rows_of(text: str) -> dict[str, tuple[str, str]]:
@@ -67,6 +68,8 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
     assert {status for status, _ in rows.values()} == {"ok"}
     assert rows["connection"][1].startswith("2 ranks met in ")
     assert ": ranks 0, 1 on CPU with " in rows["devices"][1]
+    needs = r"the largest phase, \w+, needs 0\.\d GiB by estimate; each rank has at least \d+\.\d"
+    assert re.fullmatch(needs, rows["memory"][1])
     assert f"torch {torch.__version__}" in rows["versions"][1]
     assert re.search(r"bandwidth \d+\.\d\d GB/s for 16 MiB, latency \d+ µs", rows["all-reduce"][1])
     assert re.search(r"2 ranks fit y = 2x \+ 3 together .* takes \d+\.\d ms", rows["DDP"][1])
@@ -225,7 +228,7 @@ def hang(stderr, stdout):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     judge = doctor.CHECKS[-1].judge
     sleeping = Check("nap", lambda *a: time.sleep(600 * a[-1].rank), judge, "sleep")
-    some = [doctor.CHECKS[1], sleeping, doctor.CHECKS[-1]]
+    some = [doctor.CHECKS[2], sleeping, doctor.CHECKS[-1]]
     doctor.main(Config(), connect, some, 3.0)
 
 
@@ -262,7 +265,7 @@ def test_ranks_that_do_not_meet_are_told_what_to_try(alone, capsys):
     assert status == "broken"
     assert re.match(r"rank 0 on \S+: RuntimeError: no route to host try: GLOO_SOCKET", text)
     assert "MASTER_ADDR" in text
-    left = "devices, versions, all-reduce, DDP, folder"
+    left = "devices, memory, versions, all-reduce, DDP, folder"
     assert f"doctor: broken: connection; not checked: {left} (after 0 s)" in said
 
 
@@ -294,6 +297,15 @@ def test_gpus_are_told_what_nccl_listens_to(monkeypatch):
 
 
 # What is made of measurements
+
+
+def test_a_rank_with_too_little_memory_is_named():
+    gib = float(1 << 30)
+    values = [(40 * gib, "rollout", has * gib) for has in (80, 24, 40, 32)]
+    assert judge_memory(values)[:2] == (
+        "broken",
+        "the largest phase, rollout, needs 40.0 GiB by estimate; ranks 1, 3 have less, down to 24.0",
+    )
 
 
 def devices(*places):

@@ -17,7 +17,16 @@ from pipeline.models.loading import empty_model
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
 from pipeline.preflight.check import validate
-from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank
+from pipeline.preflight.memory import (
+    CACHE,
+    GIB,
+    PASS,
+    Memory,
+    card_for,
+    memory_of_a_rank,
+    memory_per_rank,
+    what_fits,
+)
 from pipeline.preflight.prepare import prepare
 from scripts.bench.common import save_tasks
 from tests.support import ROOT
@@ -28,7 +37,13 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
 # Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them.
 OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN}
-OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke", "qwen3_4b_tau2_8gpu"}
+OF_OTHER_TESTS |= {
+    "qwen3_0.6b_1gpu",
+    "qwen3_8b_lora_8gpu",
+    "tau2_telecom_tiny",
+    "tau2_three_smoke",
+    "qwen3_4b_tau2_8gpu",
+}
 OTHER_RECIPES = [path for path in RECIPES if path.stem not in OF_OTHER_TESTS]
 
 
@@ -72,8 +87,16 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
             in said
         )
     for part in ("weights (fp32)", "key-value cache", "AdamW", "activations of a micro-batch"):
-        assert re.search(rf"  {re.escape(part)}.* \d+\.\d\d GiB\n", said)
-    assert re.search(r"  sum +\d+\.\d\d GiB, of \d+\.\d GiB that a rank has here: fits\n", said)
+        assert re.search(rf"\n  {re.escape(part)}.* \d+\.\d\d\n", said)
+    assert (
+        "memory per rank, estimated, in GiB      rollout     update checkpoint warm start\n" in said
+    )
+    assert re.search(r"  sum( +\d+\.\d\d){4}\n", said)
+    verdict = r"needs 0\.\d\d GiB, of \d+\.\d GiB that a rank has here: fits\n"
+    assert re.search(rf"  the largest phase, update, {verdict}", said)
+    assert re.search(
+        r"  fits here: \d+ episodes of 256 tokens at once, or 512 of \d+ tokens\n", said
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,11 +130,17 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     said = capsys.readouterr().out
     assert "that a rank has here" in said
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
-    assert re.search(r"  weights \(bf16\) +7\.49 GiB\n", said)
-    assert re.search(r"  weights of the sampler +0\.00 GiB\n", said)
-    assert re.search(r"  LoRA adapters \(fp32\) +0\.12 GiB\n", said)
-    assert re.search(r"  AdamW \(fp32, two moments\) +0\.25 GiB\n", said)
-    assert re.search(r"  sum +64\.98 GiB, ", said)
+    assert re.search(r"  weights \(bf16\)( +7\.49){3}\n", said)
+    assert "weights of the sampler" not in said  # it shares the base
+    assert re.search(r"  key-value cache +36\.00\n", said)
+    assert re.search(r"  LoRA adapters \(fp32\)( +0\.12){3}\n", said)
+    assert re.search(r"  AdamW \(fp32, two moments\)( +0\.25){3}\n", said)
+    assert re.search(r"  sum +46\.79 +31\.80 +9\.48\n", said)
+    assert "  the largest phase, rollout, needs 46.79 GiB, of " in said
+    assert (
+        "  fits on a GPU of 80 GB: 55 episodes of 8192 tokens at once, or 32 of 14080 tokens\n"
+        in said
+    )
 
 
 def test_an_unknown_hub_model_is_refused():
@@ -131,14 +160,23 @@ def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
 def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
     model = empty_model(load_recipe(QWEN))
     assert model.num_parameters() == 4_022_468_096
+    others = {"qwen3_0.6b_1gpu": 596_049_920, "qwen3_8b_lora_8gpu": 8_190_735_360}
+    assert {name: empty_model(load_recipe(name)).num_parameters() for name in others} == others
     assert (model.config.num_hidden_layers, model.config.hidden_size) == (36, 2560)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize(("recipe", "gib"), [(QWEN, 65.0), ("qwen3_4b_tau2_8gpu", 65.0)])
+@pytest.mark.parametrize(
+    ("recipe", "gib"),
+    [
+        *((QWEN, 46.8), ("qwen3_4b_tau2_8gpu", 46.8)),
+        *(("qwen3_0.6b_1gpu", 19.0), ("qwen3_8b_lora_8gpu", 54.7)),
+    ],
+)
 def test_a_recipe_tells_the_memory_that_it_needs(recipe, gib):
     assert f"adds it up: {gib} GiB" in (ROOT / "recipes" / f"{recipe}.yaml").read_text()
-    assert round(sum(memory_per_rank(load_recipe(recipe)).values()) / GIB, 1) == gib
+    peak, phase = memory_per_rank(load_recipe(recipe)).peak
+    assert (round(peak / GIB, 1), phase) == (gib, "rollout")
 
 
 def test_the_memory_of_the_tiny_recipe_adds_up():
@@ -167,7 +205,8 @@ def test_a_reference_policy_and_less_to_train_change_the_sum():
     with_reference = memory_per_rank(config(grpo={"beta": 0.1}))
     assert with_reference["reference policy (fp32)"] == plain["weights (fp32)"]
     evaluation = memory_per_rank(config(grpo={"use_grpo": False}))
-    assert list(evaluation) == ["weights (fp32)", "weights of the sampler", "key-value cache"]
+    assert list(evaluation) == ["weights (fp32)", "weights of the sampler", CACHE, PASS]
+    assert (evaluation.phases, evaluation.of("update")) == (["rollout"], {})
     saving = memory_per_rank(config(grpo={"gradient_checkpointing": True}))
     activations = "activations of a micro-batch"
     assert saving[activations] < plain[activations]
@@ -217,7 +256,8 @@ def test_a_sharded_optimizer_leaves_each_rank_its_share_of_the_moments():
     shared = memory_per_rank(with_settings(recipe, grpo={"shard_optimizer": True}))
     moments = "AdamW (fp32, two moments)"
     assert whole[moments] == 8 * 4_022_468_096
-    assert shared == {**whole, moments: 4_022_468_096}  # on 8 ranks
+    share = 4_022_468_096  # on 8 ranks
+    assert shared == {**whole, moments: share, "moments on their way to rank 0": share}
 
 
 def test_a_warm_start_trains_every_weight_also_before_adapters():
@@ -225,13 +265,44 @@ def test_a_warm_start_trains_every_weight_also_before_adapters():
     need = memory_per_rank(with_settings(recipe, warm_start=warm_start))
     assert need["gradients of the warm start"] == 4 * 4_022_468_096
     assert need["AdamW of the warm start"] == 8 * 4_022_468_096
-    assert not {"LoRA adapters (fp32)", "gradients (fp32)"} & need.keys()
+    assert not {"LoRA adapters (fp32)", "gradients (fp32)"} & need.of("warm start").keys()
+    assert not {"gradients of the warm start", "AdamW of the warm start"} & need.of("update").keys()
     sharded = {"model": {"use_peft": False}, "grpo": {"shard_optimizer": True}}
     need = memory_per_rank(with_settings(recipe, warm_start=warm_start, **sharded))
     assert need["AdamW of the warm start"] == 8 * 4_022_468_096
-    # The larger of the two phases counts: with a reference policy that is GRPO.
     plain = {"model": {"use_peft": False}, "grpo": {"beta": 0.1}, "warm_start": warm_start}
-    assert "reference policy (fp32)" in memory_per_rank(with_settings(recipe, **plain))
+    need = memory_per_rank(with_settings(recipe, **plain))
+    assert "reference policy (fp32)" in need.of("update")
+    assert need.phases == ["rollout", "update", "checkpoint", "warm start"]
+
+
+def test_a_phase_holds_its_own_terms_and_the_largest_phase_counts():
+    memory = Memory({"weights (fp32)": 8.0, "key-value cache": 16.0, "gradients (fp32)": 2.0})
+    memory["activations of a micro-batch"] = 32.0
+    assert memory.of("rollout").keys() == {*memory} - {"activations of a micro-batch"}
+    assert [sum(memory.of(p).values()) for p in memory.phases] == [26.0, 42.0, 10.0]
+    assert memory.peak == (42.0, "update")
+    memory.keeps_cache = True  # on a CPU
+    assert [sum(memory.of(p).values()) for p in memory.phases] == [26.0, 58.0, 26.0]
+
+
+def test_what_fits_is_what_the_table_adds_up_to():
+    recipe, have = load_recipe(QWEN), 80e9
+    assert what_fits(recipe, None, have) == (
+        "55 episodes of 8192 tokens at once, or 32 of 14080 tokens"
+    )
+
+    def needs(**rollout):
+        return memory_per_rank(with_settings(recipe, rollout=rollout)).peak[0]
+
+    assert needs(max_concurrent_episodes=55) <= have < needs(max_concurrent_episodes=56)
+    assert needs(max_tokens=14080) <= have < needs(max_tokens=14080 + 256)
+    assert [card_for(need * 1e9)[0] for need in (1, 24, 25, 81, 500)] == [24, 24, 40, 141, 141]
+
+
+def test_the_recipe_with_lora_needs_at_most_60_gb_at_12000_tokens():
+    recipe = with_settings(load_recipe("qwen3_4b_tau2_8gpu"), rollout={"max_tokens": 12_000})
+    assert memory_per_rank(recipe).peak[0] <= 60e9
 
 
 def with_settings(settings: Config, **sections) -> Config:
@@ -262,7 +333,9 @@ def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum():
     message = refusal(validate, config(rollout={"max_tokens": 10**9}))
-    assert re.match(r"memory: each rank needs \d+\.\d GiB \(weights \(fp32\) 0\.0 \+ ", message)
+    assert re.match(
+        r"memory: each rank needs \d+\.\d GiB in the \w+ \(weights \(fp32\) 0\.0 \+ ", message
+    )
     assert re.search(r" \+ key-value cache \d+\.\d \+ ", message)
     assert re.search(r"\) and has \d+\.\d; lower max_concurrent_episodes", message)
 

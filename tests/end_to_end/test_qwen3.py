@@ -1,0 +1,34 @@
+"""Two steps of each recipe for a Qwen3 on the embedded domains, with a tiny random Qwen3."""
+
+import json
+
+import pytest
+
+from tests.support import random_qwen3, warm
+from tests.support.tau2_miniature import write
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_0.6b_1gpu", "qwen3_4b_8gpu", "qwen3_8b_lora_8gpu"])
+def test_two_steps_of_a_recipe(recipe, tmp_path):
+    model = random_qwen3.write(tmp_path / "model", write(tmp_path / "texts"))
+    few = [
+        "--model",
+        str(model),
+        "--mixed-precision",
+        "no",
+        "--max-steps",
+        "2",
+        "--domains",
+        "airline",
+    ]
+    few += ["--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
+    few += ["--max-turns", "3", "--tasks-per-domain", "20", "--eval-tasks-per-domain", "1"]
+    few += ["--eval-trials", "1", "--kl-probe-tasks", "0", "--validation-steps", "0"]
+    num_ranks = 1 if recipe.endswith("_1gpu") else 2
+    flags = ["--config", recipe, *few, "--report-to", "none", "--output-dir", "out"]
+    warm.play(*flags, cwd=tmp_path, num_ranks=num_ranks)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+    assert [line["step"] for line in steps] == [1, 2]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [of["after"] for of in results["evaluations"]] == ["start", "airline"]
