@@ -24,8 +24,8 @@ from pipeline.doctor.main import (
     Finding,
     judge_all_reduce,
     judge_devices,
-    judge_memory,
     judge_fit,
+    judge_memory,
     judge_versions,
     named,
 )
@@ -302,10 +302,9 @@ def test_gpus_are_told_what_nccl_listens_to(monkeypatch):
 def test_a_rank_with_too_little_memory_is_named():
     gib = float(1 << 30)
     values = [(40 * gib, "rollout", has * gib) for has in (80, 24, 40, 32)]
-    assert judge_memory(values)[:2] == (
-        "broken",
-        "the largest phase, rollout, needs 40.0 GiB by estimate; ranks 1, 3 have less, down to 24.0",
-    )
+    needs = "the largest phase, rollout, needs 40.0 GiB by estimate"
+    lack = f"{needs}; ranks 1, 3 have less, down to 24.0"
+    assert judge_memory(values)[:2] == ("broken", lack)
 
 
 def devices(*places):
