@@ -1,11 +1,12 @@
 """The sentinel of a rank: a process that ends the rank if the watchdog's thread stops running.
 
-    Usage: python sentinel.py PID TICKS
+    Usage: python sentinel.py PID TICKS STORE_TICKS NAME STORE
 
-Twice a second, the watchdog's thread writes a byte to the sentinel, unless the rank is stuck
-outside Python. After TICKS half seconds without a byte, the sentinel sends SIGABRT to the rank, and
-`faulthandler` prints the stacks of the rank. Half seconds while the rank is suspended do not count.
-The sentinel exits when its standard input is closed.
+Twice a second, the watchdog's thread writes `.` to the sentinel, unless the rank is stuck outside
+Python. Before the thread reads the key-value store on the machine STORE, it writes `?`. After TICKS
+half seconds without a byte (STORE_TICKS if the last byte was `?`), the sentinel sends SIGABRT to
+the rank, and `faulthandler` prints the stacks of the rank. Half seconds while the rank is suspended
+do not count. The sentinel exits when its standard input is closed.
 """
 
 import os
@@ -16,17 +17,22 @@ import sys
 TICK_S = 0.5
 
 
-def main(pid: int, ticks: int) -> None:
-    silent = 0
-    while silent < ticks:
+def main(pid: int, ticks: int, store_ticks: int, name: str, store: str) -> None:
+    silent, last = 0, b"."
+    while silent < (store_ticks if last == b"?" else ticks):
         ready, _, _ = select.select([0], [], [], TICK_S)
         if ready:
-            if not os.read(0, 4096):
+            received = os.read(0, 4096)
+            if not received:
                 return
-            silent = 0
+            silent, last = 0, received[-1:]
         elif not _is_suspended(pid):
             silent += 1
-    text = f"rank process {pid} shows no sign of Python for {ticks * TICK_S:.0f} s and is ended\n"
+    seconds = f"for {silent * TICK_S:.0f} s and is ended"
+    text = f"rank process {pid} shows no sign of Python {seconds}\n"
+    if last == b"?":
+        text = f"{name} gets no answer from the key-value store on {store} {seconds}: "
+        text += "the machine of rank 0 is down or cut off\n"
     os.write(2, text.encode())
     os.kill(pid, signal.SIGABRT)
 
@@ -40,6 +46,8 @@ def _is_suspended(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the sentinel ignores stop signals
+    # The sentinel ignores stop signals.
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(stop, signal.SIG_IGN)
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    pid, ticks, store_ticks = map(int, sys.argv[1:4])
+    main(pid, ticks, store_ticks, *sys.argv[4:6])

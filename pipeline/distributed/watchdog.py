@@ -1,13 +1,17 @@
 """The watchdog: a thread on each rank that handles signals and finds the rank at fault.
 
-Twice a second, each rank posts a heartbeat (its state) to the ranks' key-value store. A rank that
-fails, or finds a rank that hangs or has ended, posts a fault. The first fault is printed, and every
-rank ends with exit code 1. A rank that is stuck outside Python posts no heartbeats, so another rank
-posts the fault. If all ranks are stuck outside Python, the sentinels end the ranks.
+Each rank posts a heartbeat (its state) to the ranks' key-value store twice a second, and reads the
+heartbeats of its machine and of one rank of the machine before once a second. So a rank makes 4
+requests per second, whatever the number of ranks. A rank that fails, or finds a rank that hangs or
+has ended, posts a fault. The first fault is printed, and every rank ends with exit code 1. A rank
+that is stuck outside Python posts no heartbeats, so another rank posts the fault. If all ranks are
+stuck outside Python, or the store does not answer, the sentinels end the ranks.
 """
 
 import faulthandler
+import itertools
 import json
+import math
 import os
 import platform
 import select
@@ -31,12 +35,13 @@ from pipeline.files.untrusted import printable
 
 # Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
 SAME_SIGNAL_S = 2.0
-# Seconds that a rank with a lost connection waits for another rank to post the fault.
-PATIENCE_S = 3.0
+# After PATIENCE_S without a new heartbeat, a rank counts as silent. A rank reads the heartbeats of
+# all ranks for LOOK_S before it names a rank that does not come to a collective.
+PATIENCE_S, LOOK_S = 3.0, 5.0
 # After a pause longer than SUSPENDED_S and timeout / 10, the watchdog assumes a suspended run.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM sends SIGUSR1
 WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
 
@@ -80,7 +85,14 @@ class Watchdog:
         self.can_resume, self.advice = False, ""
         self._store = ranks.connect_to_store()
         self._own: Heartbeat
-        self._others: dict[int, Heartbeat] = {}
+        self._neighbours = neighbours(ranks.rank, ranks.num_ranks)
+        self._others: dict[int, Heartbeat] = {}  # of the ranks that were read last
+        self._known: set[str] = set()  # keys that the store has: a read waits for missing keys
+        # While all ranks wait for a missing rank, rank 0 looks for it first, rank 1 half a second
+        # later, then 2 and 3, then 4 to 7: so few ranks read the heartbeats of all ranks.
+        self._turn_s = sentinel.TICK_S * ranks.rank.bit_length()
+        self._address = os.environ.get("MASTER_ADDR", "this machine")  # of the store
+        self._lost_at = math.inf  # when a collective of this rank lost its connection
         self._fault: dict[str, Any] = {}  # the run's first fault, or empty
         self._fault_at = self._first_signal_at = 0.0
         self._handlers: dict[int, Any] = {}
@@ -98,13 +110,15 @@ class Watchdog:
         self._ranks.remove_timeouts()
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # prints the stacks if the sentinel ends this process
-        ticks = str(round((self._timeout_s + GRACE_S) / sentinel.TICK_S))
-        command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), ticks]
+        self._looked_at = time.monotonic()
+        self._post_heartbeat()
+        limits = (self._timeout_s + GRACE_S, self._timeout_s)
+        ticks = [str(round(limit_s / sentinel.TICK_S)) for limit_s in limits]
+        command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), *ticks]
+        command += [str(self._own), self._address]
         self._sentinel: Any = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
         )
-        self._looked_at = time.monotonic()
-        self._post_heartbeat()
         self._thread.start()
         return self
 
@@ -131,9 +145,10 @@ class Watchdog:
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
         if self._ranks.stop_wanted and lost:  # the stop signal has also ended other ranks
             raise ToldElsewhere("stop") from error
-        patient_until = time.monotonic() + (PATIENCE_S if lost else 0)
-        while not self._fault and time.monotonic() < patient_until:
-            time.sleep(0.1)
+        if lost:  # another rank may find the reason
+            self._lost_at = time.monotonic()
+            while not self._fault and time.monotonic() < self._lost_at + LOOK_S + self._turn_s:
+                time.sleep(0.1)
         if not self._fault and lost:
             with suppress(RuntimeError):  # the key-value store may have ended
                 self._name_missing_rank(is_deadlock=False)
@@ -159,9 +174,8 @@ class Watchdog:
         return fault
 
     def _watch(self) -> None:
-        while True:
-            with suppress(OSError):  # the sentinel may have been killed
-                self._sentinel.stdin.write(b".")
+        for tick in itertools.count():
+            self._tell_sentinel(b".")
             ready, _, _ = select.select([self._signals], [], [], sentinel.TICK_S)
             received = self._signals.recv(64) if ready else b""
             if 0 in received:  # `__exit__` sends a 0
@@ -169,11 +183,12 @@ class Watchdog:
             if numbers := [number for number in received if number in SIGNALS]:
                 self._handle_signal(numbers[0])
             try:
-                self._exchange_heartbeats()
+                self._exchange_heartbeats(tick)
                 if not self._fault:
                     self._look()
             except RuntimeError as error:  # the key-value store ended with the launcher
-                text = f"the launcher is gone ({str(error).splitlines()[0]})"
+                text = f"the key-value store on {self._address} is gone: its launcher or rank 0 "
+                text += f"has ended ({str(error).splitlines()[0]})"
                 self._post_fault("store", self._own, text)
             if self._fault:
                 self._end()
@@ -195,21 +210,41 @@ class Watchdog:
                 text = "the run stops in good order; a second signal ends it at once"
                 print(f"{signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
 
-    def _exchange_heartbeats(self) -> None:
+    def _exchange_heartbeats(self, tick: int = 0) -> None:
+        """Post a heartbeat; if `tick` is even, read the heartbeats of others and the faults."""
         self._post_heartbeat()
-        others = set(range(self._ranks.num_ranks)) - {self._ranks.rank}
-        for fields in self._read(*(f"heartbeat {rank}" for rank in others)):
+        if tick % 2:
+            return
+        looks = self._own.waits_for and self._late_s > -LOOK_S
+        looks = looks or time.monotonic() > self._lost_at + self._turn_s
+        others = {*range(self._ranks.num_ranks)} - {self._ranks.rank} if looks else self._neighbours
+        keys = ["fault", "stop", *(f"heartbeat {rank}" for rank in sorted(others))]
+        self._tell_sentinel(b"?")
+        for key in keys:
+            if key not in self._known:
+                self._store.compare_set(key, "", "")
+        self._known.update(keys)
+        fault, stop, *texts = self._store.multi_get(keys)
+        beats = {}
+        for fields in map(json.loads, filter(None, texts)):
             last = self._others.get(fields["rank"])
             if last is None or last.posted_at != fields["posted_at"]:
-                self._others[fields["rank"]] = Heartbeat(**fields | {"seen_at": time.monotonic()})
-        if not self._fault and (found := self._read("fault")):
-            self._fault, self._fault_at = found[0], time.monotonic()
-        if self._read("stop"):
-            self._ranks.stop_wanted = True
+                last = Heartbeat(**fields | {"seen_at": time.monotonic()})
+            beats[last.rank] = last
+        self._others = beats
+        if fault and not self._fault:
+            self._fault, self._fault_at = json.loads(fault), time.monotonic()
+        self._ranks.stop_wanted |= bool(stop)
 
-    def _read(self, *keys: str) -> list[Any]:
-        found = self._store.multi_get(keys) if self._store.check(keys) else []
-        return [json.loads(text) for text in found]
+    @property
+    def _late_s(self) -> float:
+        """Seconds since the deadline of this rank's progress, or since its turn while it waits."""
+        turn_s = self._turn_s if self._own.waits_for else 0.0
+        return self._own.idle_s - self._timeout_s - turn_s
+
+    def _tell_sentinel(self, state: bytes) -> None:
+        with suppress(OSError):  # the sentinel may have been killed
+            self._sentinel.stdin.write(state)
 
     def _post_heartbeat(self, left: bool = False) -> None:
         ranks = self._ranks
@@ -237,7 +272,7 @@ class Watchdog:
                 beat.seen_at = now
             return
         self._look_for_ended_ranks()
-        is_late = self._own.idle_s > self._timeout_s
+        is_late = self._late_s > 0
         if is_late and self._own.waits_for:
             self._name_missing_rank(is_deadlock=True)
         limit_s = self._timeout_s + sentinel.TICK_S
@@ -254,7 +289,8 @@ class Watchdog:
             with suppress(psutil.NoSuchProcess):
                 if psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE:
                     continue
-            if not self._fault and not self._read(f"heartbeat {beat.rank}")[0]["left"]:
+            latest = json.loads(self._store.get(f"heartbeat {beat.rank}"))
+            if not self._fault and not latest["left"]:
                 text = f"{beat} exited or was killed; it was in {beat.phase}"
                 self._post_fault("gone", beat, text)
 
@@ -284,6 +320,17 @@ class Watchdog:
             self._store.compare_set(self._ranks.agreement, "", "fault")
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)
+
+
+def neighbours(rank: int, num_ranks: int) -> set[int]:
+    """Return the other ranks of this machine and one of the machine before, in a circle.
+
+    Without LOCAL_RANK and LOCAL_WORLD_SIZE, each rank counts as a machine.
+    """
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    near = {*range(first, first + size), (rank - size) % num_ranks}
+    return {other for other in near if 0 <= other < num_ranks and other != rank}
 
 
 def _main_frame() -> Any:

@@ -71,8 +71,8 @@ def befall(kind: str, ranks: Ranks) -> None:
         time.sleep(1000)
     if kind == "hang outside Python":
         ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock: none of its threads runs
-    if kind == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
+    if kind.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[kind])
         while not ranks.stop_wanted:
             time.sleep(0.01)
 
@@ -103,6 +103,8 @@ def waited(tmp_path_factory):
         "torch": (played_in, wait_in_torch, 2),
         "slow": (played_in, slow, 2),
         "alone": (played_in, stuck_outside_python, 1),
+        "machine 0": (play_apart, 0),
+        "machine 1": (play_apart, 1),
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
         yield {
@@ -172,12 +174,12 @@ def test_a_rank_that_waits_inside_torch_is_not_taken_for_the_one_that_hangs(wait
     assert named == ["1"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_signal_to_one_rank_interrupts_all_of_them_at_the_same_place(played, num_ranks):
-    results, said = played("SIGTERM", num_ranks)
+@pytest.mark.parametrize(("name", "num_ranks"), [("SIGUSR1", 1), ("SIGTERM", 2)])
+def test_a_signal_to_one_rank_interrupts_all_of_them_at_the_same_place(played, name, num_ranks):
+    results, said = played(name, num_ranks)
     assert [result[0] for result in results] == ["Interrupted"] * num_ranks
     assert {result[3] for result in results} == {2}
-    assert said.count("SIGTERM: the run stops in good order; a second signal ends it at once") == 1
+    assert said.count(f"{name}: the run stops in good order; a second signal ends it at once") == 1
 
 
 def twice(same_signal_s: float, can_resume: bool) -> str:
@@ -299,3 +301,68 @@ def test_a_rank_alone_that_is_stuck_outside_python_is_ended_with_its_stack(waite
     assert results == ["rank 0 said nothing"]
     assert re.match(r"rank process \d+ shows no sign of Python for 2 s and is ended\n", said)
     assert "Fatal Python error: Aborted" in said and "in stuck_outside_python" in said
+
+
+def test_a_rank_watches_its_machine_and_one_rank_of_the_machine_before(monkeypatch):
+    for local, rank, watched in [
+        (2, 6, {2, 4, 5, 7}),
+        (0, 0, {1, 2, 3, 8}),
+        (3, 11, {7, 8, 9, 10}),
+    ]:
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert watching.neighbours(rank, 12) == watched
+    assert watching.neighbours(3, 4) == {0, 1, 2}
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert watching.neighbours(0, 4) == {3}
+    assert watching.neighbours(0, 1) == set()
+
+
+def apart(silent: int, folder: str, stderr: str) -> None:
+    """Two ranks that say that they are two machines; the process of one is suspended at work."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    watching.platform.node = lambda: f"machine-{rank}"
+    watching.GRACE_S = 1.0
+    ranks = Ranks(Accelerator().process_index, 2, 60)
+    with Watchdog(ranks, SHORT_S), ranks.phase("sample", "airline", 1):
+        ranks.barrier("start")
+        if rank == silent:
+            Path(folder, "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while True:
+            ranks.alive()
+            time.sleep(0.05)
+
+
+def play_apart(folder: Path, silent: int) -> str:
+    """What was said; the suspended process is killed as soon as the other has ended."""
+    folder.mkdir()
+    with ThreadPoolExecutor() as pool:
+        playing = pool.submit(played_in, folder, apart, 2, silent, str(folder))
+        while "and is ended" not in (said := read(folder / "stderr")) and "hangs in" not in said:
+            assert not playing.done(), playing.result()
+            time.sleep(0.1)
+        psutil.Process(int(read(folder / "pid"))).kill()
+        return playing.result()[1]
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def test_a_machine_that_falls_silent_is_named_by_the_others(waited):
+    said = waited["machine 1"].result()
+    named = r"^rank 1 on machine-1 \(pid \d+\) hangs in sample airline step 1: no sign of "
+    assert len(re.findall(rf"{named}progress for \d+ s\n", said, re.MULTILINE)) == 1
+
+
+def test_where_the_store_falls_silent_a_rank_ends_and_names_the_machine_of_rank_0(waited):
+    said = waited["machine 0"].result()
+    named = (
+        r"rank 1 on machine-1 \(pid \d+\) gets no answer from the key-value store on 127.0.0.1 for "
+    )
+    ended = "2 s and is ended: the machine of rank 0 is down or cut off"
+    assert len(re.findall(f"^{named}{ended}\n", said, re.MULTILINE)) == 1
