@@ -1,4 +1,4 @@
-"""`--doctor`: checks of the ranks, of the links between ranks, and of the folder of the runs.
+"""`--doctor`: checks of the ranks, their links, their memory, and of the folder of the runs.
 
 Each rank runs the `measure_...` function of a check. The `judge_...` function of the check gets the
 values of all ranks, in order of ranks, and returns one Finding. Rank 0 prints the Finding as a row
@@ -29,6 +29,7 @@ from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
+from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 
 TIMEOUT_S = 30.0  # maximum time of a check, unless `--timeout` is shorter
 SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
@@ -175,6 +176,29 @@ def judge_fit(values: list[Values]) -> Finding:
     return Finding("ok", f"{text}{milliseconds:.1f} ms")
 
 
+def measure_memory(config: Config, accelerator: Accelerator, _: Ranks) -> Values:
+    """Return the largest phase of the memory table, and what this rank has; `why` if unknown."""
+    try:
+        memory = Memory(config)
+    except UserError as error:
+        return {"why": str(error)}
+    have = memory_of_a_rank(config)
+    if accelerator.device.type == "cuda":
+        have = torch.cuda.get_device_properties(accelerator.device).total_memory
+    return {"largest": memory.largest(), "have": have, "bounds": memory.bounds()}
+
+
+def judge_memory(values: list[Values]) -> Finding:
+    if missing := [value["why"] for value in values if "why" in value]:
+        return Finding("note", f"not known without the model ({missing[0]})")
+    rank = min(range(len(values)), key=lambda rank: values[rank]["have"])
+    (phase, need), have = values[rank]["largest"], values[rank]["have"]
+    text = f"the {phase} needs most, {need / GIB:.1f} GiB of rank {rank}'s {have / GIB:.1f}"
+    if need > have:
+        return Finding("broken", text, "three-domain-grpo check, which names each term")
+    return Finding("ok", f"{text}; {values[rank]['bounds']}")
+
+
 def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, bool]:
     """Return the folder of the runs, and whether this rank sees a file that rank 0 makes there."""
     wanted = (config.run.output_dir or Path("runs")).absolute()
@@ -203,6 +227,7 @@ CHECKS = (
     Check("versions", measure_versions, judge_versions, INSTALL),
     Check("all-reduce", measure_all_reduce, judge_all_reduce, needs_links=True),
     Check("DDP", measure_fit, judge_fit, needs_links=True),
+    Check("memory", measure_memory, judge_memory, "three-domain-grpo check"),
     Check("folder", measure_folder, judge_folder, FOLDER),
 )
 

@@ -5,8 +5,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
-
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
@@ -15,7 +13,7 @@ from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import recompute_layers, why_generate
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
-from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank, num_trained
+from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank, num_trained
 from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.preflight.stand_in import try_architecture
 
@@ -28,17 +26,18 @@ def validate(config: Config) -> Prepared:
         lines = [f"note: {note}" for note in parts.notes]
         lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
         print("\n".join(lines), end="\n" * bool(lines), flush=True)
-    refuse_lack_of_memory(config, parts)
+    refuse_lack_of_memory(Memory(config, parts.tokenizer))
     return parts
 
 
-def refuse_lack_of_memory(config: Config, parts: Prepared) -> None:
-    """Raise UserError if a rank of the run needs more memory than a rank has here."""
-    memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
-    if (need := sum(memory.values())) > have:
-        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
+def refuse_lack_of_memory(memory: Memory) -> None:
+    """Raise UserError if a phase of the run needs more memory than a rank has here."""
+    phases, have = memory.phases(), memory_of_a_rank(memory.config)
+    phase, need = memory.largest()
+    if need > have:
+        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in phases[phase].items())
         raise UserError(
-            f"memory: each rank needs {need / GIB:.1f} GiB ({terms}) and has "
+            f"memory: each rank needs {need / GIB:.1f} GiB for the {phase} ({terms}) and has "
             f"{have / GIB:.1f}; lower max_concurrent_episodes or max_tokens_per_microbatch, set "
             "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
@@ -65,9 +64,10 @@ def main(config: Config) -> int:
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
-    print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]), flush=True)
-    if (config.run.num_gpus or 1) <= max(1, torch.cuda.device_count()):
-        refuse_lack_of_memory(config, parts)
+    memory = Memory(config, parts.tokenizer)
+    print("\n".join([*lines, *_plan(config, parts), *_table(memory)]), flush=True)
+    if memory.is_here:
+        refuse_lack_of_memory(memory)
     return 0
 
 
@@ -141,11 +141,18 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
         yield printable(f"\n--- a prompt of {domain} ({tasks[0].id}) ---\n{text}")
 
 
-def _memory(config: Config, parts: Prepared) -> Iterator[str]:
-    need, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
-    total = sum(need.values())
-    fits = "fits" if total <= have else "does not fit: a run would be refused here"
-    yield "\nmemory per rank, estimated"
-    yield from (f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in need.items())
-    verdict = f"of {have / GIB:.1f} GiB that a rank has here: {fits}"
-    yield f"  {'sum':<34}{total / GIB:8.2f} GiB, {verdict}"
+def _table(memory: Memory) -> Iterator[str]:
+    """Yield the lines of the table of memory: a row for each term, a column for each phase."""
+    phases, have = memory.phases(), memory_of_a_rank(memory.config)
+    terms = dict.fromkeys(term for of in phases.values() for term in of)
+    sums = {"sum": {name: sum(of.values()) for name, of in phases.items()}}
+    rows = {term: {name: of.get(term, 0.0) for name, of in phases.items()} for term in terms}
+    yield f"\n{'memory per rank, estimated, in GiB':<36}{''.join(f'{n:>12}' for n in phases)}"
+    for term, sizes in (rows | sums).items():
+        row = (f"{size / GIB:.2f}" if size else "-" for size in sizes.values())
+        yield f"  {term:<34}{''.join(f'{cell:>12}' for cell in row)}"
+    phase, need = memory.largest()
+    fits = "fits" if need <= have else "does not fit: a run would be refused here"
+    of = f"of {have / GIB:.1f} GiB that a rank has here: {fits}"
+    yield f"  the {phase} needs most: {need / GIB:.2f} GiB, {of}"
+    yield f"  {memory.bounds()}"
