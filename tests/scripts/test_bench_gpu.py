@@ -1,0 +1,39 @@
+"""The benchmark of a GPU, on a CPU: the parts in one process, and a part that fails."""
+
+import json
+import sys
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.warm_process import WarmRun
+
+SCRIPT = ROOT / "scripts" / "bench" / "gpu.py"
+PARTS = ("exchange", "logprobs", "loss", "update", "sampling", "memory")
+
+
+@pytest.mark.whole_run
+def test_the_parts_of_one_process_find_what_must_be(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, SCRIPT, "--parts", *PARTS, "--json", tmp_path / "found.json"]
+        code = WarmRun(list(map(str, command)), stdout=log, stderr=log).wait(timeout=300)
+    said = (tmp_path / "log").read_text()
+    assert code == 0, said
+    rows = [line[42:51].strip() for line in said.splitlines()[1:-1]]
+    assert rows == ["ok"] * 5 + ["skipped"]
+    figures = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["figures"]
+    assert figures["logprobs_mean"] <= 1e-5 and figures["loss_gap"] == 0.0
+    assert figures["update_tokens_per_s"] > 0 and 0 < figures["sampling_of_bound"] < 1
+
+
+def test_a_part_that_fails_is_one_row(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from gpu import rows_of
+
+    def broken():
+        yield "first", "fine", True
+        raise RuntimeError("no\nroute")
+
+    ((name, text, is_right),) = rows_of(broken, "exchange")
+    assert (name, is_right) == ("exchange", False)
+    assert text.startswith("failed after 0 s: no route")
