@@ -89,8 +89,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
         load_folder(name, config.model, device="meta")
     why = why_generate(model)
     if config.grpo.use_grpo:
-        size = 4.0 * model.num_parameters() * config.is_supervised
-        refuse_full_disk(config, max(size, 12.0 * num_trained(config, model)))
+        refuse_full_disk(config, 12.0 * num_trained(config, model))
     is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # tried once per machine
     return why, try_architecture(config, model) if is_tried else []
 
