@@ -1,13 +1,10 @@
 """What a run does before GRPO: evaluations, warm start, rejection fine-tuning, start report."""
 
-import gc
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
-
-import torch
 
 from pipeline.data.curriculum import tasks_of_source
 from pipeline.data.shares import num_drawn
@@ -20,7 +17,6 @@ from pipeline.evaluation.evaluate import in_words as rates_in_words
 from pipeline.evaluation.start_report import start_report
 from pipeline.files.console import may_fail
 from pipeline.grpo.collect import RolloutBatch, play_groups
-from pipeline.models.loading import load_folder
 from pipeline.report.tables import start_block
 from pipeline.rft import examples_of, in_words, kept_of, metrics_of, settings_of_round, summary_of
 from pipeline.rollout.trajectory import Trajectory
@@ -41,6 +37,8 @@ class BeforeGRPO(RunState):
             self.evaluate("start")
         if not config.grpo.use_grpo:
             return
+        if config.model.use_peft and config.is_supervised:
+            self.policy.attach(self.checkpointer, self.checkpointer.resumed)
         if config.warm_start.steps:
             if state.stage == "start":
                 self.give_warm_start()
@@ -83,9 +81,9 @@ class BeforeGRPO(RunState):
     def give_warm_start(self) -> None:
         """Train on demonstrations, save the first checkpoint, and load the saved model."""
         begun, config, parts, ranks = time.perf_counter(), self.config, self.parts, self.ranks
-        arguments = config, self.policy.model, parts.chat, parts.domains, ranks.num_ranks
+        arguments = parts.chat, parts.domains, ranks.num_ranks
         with self._supervised("warm start", config.warm_start.steps) as on_step:
-            loss = warm_start(*arguments, on_step, ranks.alive)
+            loss = warm_start(config, self.policy.model, *arguments, on_step, ranks.alive)
         keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
         self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
         self.log.metrics({**keys, "warm_start/loss": loss})
@@ -124,9 +122,9 @@ class BeforeGRPO(RunState):
             examples = examples_of(kept, config.warm_start.batch_size, config.run.seed, name)
             config = settings_of_round(config, len(examples))
             entry["steps"] = config.warm_start.steps
-            arguments = config, self.policy.model, self.parts.chat, examples, ranks.num_ranks
+            arguments = self.parts.chat, examples, ranks.num_ranks
             with self._supervised(f"rft round {number}", entry["steps"]) as on_step:
-                entry["loss"] = fine_tune(*arguments, on_step)
+                entry["loss"] = fine_tune(config, self.policy.model, *arguments, on_step)
         self.say(in_words(entry))
         self.state.rft.append(entry)
         keys = {"kind": "rft", "stage": "rft", "step": 0}
@@ -137,6 +135,7 @@ class BeforeGRPO(RunState):
     def _supervised(self, name: str, num_steps: int) -> Iterator[Callable[[float | None], None]]:
         """Show the progress of supervised training; yields a function to call after each step."""
         progress = StageProgress(name, num_steps, is_main=self.ranks.is_main)
+        self.policy.free_sampler()
 
         def on_step(loss: float | None) -> None:
             progress.step({"loss": loss})
@@ -149,10 +148,7 @@ class BeforeGRPO(RunState):
 
     def _save_and_load(self, name: str) -> None:
         self.save(name)
-        self.policy.replace(load_folder(self.checkpointer.folder / name, self.config.model))
-        gc.collect()  # frees SFTTrainer's optimizer, which reference cycles keep alive
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.policy.reload(self.checkpointer.folder / name, self.checkpointer)
 
     def training_tasks(self, count: int, part: int, *key: int | str) -> list[Task]:
         """Return at most `count` training tasks of each domain that a stage trains.

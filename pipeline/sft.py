@@ -1,5 +1,8 @@
 """The warm start: a short supervised stage on demonstrations, with TRL's SFTTrainer.
 
+With LoRA, it trains the adapters. As in the update of GRPO, a backward pass has a micro-batch,
+and logits come in chunks (`grpo/token_logprobs.py`).
+
 All ranks of the run take part in the warm start. `chat/template.py` makes the tokens of both
 demonstrations and rollouts. The expert of a domain follows the domain's rules in only a share of
 the demonstrations (`warm_start.rule_share`), so that GRPO can improve the policy. `fine_tune` also
@@ -8,8 +11,11 @@ trains on examples that are no demonstrations.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from contextlib import nullcontext
+from itertools import groupby, pairwise
 from typing import Any
+
+import torch
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
@@ -18,7 +24,12 @@ from pipeline.data.tasks import Message
 from pipeline.distributed.gradients import skip_gradient_sync
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
 from pipeline.environments.domains import Domain
+from pipeline.grpo.budget import memory_of, token_budget
+from pipeline.grpo.micro_batches import MicroBatch, cuts
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.capabilities import recompute_layers
 from pipeline.models.loading import on_gpu, uses_bf16
+from pipeline.models.lora import base_model
 
 SFTExample = dict[str, list[int]]  # has the keys `input_ids` and `labels`
 IGNORED = -100  # label of tokens without a loss, as in transformers
@@ -54,14 +65,34 @@ def fine_tune(
     """Train `model` in place on examples in their order, with the settings of the warm start.
 
     `examples` are the examples of all steps, `warm_start.batch_size` for each step. Arguments
-    and result are else those of `warm_start`.
+    and result are else those of `warm_start`. Afterwards, `model` returns losses instead of logits.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer
 
     size, deterministic = config.warm_start.batch_size, config.run.deterministic
-    trainer = SFTTrainer(
+    budget = token_budget(config, base_model(model), memory_of(next(model.parameters()).device))
+    if config.grpo.gradient_checkpointing:
+        recompute_layers(model)
+
+    class Trainer(SFTTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            model.eval()  # without dropout, whose masks would depend on the number of ranks
+            batches = list(_micro_batches(self._prepare_inputs(inputs), budget))
+            # DDP averages over the ranks, whose labels `num_items_in_batch` counts.
+            is_mean = self.args.average_tokens_across_devices
+            scale = (self.accelerator.num_processes if is_mean else 1) / num_items_in_batch
+            losses = torch.zeros((), device=self.accelerator.device)
+            for batch in batches:
+                is_last = batch is batches[-1]
+                with nullcontext() if is_last else self.accelerator.no_sync(model):
+                    loss = model(batch) * scale
+                    self.accelerator.backward(loss)
+                losses += loss.detach()
+            return losses
+
+    trainer = Trainer(
         model=model,
         args=_arguments(config, size if deterministic else -(-size // num_ranks)),
         train_dataset=Dataset.from_list(share_steps(examples, size, num_ranks, deterministic)),
@@ -78,11 +109,34 @@ def fine_tune(
             on_step(next((e["loss"] for e in trainer.state.log_history[::-1] if "loss" in e), None))
 
     trainer.add_callback(Hooks())
-    # Dropout is off, because dropout masks would depend on the number of ranks.
-    hook = model.register_forward_pre_hook(lambda module, _: module.eval() and None)
+    module = TokenLogprobs(model, temperature=1.0)
+    model.forward = lambda batch: -module(batch)[0].sum()
     trainer.train()
-    hook.remove()
     return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
+
+
+def _micro_batches(inputs: Mapping[str, torch.Tensor], budget: int) -> Iterator[MicroBatch]:
+    """Yield a step's padded examples in micro-batches of at most `budget` tokens."""
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for first, end in pairwise([0, *cuts([lengths[i] for i in order], budget, False)]):
+        part = order[first:end], slice(lengths[order[first]])
+        ids, labels = inputs["input_ids"][part], inputs["labels"][part]
+        rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+        unused = labels.new_zeros(0, dtype=torch.float32)
+        yield MicroBatch(
+            input_ids=ids,
+            position_ids=None,
+            tree=None,
+            lengths=torch.tensor([lengths[i] for i in order[first:end]]),
+            rows=rows,
+            columns=columns,
+            sequences=rows,
+            targets=labels[rows, columns + 1],
+            old_logprobs=unused,
+            advantages=unused,
+            weights=unused,
+        )
 
 
 def _arguments(config: Config, num_examples: int) -> Any:

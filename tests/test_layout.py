@@ -27,12 +27,12 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "chat": 665,
     "models": 965,
     "rollout": 1710,
-    "sft": 205,
     "checkpoints": 750,
-    "grpo": 1510,
+    "grpo": 1530,
+    "sft": 255,
     "evaluation": 1495,
     "rft": 130,
-    "preflight": 1375,
+    "preflight": 1385,
     "doctor": 308,
     "tracking": 1060,
     "plots": 585,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5290
+MOST_LINES_OF_THE_CORE = 5305
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

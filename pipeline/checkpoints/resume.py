@@ -53,10 +53,9 @@ def open_together(
 def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
     """Return a checkpoint's state and model. If `path` is None, return {} and a new model.
 
-    With LoRA, a model that no supervised training will change has the type in which it computes.
+    With LoRA, the frozen model has the type in which it computes, and no adapters yet.
     """
-    is_frozen = config.model.use_peft and not config.is_supervised
-    dtype = dtype_of(config.model) if is_frozen else torch.float32
+    dtype = dtype_of(config.model) if config.model.use_peft else torch.float32
     if path is None:
         return {}, load_model(config.model, tokenizer, config.run.seed, dtype)
     state, is_adapter = read_state(path), lora.is_adapter(path)
@@ -64,11 +63,10 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
         held = "LoRA adapters" if is_adapter else "a whole model"
         got = str(config.model.use_peft).lower()
         raise UserError(f"use_peft: got {got}, but {path.name} holds {held}; resume with its value")
-    if state.get("step") and config.model.use_peft:
+    goes_on = is_adapter and config.model.use_peft  # else a warm start's adapters are merged
+    if goes_on:
         lora.check_settings(path, config.model)
-    if is_adapter:
-        return state, load_folder(lora.base_of(path), config.model, dtype=dtype_of(config.model))
-    return state, load_folder(path, config.model, dtype=dtype)
+    return state, load_folder(lora.base_of(path) if goes_on else path, config.model, dtype=dtype)
 
 
 def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bool) -> None:
@@ -90,7 +88,8 @@ def base_of_adapters(
     A base model that has no folder and no hub id is first saved in a folder.
     """
     folder, name = checkpointer.folder, settings.model
-    if (supervised := _supervised(folder)) is not None:
+    supervised = _supervised(folder)
+    if supervised is not None and not lora.is_adapter(supervised):  # of an earlier version
         return str(supervised.resolve())
     if name != "tiny" and not lora.is_adapter(name):
         return str(Path(name).resolve()) if Path(name).is_dir() else name

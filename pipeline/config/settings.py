@@ -325,7 +325,7 @@ class Config(Section):
 
     @property
     def is_supervised(self) -> bool:
-        """Whether supervised training, which trains all weights, comes before GRPO."""
+        """Whether supervised training comes before GRPO."""
         return bool(self.warm_start.steps or self.rft.rft_rounds)
 
     @property

@@ -8,7 +8,12 @@ import torch
 
 from pipeline.chat.template import Chat
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer
-from pipeline.checkpoints.resume import base_of_adapters, folder_of_reference, set_weights
+from pipeline.checkpoints.resume import (
+    base_of_adapters,
+    folder_of_reference,
+    load_start,
+    set_weights,
+)
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
@@ -18,9 +23,11 @@ from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
+from pipeline.models.allocation import give_memory_back
 from pipeline.models.capabilities import recompute_layers
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
+from pipeline.models.weights import has_adapters
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
@@ -104,10 +111,32 @@ class Policy:
         dtype = dtype_of(self._config.model)
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
-    def replace(self, model: Any) -> None:
-        """Replace the policy's model by another model whose parameters have equal shapes."""
-        self.model = self._placed(model)
+    def free_sampler(self) -> None:
+        """Free the sampler's memory; until `reload` or `attach`, the policy cannot sample."""
+        vars(self.rollout).pop("sampler", None)
+
+    def reload(self, folder: Path, checkpointer: Checkpointer) -> None:
+        """Take model and sampler from a checkpoint; the old model is freed first."""
+        self.model = None
+        self.free_sampler()
+        give_memory_back()
+        chat = self.rollout.chat
+        self.model = self._placed(load_start(self._config, chat.tokenizer, folder)[1])
+        if self._config.model.use_peft:
+            self.attach(checkpointer, folder)
+        else:
+            self.rollout.sampler = self._sampler(chat, is_main=False)  # prints no second warning
         self.give_weights()
+
+    def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
+        """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
+        config, chat = self._config, self.rollout.chat
+        base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
+        self.free_sampler()
+        arguments = config.model, base, config.run.seed, dtype_of(config.model)
+        self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
+        set_weights(self.model, folder, config, chat.tokenizer)
+        self.rollout.sampler = self._sampler(chat, is_main=False)
 
     def give_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
@@ -128,12 +157,8 @@ class Policy:
     ) -> Updater:
         """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
-        if config.model.use_peft:
-            base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
-            del self.rollout.sampler  # frees memory for the new sampler with LoRA adapters
-            arguments = config.model, base, config.run.seed, dtype_of(config.model)
-            self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
-            self.rollout.sampler = self._sampler(chat, is_main=False)  # prints no second warning
+        if config.model.use_peft and not has_adapters(self.model):
+            self.attach(checkpointer)
         if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)
         module = TokenLogprobs(self.model, config.rollout.temperature).eval()  # without dropout

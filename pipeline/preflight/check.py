@@ -100,7 +100,7 @@ def refuse_full_disk(memory: Memory) -> None:
     config = memory.config
     if not config.grpo.use_grpo:
         return
-    size = max(4.0 * memory.num_weights * config.is_supervised, 12.0 * memory.num_trained)
+    size = 12.0 * memory.num_trained
     folder = folder_of(config)
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     if disk.total > 0 and disk.free < 2 * size:  # Some file systems report a size of 0.

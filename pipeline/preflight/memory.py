@@ -57,7 +57,7 @@ class Memory:
             phases["update"] = trained | kept | self._update(config)
             phases["checkpoint"] = trained | kept | self._checkpoint(config)
             if config.is_supervised:
-                phases["warm start"] = held | kept | self._warm_start(config)
+                phases["warm start"] = held | self._warm_start(config)
         return {name: {t: b for t, b in of.items() if b} for name, of in phases.items()}
 
     @cached_property
@@ -109,12 +109,13 @@ class Memory:
         return max(groups, -(-trials // self.num_ranks))
 
     def _held(self, config: Config) -> Terms:
-        is_frozen, size = config.model.use_peft and not config.is_supervised, self.dtype.itemsize
-        held = size if is_frozen else 4
+        size = self.dtype.itemsize
+        held = size if config.model.use_peft else 4
         # The sampler uses the memory of weights that have its type.
         own = size * self.num_weights * (size < held)
         kind = "fp32" if held == 4 else "bf16"
-        terms = {f"weights ({kind})": held * self.num_weights, "weights of the sampler": own}
+        terms = {f"weights ({kind})": float(held * self.num_weights)}
+        terms |= {"weights of the sampler": float(own)}
         return terms | {"CUDA and NCCL (an allowance)": CUDA * self.has_gpu}
 
     def _trained(self, config: Config) -> Terms:
@@ -162,9 +163,7 @@ class Memory:
             balances = grpo.balance_ranks and not config.run.deterministic
             groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
         trained = groups * limits.num_generations * limits.max_tokens  # tokens of a rank and step
-        memory = memory_of_a_rank(config) if self.is_here else self._gpu
-        budget = token_budget(config, self.model, memory)
-        tokens = max(limits.max_tokens, min(budget, trained))
+        tokens = max(limits.max_tokens, min(self._budget(config), trained))
         terms = self._activations(tokens, grpo.gradient_checkpointing)
         if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys and values
             copied = max(0, min(tokens * KEYS_PER_TOKEN, trained) - tokens)
@@ -172,6 +171,11 @@ class Memory:
             size = self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape)
             terms["keys and values of common prefixes"] = float(copied * size)
         return terms | self._output_layer(tokens, not config.model.use_peft)
+
+    def _budget(self, config: Config) -> int:
+        is_away = self.has_gpu and not self.is_here
+        memory = self._gpu if is_away else memory_of_a_rank(config)
+        return token_budget(config, self.model, memory)
 
     def _activations(self, tokens: int, recomputes: bool) -> Terms:
         kept = self._kept
@@ -200,15 +204,20 @@ class Memory:
         return {"moments on the way to rank 0": moments}
 
     def _warm_start(self, config: Config) -> Terms:
-        """SFTTrainer trains all weights; each rank keeps the whole optimizer state."""
-        weights = 4.0 * self.num_weights
-        tokens = -(-config.warm_start.batch_size // self.num_ranks) * config.rollout.max_tokens
-        return {
-            "gradients of the warm start": weights * (2 if self.num_ranks > 1 else 1),
-            "AdamW of the warm start": 2 * weights,
-            **self._activations(tokens, False),
-            **self._output_layer(tokens, True),
+        """Each rank keeps the whole optimizer state; no sampler is there."""
+        trained, whole = 4.0 * self.num_trained, not config.model.use_peft
+        examples = -(-config.warm_start.batch_size // self.num_ranks)
+        longest = config.rollout.max_tokens
+        tokens = max(longest, min(self._budget(config), examples * longest))
+        terms = {
+            "weights of the sampler": 0.0,
+            "LoRA adapters (fp32)": trained * config.model.use_peft,
+            # SFTTrainer keeps gradients beside DDP's buckets.
+            "gradients of the warm start": trained * (2 if self.num_ranks > 1 else 1),
+            "AdamW of the warm start": 2 * trained,
         }
+        terms |= self._activations(tokens, config.grpo.gradient_checkpointing)
+        return terms | self._output_layer(tokens, whole)
 
     @property
     def _intermediate(self) -> int:

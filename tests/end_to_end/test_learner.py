@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from safetensors.torch import load_file
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.grpo import policy as policies
 from pipeline.grpo.algorithm import k3
 from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
+from pipeline.grpo.policy import Policy
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
@@ -186,11 +189,27 @@ def copied(folder, name, *checkpoints):
     return there
 
 
+@contextlib.contextmanager
+def watched():
+    """Lists, for each reload after supervised training, whether the old model had gone."""
+    gone, reload, load_start = [], Policy.reload, policies.load_start
+
+    def watch(policy, *arguments):
+        old = weakref.ref(policy.model)
+        policies.load_start = lambda *a: (gone.append(old() is None), load_start(*a))[1]
+        reload(policy, *arguments)
+
+    Policy.reload = watch
+    yield gone
+    Policy.reload, policies.load_start = reload, load_start
+
+
 def begin(where):
     """Undisturbed runs with `reference_per_stage`: of adapters, and then of the whole model."""
     torch.manual_seed(Accelerator().process_index)  # adapters must not come from a rank's own
     flags = ["--use-peft", "--reference-per-stage", "--warm-start-steps", "2"]
-    found = {"adapters": play_run(where / "adapters", *SMALL, *flags)}
+    with watched() as gone:
+        found = {"adapters": play_run(where / "adapters", *SMALL, *flags), "gone": gone}
     whole = copied(where / "adapters", "whole", "warm-start")
     found["whole"] = play_run(
         whole, *RESUME, "warm-start", "--no-peft", "--shard-optimizer", "--override"
@@ -204,6 +223,7 @@ def resume(where):
     found, second = {}, ("stage-1-airline", "step-000003")
     for folder, name, kept, flags in (
         ("adapters", "step-000003", second, []),
+        ("adapters", "warm-start", (), []),
         ("whole", "step-000003", second, ["--no-shard-optimizer"]),
     ):
         there = copied(where / folder, f"{folder}-{name}", "warm-start", *kept)
@@ -305,14 +325,20 @@ def test_with_reference_per_stage_each_stage_starts_from_its_own_reference(two, 
 
 def test_every_rank_has_the_same_reference_at_the_end(two):
     first, second = two[1]
-    references = {name: first[name] for name in first if name != "disagreement"}
-    assert len(references) == 4 and None not in references.values()
+    references = {name: first[name] for name in first.keys() - {"disagreement", "gone"}}
+    assert len(references) == 5 and None not in references.values()
     assert references == {name: second[name] for name in references}
     assert len(set(references.values())) == 2, "adapters' is one, the whole model's another"
 
 
-def test_a_run_with_adapters_resumed_inside_a_stage_ends_bit_by_bit_as_undisturbed(two):
-    assert_same_run(two[0] / "adapters-step-000003", two[0] / "elsewhere")
+def test_the_model_of_the_warm_start_is_gone_before_the_next_arrives(two):
+    for found in two[1]:
+        assert found["gone"] == [True]
+
+
+@pytest.mark.parametrize("name", ["step-000003", "warm-start"])
+def test_a_run_with_adapters_resumed_ends_bit_by_bit_as_undisturbed(two, name):
+    assert_same_run(two[0] / f"adapters-{name}", two[0] / "elsewhere")
 
 
 def test_a_run_of_a_whole_model_with_a_sharded_optimizer_does_too_when_resumed_without(two):
@@ -338,7 +364,9 @@ def test_a_checkpoint_of_adapters_speaks_as_the_run_did_also_from_a_moved_folder
     assert len(said) == 2
     assert said == transcripts(two[0] / "elsewhere", "retail")
     assert said != transcripts(two[0] / "elsewhere", "warm_start")
-    assert lora.base_of(checkpoints / "stage-2-retail") == str(checkpoints / "warm-start")
+    assert lora.is_adapter(checkpoints / "warm-start")
+    for name in ("warm-start", "stage-2-retail"):
+        assert lora.base_of(checkpoints / name) == str(checkpoints / "base")
 
 
 def test_without_reference_per_stage_the_reference_stays_the_model_as_it_came(one):

@@ -6,14 +6,23 @@ from importlib import import_module
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config.settings import DEFAULT_DOMAINS, EMBEDDED_DOMAINS, Config, RolloutSettings
+from pipeline.config.settings import (
+    DEFAULT_DOMAINS,
+    EMBEDDED_DOMAINS,
+    Config,
+    ModelSettings,
+    RolloutSettings,
+)
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.environments.domains import Domain, environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
+from pipeline.grpo import token_logprobs
+from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.rollout.rollout import Rollout, RolloutRequest
@@ -318,6 +327,54 @@ def test_a_deterministic_steps_rows_come_once_for_every_rank():
     rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 5)]
     assert share_steps(rows, 2, 1, True) == rows
     assert share_steps(rows, 2, 2, True) == [*rows[:2], *rows[:2], *rows[2:], *rows[2:]]
+
+
+class Logits(TorchDispatchMode):
+    """The most rows of a tensor with an entry for each token of the vocabulary."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.most = size, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        is_logits = isinstance(out, torch.Tensor) and out.shape[-1:] == (self.size,)
+        if is_logits and out.shape[:-1] != (128,):  # the output layer's weight, transposed
+            self.most = max(self.most, out.numel() // self.size)
+        return out
+
+
+def train_in_parts(budget, use_peft):
+    """A warm start with micro-batches of `budget` tokens, and logits in chunks of 16 tokens."""
+    accelerator, model = Accelerator(), tiny_model(tokenizer(), seed=1)
+    settings = config(steps=2, batch_size=4)
+    if use_peft:
+        model = lora.attach(model, ModelSettings(lora_r=2), "base", 0)
+    size = model.get_input_embeddings().num_embeddings
+    token_logprobs.LOGITS_PER_CHUNK = 16 * size
+    grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": budget})
+    settings = settings.model_copy(update={"grpo": grpo})
+    with Logits(size) as logits:
+        warm_start(settings, model, chat(), embedded("airline"), 1, lambda _: None)
+    assert accelerator.num_processes == 1
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}, logits.most
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
+def test_a_warm_start_in_micro_batches_without_whole_logits_learns_the_same(use_peft):
+    (whole, rows), (parts, most) = (
+        play_ranks(train_in_parts, 1, budget, use_peft)[0] for budget in (10**6, 1)
+    )
+    before = dict(tiny_model(tokenizer(), seed=1).named_parameters())
+    assert rows == most == 16
+    assert all(abs(parts[name] - whole[name]).max() <= 1e-5 for name in whole)
+    moved = {name for name in whole if ".lora_B" in name and whole[name].any()}
+    if use_peft:
+        assert len(moved) == 21  # seven layers of each of three blocks
+        held = [n.removeprefix("base_model.model.").replace(".base_layer", "") for n in whole]
+        pairs = [(before[n], v) for n, v in zip(held, whole.values(), strict=True) if n in before]
+        assert len(pairs) == len(before)
+        assert all((old.detach().numpy() == new).all() for old, new in pairs)
 
 
 def train_on_this_rank(deterministic):
