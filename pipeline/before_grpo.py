@@ -59,6 +59,8 @@ class BeforeGRPO(RunState):
         config, ranks = self.config, self.ranks
         if "success" in self.state.agents.get(name, {}):
             return
+        if ranks.is_main:  # an agent that failed may have had other ranks
+            shutil.rmtree(self.folder / "trajectories" / "agent", ignore_errors=True)
         arguments = config, self.folder, told_once(ranks), ranks.rank, ranks.num_ranks
         with closing(LanguageModel("agent", *arguments, as_written=True)) as model:
             given = config.evaluation.agent_temperature

@@ -76,7 +76,8 @@ def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bo
     saved: Mapping[str, Any] = state.get("about", about)
     for name in {**saved, **about} if not override else ():
         was, now = saved.get(name, {}), about.get(name, {})
-        if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
+        # A later version may know more facts.
+        if changed := [key for key in was or now if was.get(key) != now.get(key)]:
             given = f"{changed[0]} was {was.get(changed[0])} and is {now.get(changed[0])}"
             raise UserError(f"about: {name}: {given}; restore the data, or give --override")
 

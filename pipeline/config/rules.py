@@ -117,6 +117,10 @@ def _customer(config: Config) -> Iterator[str]:
     if data.customer == "scripted" and scripted != data.domains:
         hint = "it is for airline and retail with tau2; name these domains, or give ticket or llm"
         yield f"customer: got scripted for {','.join(data.domains)}; {hint}"
+    if data.eval_split == "base" and data.tau2 is None:
+        yield "eval_split: got base, which the domains of tau2 have alone; give test or validation"
+    if data.eval_split == "base" and (config.grpo.use_grpo or config.is_supervised):
+        yield "eval_split: got base, which has training tasks; give it to evaluate, or give test"
 
 
 def _rewards(config: Config) -> Iterator[str]:

@@ -78,7 +78,7 @@ class DataSettings(Section):
     max_customer_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
     tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
     eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
-    eval_split: Literal["validation", "test"] = field("test", "split of the held-out tasks")
+    eval_split: Literal["validation", "test", "base"] = field("test", "split of held-out tasks")
     difficulty: Difficulty = field("medium", "difficulty of generated tasks")
     task_seed: int = field(0, "seed of the generated tasks")
     tasks: dict[str, Text] = field({}, "files or datasets of training tasks: {bank: SOURCE}")

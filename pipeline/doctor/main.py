@@ -1,4 +1,4 @@
-"""`--doctor`: checks of the ranks, of the links between ranks, and of the folder of the runs.
+"""`--doctor`: checks of the ranks, their links, their memory, and of the folder of the runs.
 
 Each rank runs the `measure_...` function of a check. The `judge_...` function of the check gets the
 values of all ranks, in order of ranks, and returns one Finding. Rank 0 prints the Finding as a row
@@ -29,7 +29,7 @@ from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
-from pipeline.preflight.memory import GIB, memory_of_a_rank, memory_per_rank
+from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 
 TIMEOUT_S = 30.0  # maximum time of a check, unless `--timeout` is shorter
 SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
@@ -176,6 +176,29 @@ def judge_fit(values: list[Values]) -> Finding:
     return Finding("ok", f"{text}{milliseconds:.1f} ms")
 
 
+def measure_memory(config: Config, accelerator: Accelerator, _: Ranks) -> Values:
+    """Return the largest phase of the memory table, and what this rank has; `why` if unknown."""
+    try:
+        memory = Memory(config)
+    except UserError as error:
+        return {"why": str(error)}
+    have = memory_of_a_rank(config)
+    if accelerator.device.type == "cuda":
+        have = torch.cuda.get_device_properties(accelerator.device).total_memory
+    return {"largest": memory.largest(), "have": have, "bounds": memory.bounds()}
+
+
+def judge_memory(values: list[Values]) -> Finding:
+    if missing := [value["why"] for value in values if "why" in value]:
+        return Finding("note", f"not known without the model ({missing[0]})")
+    rank = min(range(len(values)), key=lambda rank: values[rank]["have"])
+    (phase, need), have = values[rank]["largest"], values[rank]["have"]
+    text = f"the {phase} needs most, {need / GIB:.1f} GiB of rank {rank}'s {have / GIB:.1f}"
+    if need > have:
+        return Finding("broken", text, "three-domain-grpo check, which names each term")
+    return Finding("ok", f"{text}; {values[rank]['bounds']}")
+
+
 def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, bool]:
     """Return the folder of the runs, and whether this rank sees a file that rank 0 makes there."""
     wanted = (config.run.output_dir or Path("runs")).absolute()
@@ -199,27 +222,12 @@ def judge_folder(values: list[tuple[str, bool]]) -> Finding:
     return Finding("ok", f"every rank sees the files that rank 0 writes in {written}")
 
 
-def measure_memory(config: Config, *_: object) -> tuple[float, str, float]:
-    """Return the bytes of the largest phase of the recipe, its name, and the bytes of the rank."""
-    return (*memory_per_rank(config).peak, memory_of_a_rank(config))
-
-
-def judge_memory(values: list[tuple[float, str, float]]) -> Finding:
-    (need, phase, _), have = values[0], min(have for *_, have in values)
-    ranks = [rank for rank, (*_, has) in enumerate(values) if has < need]
-    text = f"the largest phase, {phase}, needs {need / GIB:.1f} GiB by estimate"
-    if ranks:
-        lack = f"{text}; {named(ranks)} have less, down to {have / GIB:.1f}"
-        return Finding("broken", lack, "--check, which names each term and what fits")
-    return Finding("ok", f"{text}; each rank has at least {have / GIB:.1f}")
-
-
 CHECKS = (
     Check("devices", measure_devices, judge_devices, "nvidia-smi on every host"),
-    Check("memory", measure_memory, judge_memory, "--check, which tells each part of the estimate"),
     Check("versions", measure_versions, judge_versions, INSTALL),
     Check("all-reduce", measure_all_reduce, judge_all_reduce, needs_links=True),
     Check("DDP", measure_fit, judge_fit, needs_links=True),
+    Check("memory", measure_memory, judge_memory, "three-domain-grpo check"),
     Check("folder", measure_folder, judge_folder, FOLDER),
 )
 

@@ -5,8 +5,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
-
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
@@ -15,15 +13,7 @@ from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import recompute_layers, why_generate
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
-from pipeline.preflight.memory import (
-    GIB,
-    PHASES,
-    card_for,
-    memory_of_a_rank,
-    memory_per_rank,
-    num_trained,
-    what_fits,
-)
+from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.preflight.stand_in import try_architecture
 
@@ -36,19 +26,20 @@ def validate(config: Config) -> Prepared:
         lines = [f"note: {note}" for note in parts.notes]
         lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
         print("\n".join(lines), end="\n" * bool(lines), flush=True)
-    refuse_full_disk(config, parts)
-    refuse_lack_of_memory(config, parts)
+    memory = Memory(config, parts.tokenizer)
+    refuse_full_disk(memory)
+    refuse_lack_of_memory(memory)
     return parts
 
 
-def refuse_lack_of_memory(config: Config, parts: Prepared) -> None:
-    """Raise UserError if a rank of the run needs more memory than a rank has here."""
-    memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
-    need, phase = memory.peak
+def refuse_lack_of_memory(memory: Memory) -> None:
+    """Raise UserError if a phase of the run needs more memory than a rank has here."""
+    phases, have = memory.phases(), memory_of_a_rank(memory.config)
+    phase, need = memory.largest()
     if need > have:
-        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.of(phase).items())
+        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in phases[phase].items())
         raise UserError(
-            f"memory: each rank needs {need / GIB:.1f} GiB in the {phase} ({terms}) and has "
+            f"memory: each rank needs {need / GIB:.1f} GiB for the {phase} ({terms}) and has "
             f"{have / GIB:.1f}; lower max_concurrent_episodes or max_tokens_per_microbatch, set "
             "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
@@ -75,10 +66,11 @@ def main(config: Config) -> int:
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
-    print("\n".join([*lines, *_plan(config, parts), *_memory(config, parts)]), flush=True)
-    if (config.run.num_gpus or 1) <= max(1, torch.cuda.device_count()):
-        refuse_full_disk(config, parts)
-        refuse_lack_of_memory(config, parts)
+    memory = Memory(config, parts.tokenizer)
+    print("\n".join([*lines, *_plan(config, parts), *_table(memory)]), flush=True)
+    if memory.is_here:
+        refuse_full_disk(memory)
+        refuse_lack_of_memory(memory)
     return 0
 
 
@@ -103,13 +95,12 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     return why, try_architecture(config, model) if is_tried else []
 
 
-def refuse_full_disk(config: Config, parts: Prepared) -> None:
+def refuse_full_disk(memory: Memory) -> None:
     """Raise UserError if the run's disk has no room for two checkpoints."""
+    config = memory.config
     if not config.grpo.use_grpo:
         return
-    model = empty_model(config, parts.tokenizer)
-    size = 4.0 * model.num_parameters() * config.is_supervised
-    size = max(size, 12.0 * num_trained(config, model))
+    size = max(4.0 * memory.num_weights * config.is_supervised, 12.0 * memory.num_trained)
     folder = folder_of(config)
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     if disk.total > 0 and disk.free < 2 * size:  # Some file systems report a size of 0.
@@ -154,25 +145,19 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
         yield printable(f"\n--- a prompt of {domain} ({tasks[0].id}) ---\n{text}")
 
 
-def _memory(config: Config, parts: Prepared) -> Iterator[str]:
-    memory, have = memory_per_rank(config, parts.tokenizer), memory_of_a_rank(config)
-    need, largest = memory.peak
-    phases = [(phase, memory.of(phase)) for phase in PHASES if phase in memory.phases]
-    yield f"\n{'memory per rank, estimated, in GiB':<36}" + "".join(f"{p:>11}" for p, _ in phases)
-
-    def row(name: str, sizes: list[float | None]) -> str:
-        cells = (f"{'' if size is None else f'{size / GIB:.2f}':>11}" for size in sizes)
-        return f"  {name:<34}{''.join(cells)}".rstrip()
-
-    yield from (
-        row(name, [terms.get(name) for _, terms in phases]) for name in memory if memory[name]
-    )
-    yield row("sum", [sum(terms.values()) for _, terms in phases])
+def _table(memory: Memory) -> Iterator[str]:
+    """Yield the lines of the table of memory: a row for each term, a column for each phase."""
+    fitting = memory.bounds()  # also chooses the GPU of another machine
+    phases, have = memory.phases(), memory_of_a_rank(memory.config)
+    terms = dict.fromkeys(term for of in phases.values() for term in of)
+    sums = {"sum": {name: sum(of.values()) for name, of in phases.items()}}
+    rows = {term: {name: of.get(term, 0.0) for name, of in phases.items()} for term in terms}
+    yield f"\n{'memory per rank, estimated, in GiB':<36}{''.join(f'{n:>12}' for n in phases)}"
+    for term, sizes in (rows | sums).items():
+        row = (f"{size / GIB:.2f}" if size else "-" for size in sizes.values())
+        yield f"  {term:<34}{''.join(f'{cell:>12}' for cell in row)}"
+    phase, need = memory.largest()
     fits = "fits" if need <= have else "does not fit: a run would be refused here"
     of = f"of {have / GIB:.1f} GiB that a rank has here: {fits}"
-    yield f"  the largest phase, {largest}, needs {need / GIB:.2f} GiB, {of}"
-    where = "here"
-    if (config.run.num_gpus or 1) > max(1, torch.cuda.device_count()) and not memory.keeps_cache:
-        card, have = card_for(need)
-        where = f"on a GPU of {card} GB"
-    yield f"  fits {where}: {what_fits(config, parts.tokenizer, have)}"
+    yield f"  the {phase} needs most: {need / GIB:.2f} GiB, {of}"
+    yield f"  {fitting}"

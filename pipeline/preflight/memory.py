@@ -1,8 +1,7 @@
-"""An estimate of the memory that a rank needs in each phase of a run, and what a rank has."""
+"""The memory of a rank, phase by phase: what each phase of a run needs, and what a rank has."""
 
-import math
 import os
-from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,155 +9,222 @@ import psutil
 import torch
 
 from pipeline.config.settings import Config
-from pipeline.grpo.budget import token_budget
+from pipeline.grpo.budget import bytes_per_token, token_budget
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_GPU
 from pipeline.models import lora
 from pipeline.models.capabilities import widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
+from pipeline.preflight.activations import Activations, activations_of
+from pipeline.rollout.kv_cache import LENGTHS, ROWS
 from pipeline.rollout.row_sampler import MASK
 
 GIB = 1 << 30
-CARDS = (24, 40, 80, 141)  # GB of GPUs that are sold; CONTEXT is not in them
-CONTEXT = 1.5 * GIB  # of a GPU: CUDA, NCCL's buffers, what the allocator cannot use (assumed)
-STEP_OF_CONTEXT, LONGEST = 256, 1 << 18  # tokens
-CACHE, PASS = "key-value cache", "a pass of the sampler"
-ACTIVATIONS = "activations of a micro-batch"
-CASTS, ON_THEIR_WAY = "weights cast to bf16", "moments on their way to rank 0"
-GRADIENTS, ADAMW = "gradients (fp32)", "AdamW (fp32, two moments)"
-PHASES = ("rollout", "update", "checkpoint", "warm start")
-OF_GRPO = ("rollout", "update", "checkpoint")
-WHEN = {  # the phases of a term that is not there in all of them
-    CACHE: ("rollout",),
-    PASS: ("rollout",),
-    ACTIVATIONS: ("update", "warm start"),
-    CASTS: ("update",),
-    ON_THEIR_WAY: ("checkpoint",),
-    **dict.fromkeys(("LoRA adapters (fp32)", GRADIENTS, ADAMW, "reference policy (fp32)"), OF_GRPO),
-    **dict.fromkeys(("gradients of the warm start", "AdamW of the warm start"), ("warm start",)),
-}
+GPUS = (24e9, 40e9, 80e9, 141e9)  # bytes of GPUs, for a recipe for another machine
+LONGEST = 1 << 20  # tokens of an episode up to which `bounds` tries
+CUDA = 1.5 * GIB  # for the driver's context, libraries and NCCL; an allowance, not measured
+Terms = dict[str, float]
 
 
-class Memory(dict[str, float]):
-    """Bytes by term. On a CPU, the key-value cache stays in all phases of GRPO."""
+class Memory:
+    """The bytes that a rank needs, from the model's shape and the settings.
 
-    keeps_cache = False
-    episodes, per_episode = 0, 0.0  # the largest number at the same time; the bytes of one
+    Each method that takes `config` accepts other limits for the same model.
+    """
 
-    def of(self, phase: str) -> dict[str, float]:
-        """Return the terms of a phase; {} if the run has no such phase."""
-        if phase not in self.phases:
-            return {}
-        kept = (CACHE,) if self.keeps_cache and phase in OF_GRPO else ()
-        return {n: size for n, size in self.items() if n in kept or phase in WHEN.get(n, PHASES)}
+    def __init__(self, config: Config, tokenizer: Any = None) -> None:
+        self.config, self.model = config, empty_model(config, tokenizer)
+        self.shape = self.model.config.get_text_config()
+        self.dtype, self.num_weights = dtype_of(config.model), self.model.num_parameters()
+        self.num_trained = num_trained(config, self.model)
+        self.num_ranks, self._gpu = config.run.num_gpus or 1, GPUS[-1]
+        # A recipe for more GPUs than this machine has is for another machine, until ranks run.
+        fits = self.num_ranks <= max(1, torch.cuda.device_count())
+        is_for_gpu = uses_bf16(config.model) and not on_gpu()
+        self.is_here = "RANK" in os.environ or (fits and not is_for_gpu)
+        self.has_gpu = on_gpu() or (not self.is_here and uses_bf16(config.model))
 
-    @property
-    def phases(self) -> list[str]:
-        trained = (GRADIENTS in self, GRADIENTS in self, "AdamW of the warm start" in self)
-        return [p for p, is_there in zip(PHASES, (True, *trained), strict=True) if is_there]
+    def phases(self, config: Config | None = None) -> dict[str, Terms]:
+        """Return {phase: {term: bytes}}; what a phase needs is the sum of its terms."""
+        config = config or self.config
+        held, cache = self._held(config), self._cache(config)
+        phases = {"rollout": held | cache | self._rollout(config)}
+        if config.grpo.use_grpo:
+            trained = held | self._trained(config)
+            kept = {} if self.has_gpu else cache  # a GPU's cache is freed after a rollout
+            without = {} if self.num_ranks > 1 else {"gradients (fp32)": 0.0}
+            phases["rollout"] |= trained | without
+            phases["update"] = trained | kept | self._update(config)
+            phases["checkpoint"] = trained | kept | self._checkpoint(config)
+            if config.is_supervised:
+                phases["warm start"] = held | kept | self._warm_start(config)
+        return {name: {t: b for t, b in of.items() if b} for name, of in phases.items()}
 
-    @property
-    def peak(self) -> tuple[float, str]:
-        """The bytes of the largest phase, and its name."""
-        return max((sum(self.of(phase).values()), phase) for phase in self.phases)
+    @cached_property
+    def have(self) -> float:
+        """The bytes that a rank has here; if the GPUs are another machine's, of a GPU that fits."""
+        if not self.has_gpu or self.is_here:
+            return memory_of_a_rank(self.config)
+        for self._gpu in GPUS:  # the size of micro-batches depends on it
+            if self.largest()[1] <= self._gpu:
+                break
+        return self._gpu
 
+    def bounds(self) -> str:
+        """Say the longest context and the most concurrent episodes that fit into `have`."""
+        limits = self.config.rollout
+        episodes = min(limits.max_concurrent_episodes, self.episodes(self.config))
+        longest = self.most("max_tokens", LONGEST)
+        most = self.most("max_concurrent_episodes", self.episodes(self.config))
+        where = f"into {self.have / GIB:.1f} GiB"
+        if self.has_gpu and not self.is_here:
+            where += f" (a GPU of {self.have / 1e9:.0f} GB)"
+        return (
+            f"{where} fit max_tokens {longest:,} with {episodes:,} episodes at once, or {most:,} "
+            f"of {self.episodes(self.config):,} episodes at once with max_tokens "
+            f"{limits.max_tokens:,}"
+        )
 
-def memory_per_rank(config: Config, tokenizer: Any = None) -> Memory:
-    """Estimate the bytes that a rank needs, by term, from the model's shape and the settings."""
-    return _estimator(config, tokenizer)(config)
+    def largest(self, config: Config | None = None) -> tuple[str, float]:
+        """Return the phase that needs most, and its bytes."""
+        sums = {name: sum(terms.values()) for name, terms in self.phases(config).items()}
+        return max(sums.items(), key=lambda item: item[1])
 
+    def most(self, name: str, high: int) -> int:
+        """Return the largest value up to `high` of a setting of rollouts that fits into `have`."""
+        low = 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            rollout = self.config.rollout.model_copy(update={name: middle})
+            config = self.config.model_copy(update={"rollout": rollout})
+            fits = self.largest(config)[1] <= self.have
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
-def _estimator(config: Config, tokenizer: Any) -> Callable[[Config], Memory]:
-    """Return a function that estimates for settings with the same model as `config`."""
-    model = empty_model(config, tokenizer)
-    num_parameters = model.num_parameters()
-    trained = 4.0 * num_trained(config, model) if config.grpo.use_grpo else 0.0
-    return lambda settings: _memory(settings, model, num_parameters, trained)
+    def episodes(self, config: Config) -> int:
+        """Return the most episodes that a rank plays at once: those of a step or an evaluation."""
+        limits, data = config.rollout, config.data
+        trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
+        groups = -(-limits.tasks_per_step // self.num_ranks) * limits.num_generations
+        return max(groups, -(-trials // self.num_ranks))
 
-
-def _memory(config: Config, model: Any, num_parameters: int, trained: float) -> Memory:
-    shape, size = model.config.get_text_config(), 2 if uses_bf16(config.model) else 4
-    limits, data, num_ranks = config.rollout, config.data, config.run.num_gpus or 1
-    groups = -(-limits.tasks_per_step // num_ranks)
-    trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
-    episodes = max(groups * limits.num_generations, -(-trials // num_ranks))
-    episodes = min(limits.max_concurrent_episodes, episodes)
-    is_frozen = config.model.use_peft and not config.is_supervised
-    held = size if is_frozen else 4
-    is_for_gpu = on_gpu() or size == 2
-    memory = Memory()
-    memory.keeps_cache, memory.episodes = not is_for_gpu, episodes
-    logits = 3 * 4 * shape.vocab_size  # three fp32 copies
-    of_one = limits.max_tokens * _cached_per_token(shape) * size
-    memory.per_episode = float((shape.num_hidden_layers + 1) * of_one + logits)
-    memory |= {
-        f"weights ({'fp32' if held == 4 else 'bf16'})": float(held * num_parameters),
+    def _held(self, config: Config) -> Terms:
+        is_frozen, size = config.model.use_peft and not config.is_supervised, self.dtype.itemsize
+        held = size if is_frozen else 4
         # The sampler uses the memory of weights that have its type.
-        "weights of the sampler": float(size * num_parameters * (size < held)),
-        CACHE: float(shape.num_hidden_layers * episodes * of_one),
-        # One layer's keys and values of chosen rows, logits, and a mask.
-        PASS: float(episodes * (of_one + logits) + MASK * size * is_for_gpu),
-    }
-    if is_for_gpu:
-        memory["CUDA and NCCL (assumed)"] = CONTEXT
-    if config.grpo.use_grpo:
-        memory |= _memory_of_training(config, num_parameters, trained)
-        if size < held:  # autocast keeps them for a forward pass
-            memory[CASTS] = float(size * num_parameters)
-        is_here = num_ranks <= max(1, torch.cuda.device_count())
-        budget = token_budget(config, model, memory_of_a_rank(config) if is_here else math.inf)
-        chunk = LOGITS_PER_CHUNK_ON_GPU if is_for_gpu else LOGITS_PER_CHUNK
-        memory[ACTIVATIONS] = _activations(config, shape, size, groups, budget, chunk)
-    return memory
+        own = size * self.num_weights * (size < held)
+        kind = "fp32" if held == 4 else "bf16"
+        terms = {f"weights ({kind})": held * self.num_weights, "weights of the sampler": own}
+        return terms | {"CUDA and NCCL (an allowance)": CUDA * self.has_gpu}
 
+    def _trained(self, config: Config) -> Terms:
+        trained, grpo = 4.0 * self.num_trained, config.grpo
+        adapters = trained * config.model.use_peft
+        return {
+            "LoRA adapters (fp32)": adapters,
+            "adapters of the sampler (fp32)": adapters,
+            "gradients (fp32)": trained,
+            "AdamW (fp32, two moments)": 2 * trained / self._shards(config),
+            "reference policy (fp32)": trained * (grpo.beta > 0),
+        }
 
-def what_fits(config: Config, tokenizer: Any, have: float) -> str:
-    """Return how many episodes, and how long ones, fit into `have` bytes, in words."""
-    estimate, now = _estimator(config, tokenizer), config.rollout.max_tokens
+    def _shards(self, config: Config) -> int:
+        return self.num_ranks if config.grpo.shard_optimizer else 1
 
-    def memory_of(max_tokens: int) -> Memory:
-        limits = config.rollout.model_copy(update={"max_tokens": max_tokens})
-        return estimate(config.model_copy(update={"rollout": limits}))
+    def _cache(self, config: Config) -> Terms:
+        limits = config.rollout
+        rows = min(limits.max_concurrent_episodes, self.episodes(config))
+        rows, length = -(-rows // ROWS) * ROWS, -(-limits.max_tokens // LENGTHS) * LENGTHS
+        per_token = _cached_per_token(self.shape) * self.shape.num_hidden_layers
+        return {"key-value cache": float(per_token * self.dtype.itemsize * rows * length)}
 
-    memory = memory_of(now)
-    free = have - max(sum(m.values()) for phase in PHASES if CACHE in (m := memory.of(phase)))
-    most = max(0, memory.episodes + math.floor(free / memory.per_episode))
-    low, high = 0, LONGEST // STEP_OF_CONTEXT
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = memory_of(middle * STEP_OF_CONTEXT).peak[0] <= have
-        low, high = (middle, high) if fits else (low, middle - 1)
-    length = f"{low * STEP_OF_CONTEXT}" + " or more" * (low == LONGEST // STEP_OF_CONTEXT)
-    return f"{most} episodes of {now} tokens at once, or {memory.episodes} of {length} tokens"
+    def _rollout(self, config: Config) -> Terms:
+        limits, size = config.rollout, self.dtype.itemsize
+        rows = min(limits.max_concurrent_episodes, self.episodes(config))
+        heads = widest(self.shape, "num_attention_heads") or 1
+        shared = heads // (widest(self.shape, "num_key_value_heads") or heads)
+        fed = min(rows * limits.max_tokens, MASK // (shared * limits.max_tokens))
+        mask = min(MASK, fed * shared * limits.max_tokens)
+        layer = self._cache(config)["key-value cache"] / self.shape.num_hidden_layers
+        return {
+            # Rows that are not the first of the cache are copied for attention, layer by layer.
+            "keys and values of a layer": layer,
+            "masks of attention": 2.0 * size * mask,
+            "a layer while prompts are fed": 3.0 * 4 * self._intermediate * fed,
+            # Logits, log-probabilities and, in float64, cumulative probabilities of a token.
+            "logits of a token of each row": 32.0 * rows * self.shape.vocab_size,
+        }
 
+    def _update(self, config: Config) -> Terms:
+        grpo, limits = config.grpo, config.rollout
+        groups = -(-limits.tasks_per_step // self.num_ranks)
+        if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
+            balances = grpo.balance_ranks and not config.run.deterministic
+            groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
+        trained = groups * limits.num_generations * limits.max_tokens  # tokens of a rank and step
+        memory = memory_of_a_rank(config) if self.is_here else self._gpu
+        budget = token_budget(config, self.model, memory)
+        tokens = max(limits.max_tokens, min(budget, trained))
+        terms = self._activations(tokens, grpo.gradient_checkpointing)
+        if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys and values
+            copied = max(0, min(tokens * KEYS_PER_TOKEN, trained) - tokens)
+            layers = 1 if grpo.gradient_checkpointing else self.shape.num_hidden_layers
+            size = self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape)
+            terms["keys and values of common prefixes"] = float(copied * size)
+        return terms | self._output_layer(tokens, not config.model.use_peft)
 
-def card_for(need: float) -> tuple[int, float]:
-    """Return the smallest GPU (in GB) that holds `need` bytes, or the largest, and its bytes."""
-    return next(((gb, gb * 1e9) for gb in CARDS if gb * 1e9 >= need), (CARDS[-1], CARDS[-1] * 1e9))
+    def _activations(self, tokens: int, recomputes: bool) -> Terms:
+        kept = self._kept
+        first = {"saved tensors of a micro-batch": kept.saved * tokens}
+        if recomputes:
+            first = {
+                "inputs of all layers": kept.inputs * tokens,
+                "saved tensors of a layer": kept.layer * tokens,
+            }
+        # Measured on CPU: up to 1.8 float32 vectors of the intermediate size.
+        return first | {"gradients inside a layer": 2.0 * 4 * self._intermediate * tokens}
 
+    def _output_layer(self, tokens: int, is_trained: bool) -> Terms:
+        chunk = LOGITS_PER_CHUNK_ON_GPU if self.has_gpu else LOGITS_PER_CHUNK
+        entries, size = self.shape.vocab_size * int(self.shape.hidden_size), self.dtype.itemsize
+        return {
+            # Measured on CPU: six float32 tensors, among them the gradients.
+            "logits of a chunk": 6.0 * 4 * min(chunk, tokens * self.shape.vocab_size),
+            "bf16 copies of the weights": float(2 * self.num_weights * (size < 4) * is_trained),
+            "a gradient of the output layer": 4.0 * entries * is_trained,
+        }
 
-def _activations(
-    config: Config, shape: Any, size: int, groups: int, budget: int, chunk: int
-) -> float:
-    grpo, limits, layers = config.grpo, config.rollout, shape.num_hidden_layers
-    if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
-        balances = grpo.balance_ranks and not config.run.deterministic
-        groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
-    episodes = groups * limits.num_generations
-    if config.is_supervised:
-        episodes = max(episodes, -(-config.warm_start.batch_size // (config.run.num_gpus or 1)))
-    trained = episodes * limits.max_tokens  # largest number of tokens per rank and step
-    tokens = max(limits.max_tokens, min(budget, trained))
-    intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
-    # For the backward pass, a layer keeps about 16 hidden and 3 MLP vectors per token.
-    kept = tokens * layers * (16 * shape.hidden_size + 3 * intermediate_size) * size
-    if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys and values
-        gathered = min(tokens * KEYS_PER_TOKEN, trained)
-        kept += gathered * layers * 2 * _keys_per_token(shape) * size
-    if grpo.gradient_checkpointing:  # memory holds one layer's activations and every layer's input
-        kept = kept // layers + tokens * layers * shape.hidden_size * size
-    # The sum includes three float32 copies of the logits of one chunk of tokens.
-    return float(kept + 3 * 4 * min(chunk, tokens * shape.vocab_size))
+    def _checkpoint(self, config: Config) -> Terms:
+        shards = self._shards(config)
+        moments = 8.0 * self.num_trained / shards * (shards > 1)
+        return {"moments on the way to rank 0": moments}
+
+    def _warm_start(self, config: Config) -> Terms:
+        """SFTTrainer trains all weights; each rank keeps the whole optimizer state."""
+        weights = 4.0 * self.num_weights
+        tokens = -(-config.warm_start.batch_size // self.num_ranks) * config.rollout.max_tokens
+        return {
+            "gradients of the warm start": weights * (2 if self.num_ranks > 1 else 1),
+            "AdamW of the warm start": 2 * weights,
+            **self._activations(tokens, False),
+            **self._output_layer(tokens, True),
+        }
+
+    @property
+    def _intermediate(self) -> int:
+        return widest(self.shape, "intermediate_size") or 4 * int(self.shape.hidden_size)
+
+    @cached_property
+    def _kept(self) -> Activations:
+        autocast = None if self.config.model.use_peft or self.dtype.itemsize > 2 else self.dtype
+        try:
+            return activations_of(self.model, autocast)
+        except Exception:  # A model's own code may raise any exception on `meta`.
+            config, layers = self.config, int(self.shape.num_hidden_layers)
+            grpo = config.grpo.model_copy(update={"gradient_checkpointing": False})
+            whole = bytes_per_token(config.model_copy(update={"grpo": grpo}), self.model)
+            inputs = float(layers * self.shape.hidden_size * self.dtype.itemsize)
+            return Activations(whole, whole / layers, inputs)
 
 
 def _cached_per_token(shape: Any) -> int:
@@ -171,21 +237,6 @@ def _keys_per_token(shape: Any) -> int:
     heads = widest(shape, "num_attention_heads")
     head_dim = widest(shape, "head_dim") or shape.hidden_size // max(1, heads)
     return (widest(shape, "num_key_value_heads") or heads) * head_dim
-
-
-def _memory_of_training(config: Config, num_parameters: int, trained: float) -> dict[str, float]:
-    grpo, num_ranks = config.grpo, config.run.num_gpus or 1
-    moments = 2 * trained / (num_ranks if grpo.shard_optimizer else 1)
-    memory = {"LoRA adapters (fp32)": trained} if config.model.use_peft else {}
-    memory |= {GRADIENTS: trained, ADAMW: moments}
-    if grpo.beta > 0:
-        memory["reference policy (fp32)"] = trained
-    if grpo.shard_optimizer and num_ranks > 1:
-        memory[ON_THEIR_WAY] = moments
-    if config.is_supervised:  # it trains all weights, and each rank keeps the whole optimizer state
-        memory["gradients of the warm start"] = 4.0 * num_parameters
-        memory["AdamW of the warm start"] = 8.0 * num_parameters
-    return memory
 
 
 def num_trained(config: Config, model: Any) -> int:

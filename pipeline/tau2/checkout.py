@@ -82,7 +82,7 @@ class Checkout:
     def splits(self) -> dict[str, list[str]]:
         """The official splits: lists of ids of tasks."""
         splits: dict[str, list[str]] = self._json("split_tasks.json", dict)
-        for split in ("train", "test", "full" if self.name == "telecom" else "base"):
+        for split in ("train", "test", "base", *["full"] * (self.name == "telecom")):
             unknown = [i for i in splits.get(split, [""]) if i not in self.tasks]
             if unknown:
                 file, task = self.folder / "tasks.json", shown(unknown[0])

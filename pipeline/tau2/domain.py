@@ -72,7 +72,8 @@ def tau2_domain(
         return {"nothing": done, "transfer": [TRANSFER, *done]}
 
     def about() -> dict[str, Any]:
-        return _about(source, reward, who.get(customer, ""), judged_by if judged else "")
+        mode = "none" if customer == "ticket" else customer
+        return _about(source, reward, mode, who.get(customer, ""), judged_by if judged else "")
 
     return Domain(
         name=source.name,
@@ -131,7 +132,7 @@ def _world(path: Path, name: str, is_talking: bool) -> World:
     return World(checkout)
 
 
-def _about(source: TaskSource, reward: str, customer: str, judge: str) -> dict[str, Any]:
+def _about(source: TaskSource, reward: str, mode: str, customer: str, judge: str) -> dict[str, Any]:
     """Return what a reader of results must know about a domain's tasks and rewards."""
     checkout, is_solo = source.world.checkout, source.world.is_solo
     approximated, unjudged = source.needing_a_judge
@@ -150,6 +151,7 @@ def _about(source: TaskSource, reward: str, customer: str, judge: str) -> dict[s
         "benchmark": f"τ²-bench {checkout.name}",
         "commit": checkout.commit + other * (checkout.commit != TESTED_COMMIT),
         "data_sha256": checkout.data_hash,
+        "user_mode": mode,
         "customer": customer or (SOLO + consent if is_solo else TICKET),
         "reward": reward,
         "tasks_in_splits": of_splits(checkout.tasks),

@@ -346,6 +346,8 @@ def test_a_run_goes_on_with_the_facts_of_its_domains_alone():
     began = {"about": {"bank": {"commit": "a", "tasks": 3}}}
     refuse_other_facts({}, {"bank": {"commit": "b"}}, override=False)  # nothing was saved
     refuse_other_facts(began, began["about"], override=False)
+    later = {"bank": {**began["about"]["bank"], "user_mode": "none"}}  # a new version's fact
+    refuse_other_facts(began, later, override=False)
     refuse_other_facts(began, {"bank": {"commit": "b"}}, override=True)
     for other, words in (
         ({"bank": {"commit": "b", "tasks": 3}}, "bank: commit was a and is b; restore the data"),

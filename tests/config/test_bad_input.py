@@ -38,6 +38,7 @@ from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.check import check_model, refuse_full_disk
 from pipeline.preflight.demonstrations import check_demonstrations
+from pipeline.preflight.memory import Memory
 from pipeline.preflight.tasks import train_tasks
 from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in every run
 from pipeline.run import main
@@ -774,10 +775,10 @@ def test_a_bad_folder_for_the_run(case, at):
 
 def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path, monkeypatch):
     config = Config.model_validate({"run": {"output_dir": str(tmp_path / "out")}})
-    parts = SimpleNamespace(tokenizer=tokenizer())
-    refuse_full_disk(config, parts)
+    memory = Memory(config, tokenizer())
+    refuse_full_disk(memory)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=1 << 40, used=0, free=1 << 20))
-    line = refusal(refuse_full_disk, config, parts)
+    line = refusal(refuse_full_disk, memory)
     says(line, "output_dir", "two checkpoints", "make room")
 
 

@@ -23,6 +23,8 @@ SHOPS = {"tau2": "somewhere", "domains": ["airline", "retail"]}
         (LLM | {"customer_key": "NO_SUCH_KEY"}, "customer_key: got NO_SUCH_KEY, which is not set"),
         ({"customer": "scripted"}, "customer: got scripted for airline,retail,telecom; it is for"),
         ({**SHOPS, "customer": "scripted", "tau2": None}, "customer: got scripted for airline,"),
+        ({"eval_split": "base"}, "eval_split: got base, which the domains of tau2 have alone"),
+        (SHOPS | {"eval_split": "base"}, "eval_split: got base, which has training tasks"),
     ],
 )
 def test_a_bad_combination_is_one_line(data, line):

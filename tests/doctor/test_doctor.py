@@ -33,7 +33,7 @@ from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from tests.support.warm import play
 
-ROWS = (*("connection", "devices", "memory", "versions", "all-reduce", "DDP", "folder"),)
+ROWS = (*("connection", "devices", "versions", "all-reduce", "DDP", "memory", "folder"),)
 
 
 def rows_of(text: str) -> dict[str, tuple[str, str]]:
@@ -68,11 +68,11 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
     assert {status for status, _ in rows.values()} == {"ok"}
     assert rows["connection"][1].startswith("2 ranks met in ")
     assert ": ranks 0, 1 on CPU with " in rows["devices"][1]
-    needs = r"the largest phase, \w+, needs 0\.\d GiB by estimate; each rank has at least \d+\.\d"
-    assert re.fullmatch(needs, rows["memory"][1])
     assert f"torch {torch.__version__}" in rows["versions"][1]
     assert re.search(r"bandwidth \d+\.\d\d GB/s for 16 MiB, latency \d+ µs", rows["all-reduce"][1])
     assert re.search(r"2 ranks fit y = 2x \+ 3 together .* takes \d+\.\d ms", rows["DDP"][1])
+    memory = r"the \w[\w ]+ needs most, 0\.\d GiB of rank 0's \d+\.\d; into .* fit max_tokens "
+    assert re.match(memory, rows["memory"][1])
     assert f"that rank 0 writes in {tmp_path} on " in rows["folder"][1]
     assert re.fullmatch(r"doctor: nothing is broken \(after \d+ s\)", done.stdout.splitlines()[-1])
     assert done.stderr == "running on CPU: 2 ranks, over gloo\n"
@@ -228,7 +228,7 @@ def hang(stderr, stdout):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     judge = doctor.CHECKS[-1].judge
     sleeping = Check("nap", lambda *a: time.sleep(600 * a[-1].rank), judge, "sleep")
-    some = [doctor.CHECKS[2], sleeping, doctor.CHECKS[-1]]
+    some = [doctor.CHECKS[1], sleeping, doctor.CHECKS[-1]]
     doctor.main(Config(), connect, some, 3.0)
 
 
@@ -241,6 +241,16 @@ def test_a_check_that_hangs_is_named_with_what_to_try_and_ended(tmp_path):
     named = r"^rank 1 on \S+ \(pid \d+\) .*\bin nap\b.*; try: sleep$"
     assert len(re.findall(named, said, re.MULTILINE)) == 1
     assert "rank 1 is at\n" in said and "time.sleep(600" in said
+
+
+def test_the_rank_with_the_least_memory_counts_and_an_unknown_model_is_a_note():
+    rank = {"largest": ("update", 3.0 * 2**30), "have": 4.0 * 2**30, "bounds": "bounds"}
+    ok = judge_memory([rank, {**rank, "have": 3.5 * 2**30}])
+    assert ok == ("ok", "the update needs most, 3.0 GiB of rank 1's 3.5; bounds", "")
+    broken = judge_memory([rank, {**rank, "have": 2.5 * 2**30}])
+    assert broken.status == "broken" and broken.text.endswith("3.0 GiB of rank 1's 2.5")
+    note = judge_memory([{"why": "model: got 'a/b'"}])
+    assert note == ("note", "not known without the model (model: got 'a/b')", "")
 
 
 # The connection
@@ -265,7 +275,7 @@ def test_ranks_that_do_not_meet_are_told_what_to_try(alone, capsys):
     assert status == "broken"
     assert re.match(r"rank 0 on \S+: RuntimeError: no route to host try: GLOO_SOCKET", text)
     assert "MASTER_ADDR" in text
-    left = "devices, memory, versions, all-reduce, DDP, folder"
+    left = "devices, versions, all-reduce, DDP, memory, folder"
     assert f"doctor: broken: connection; not checked: {left} (after 0 s)" in said
 
 
@@ -297,14 +307,6 @@ def test_gpus_are_told_what_nccl_listens_to(monkeypatch):
 
 
 # What is made of measurements
-
-
-def test_a_rank_with_too_little_memory_is_named():
-    gib = float(1 << 30)
-    values = [(40 * gib, "rollout", has * gib) for has in (80, 24, 40, 32)]
-    needs = "the largest phase, rollout, needs 40.0 GiB by estimate"
-    lack = f"{needs}; ranks 1, 3 have less, down to 24.0"
-    assert judge_memory(values)[:2] == ("broken", lack)
 
 
 def devices(*places):

@@ -25,6 +25,7 @@ def test_no_task_is_in_two_splits(domain):
     assert len({*train, *validation, *test}) == len(train) + len(validation) + len(test)
     assert sorted(test) == sorted(domain.environment.world.checkout.splits["test"])
     assert train and validation
+    assert ids_of(domain, "base") == domain.environment.world.checkout.splits["base"]
     assert ids_of(domain, "train") == train
 
 
