@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,7 @@ def drive(
     pipe: Any, part: range, checkout: str, num_ranks: int, port: int, timeout_s: float
 ) -> None:
     """Run the ranks of `part`, and answer the questions of `play`."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # no lines about host names
     sys.path.insert(0, checkout)
     counts: Counter[str] = Counter()
     ranks = simulate(part, num_ranks, port, timeout_s, counts)
@@ -254,7 +256,7 @@ def simulate(
             self.num_ranks = num_ranks
 
         def connect_to_store(self) -> Any:
-            return Store()
+            return clients.pop()
 
     class SimulatedRank(watchdog.Watchdog):
         told_at, is_running = math.nan, True
@@ -290,6 +292,8 @@ def simulate(
     watchdog.psutil = SimpleNamespace(  # type: ignore[assignment]
         Process=Seen, NoSuchProcess=psutil.NoSuchProcess, STATUS_ZOMBIE=psutil.STATUS_ZOMBIE
     )
+    with ThreadPoolExecutor(64) as pool:  # a connection may wait for a name server
+        clients = list(pool.map(lambda _: Store(), part))
     own_pid = os.getpid()
     platform.node = lambda: threading.current_thread().name
     os.getpid = lambda: pids.get(threading.current_thread(), own_pid)

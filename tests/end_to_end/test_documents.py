@@ -93,7 +93,7 @@ def plain(words: list[str]) -> list[str]:
         words = words[1:]
     if words[:3] == ["python", "-m", "pipeline"]:
         return ["three-domain-grpo", *words[3:]]
-    for entry in ("scripts/run_ddp.sh", "pipeline/run.py"):
+    for entry in ("scripts/run_ddp.sh", "scripts/slurm.sbatch", "pipeline/run.py"):
         if entry in words:
             place = words.index(entry)
             assert all((ROOT / w).is_file() for w in words[:place] if w.endswith(".yaml")), words

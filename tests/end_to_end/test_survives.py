@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.test_train import jsonl, metrics, results
-from tests.support import ROOT
+from tests.support import ROOT, slurm
 from tests.support.installed import environment, installed_wheel, said_by
 from tests.support.messages import says
 from tests.support.warm import play, wait_for
@@ -105,6 +106,32 @@ def test_after_sigterm_a_run_ends_with_75_and_goes_on_as_if_nothing_had_been(
     play("--output-dir", "out", "--resume-from-checkpoint", "latest", cwd=tmp_path)
     assert_same(folder, undisturbed)
     assert said_by(command, "report", "out", cwd=tmp_path) == "out/report.md\n"
+
+
+def test_a_slurm_job_that_is_preempted_in_a_step_queues_again_and_loses_nothing(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes with a rank each, checkpoints at stage ends only; W&B sees one run."""
+    slurm.put_into(tmp_path / "bin")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    own = {"STAND_IN": tmp_path, "STAND_IN_NODES": "127.0.0.1 127.0.0.2", "PYTHON": sys.executable}
+    own |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OUTPUT_DIR": tmp_path}
+    for name, value in {**own, "WANDB_MODE": "offline"}.items():
+        monkeypatch.setenv(name, str(value))
+    folder, log = tmp_path / "seed-1", tmp_path / "log"
+    options = ["--array=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    flags = [*FLAGS, "--save-steps", "0", "--report-to", "wandb"]
+    process = begin("sbatch", *options, "scripts/slurm.sbatch", *flags, cwd=ROOT, log=log)
+    wait_for(folder, '"kind": "train", "stage": "airline", "step": 2', process)
+    subprocess.run(["scancel", "--signal=USR1", "4001"], check=True)
+    assert process.wait(timeout=120) == 0, log.read_text()
+    said = log.read_text()
+    assert "SIGUSR1: the run stops in good order" in said and "Traceback" not in said
+    assert said.count("interrupted with a checkpoint: job 4001 queues again") == 1
+    assert_same(folder, undisturbed)
+    runs = [path.stem for path in folder.glob("wandb/offline-run-*/*.wandb")]
+    assert len(runs) == 2 and len(set(runs)) == 1
 
 
 def test_before_the_first_checkpoint_sigterm_ends_a_run_with_1_and_auto_starts_it_anew(
