@@ -107,7 +107,7 @@ class RunState:
 
     def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
         """Return the saved state and the model with which this run starts."""
-        return load_start(self.config, self.parts.tokenizer, resumed)
+        return load_start(self.config, self.parts.tokenizer, resumed, self.accelerator.device)
 
     @property
     def stages(self) -> list[Stage]:

@@ -50,14 +50,19 @@ def open_together(
     return opened, *result
 
 
-def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[SavedState, Any]:
+def load_start(
+    config: Config, tokenizer: Any, path: Path | None, device: torch.device
+) -> tuple[SavedState, Any]:
     """Return a checkpoint's state and model. If `path` is None, return {} and a new model.
+
+    On a GPU, a model's weights are read to `device`.
 
     With LoRA, the frozen model has the type in which it computes, and no adapters yet.
     """
     dtype = dtype_of(config.model) if config.model.use_peft else torch.float32
+    at = str(device) if device.type == "cuda" else None
     if path is None:
-        return {}, load_model(config.model, tokenizer, config.run.seed, dtype)
+        return {}, load_model(config.model, tokenizer, config.run.seed, dtype, at)
     state, is_adapter = read_state(path), lora.is_adapter(path)
     if state.get("step") and is_adapter != config.model.use_peft:
         held = "LoRA adapters" if is_adapter else "a whole model"
@@ -66,7 +71,7 @@ def load_start(config: Config, tokenizer: Any, path: Path | None) -> tuple[Saved
     goes_on = is_adapter and config.model.use_peft  # else a warm start's adapters are merged
     if goes_on:
         lora.check_settings(path, config.model)
-    return state, load_folder(lora.base_of(path) if goes_on else path, config.model, dtype=dtype)
+    return state, load_folder(lora.base_of(path) if goes_on else path, config.model, at, dtype)
 
 
 def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bool) -> None:

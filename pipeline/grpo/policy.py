@@ -120,8 +120,8 @@ class Policy:
         self.model = None
         self.free_sampler()
         give_memory_back()
-        chat = self.rollout.chat
-        self.model = self._placed(load_start(self._config, chat.tokenizer, folder)[1])
+        chat, device = self.rollout.chat, self.accelerator.device
+        self.model = self._placed(load_start(self._config, chat.tokenizer, folder, device)[1])
         if self._config.model.use_peft:
             self.attach(checkpointer, folder)
         else:

@@ -49,11 +49,15 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
 
 
 def load_model(
-    settings: ModelSettings, tokenizer: Any, seed: int, dtype: torch.dtype = torch.float32
+    settings: ModelSettings,
+    tokenizer: Any,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | None = None,
 ) -> Any:
     """Return a causal language model as `dtype`; raises UserError for unusable files."""
     if settings.model != "tiny":
-        return load_folder(settings.model, settings, dtype=dtype)
+        return load_folder(settings.model, settings, device, dtype)
     model = tiny_model(tokenizer, seed, settings.attn_implementation)
     lora.cast(model, dtype)
     return model
@@ -68,9 +72,9 @@ def load_folder(
     """Return a causal language model with parameters of `dtype` from a folder or a hub id.
 
     If the folder has LoRA adapters, `load_folder` merges the adapters into the base model, in fp32
-    and before the conversion to `dtype`. With the device `meta`, `load_folder` checks the files
-    without reading weights. Raises UserError if there are no safetensors files, or if weights are
-    missing or have wrong shapes.
+    on CPU, before the conversion to `dtype`. Other weights are read to `device` without a copy in
+    main memory; with the device `meta`, `load_folder` checks the files alone. Raises UserError if
+    there are no safetensors files, or if weights are missing or have wrong shapes.
     """
     if lora.is_adapter(folder):
         merged = lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
@@ -95,6 +99,7 @@ def load_folder(
         raise UserError(
             f"model: {folder} {problem} that its config.json asks for; take both from one model"
         )
+    vars(model).pop("hf_device_map", None)  # Trainers would look for several devices.
     if unused := sorted(info["unexpected_keys"]):
         warnings.warn(
             f"{folder} holds {len(unused)} weights that the model does not use, such as "

@@ -8,12 +8,14 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import ModelSettings
+from pipeline.checkpoints.resume import load_start
+from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.rng import stream_key, uniforms
 from pipeline.errors import UserError
 from pipeline.grpo import token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models import loading
 from pipeline.models.capabilities import unserved
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
@@ -355,6 +357,20 @@ def test_a_saved_folder_loads_with_the_same_logprobs(tmp_path):
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     trajectory = make_trajectory(range(20), range(100, 140))
     assert torch.equal(recomputed(model, [trajectory])[0], recomputed(loaded, [trajectory])[0])
+
+
+def test_weights_are_read_to_the_device_of_the_rank(tmp_path, monkeypatch):
+    tiny_model(tokenizer(), seed=1).save_pretrained(tmp_path)
+    loaded, placed = (load_folder(tmp_path, ModelSettings(), device) for device in (None, "cpu"))
+    pairs = zip(loaded.parameters(), placed.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not hasattr(placed, "hf_device_map")
+    asked: list[str | None] = []
+    monkeypatch.setattr(loading, "load_folder", lambda *arguments: asked.append(arguments[2]))
+    config = Config.model_validate({"model": {"model": str(tmp_path)}})
+    for device in ("cuda:1", "cpu"):
+        load_start(config, None, None, torch.device(device))
+    assert asked == ["cuda:1", None]
 
 
 def test_a_folder_can_be_the_model_of_a_recipe(tmp_path):
