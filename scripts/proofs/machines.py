@@ -1,0 +1,174 @@
+"""Train on two machines, which are two network namespaces, and compare with one machine.
+
+    python scripts/proofs/machines.py        # Linux, root (ip netns)
+
+A namespace has its own network, so launchers, store and gloo talk over a link between the two, as
+between machines; only the fabric is missing. Each machine has a working folder of its own, so the
+run folder of `--output-dir out` is on machine 0 alone. The forms of launch are torchrun with a
+static and with a c10d rendezvous, and `accelerate launch` with `accelerate_configs/multi_node.yaml`,
+on 2 machines x 1 rank and 2 x 2. With `--deterministic`, parameters and `metrics.jsonl` must equal,
+bit by bit, those of one machine with as many ranks. The exit code is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.common import ROOT, machine
+from scripts.proofs.chaos import digests
+from scripts.proofs.serve_export import free_port
+
+RUN = "--deterministic --domains airline,retail --max-steps 4 --warm-start-steps 4 --save-steps 2 "
+RUN += "--tasks-per-step 4 --num-generations 4 --eval-tasks-per-domain 4 --eval-trials 1 "
+RUN += "--kl-probe-tasks 0 --validation-steps 0 --report-to none --output-dir out"
+FORMS = ("static", "c10d", "accelerate")
+LINK = "net0"  # the name of the link in both namespaces
+
+
+class Machines:
+    """Two namespaces that are joined by a link, and a working folder for each."""
+
+    def __init__(self, folder: Path) -> None:
+        tag = f"{os.getpid() % 10_000:04d}"
+        self.names = [f"m{tag}-{number}" for number in range(2)]
+        net = f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}"
+        self.addresses = [f"{net}.{number + 1}" for number in range(2)]
+        self.folders = [folder / f"machine-{number}" for number in range(2)]
+
+    def start(self, number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command on a machine."""
+        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        env |= {"GLOO_SOCKET_IFNAME": LINK, "PYTHONPATH": str(ROOT)}
+        inside = ["ip", "netns", "exec", self.names[number], *command]
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                inside, cwd=self.folders[number], env=env, stdout=file, stderr=file
+            )
+
+
+@contextmanager
+def two_machines(folder: Path) -> Iterator[Machines]:
+    """Make two namespaces, and take them and all their processes away. Needs root."""
+    machines = Machines(folder)
+    try:
+        for name, of in zip(machines.names, machines.folders, strict=True):
+            of.mkdir()
+            _ip("netns", "add", name)
+        first, second = machines.names
+        link = ["link", "add", LINK, "netns", first, "type", "veth"]
+        _ip(*link, "peer", "name", LINK, "netns", second)
+        for name, address in zip(machines.names, machines.addresses, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", LINK)
+            for device in ("lo", LINK):
+                _ip("-n", name, "link", "set", device, "up")
+        yield machines
+    finally:
+        for name in machines.names:
+            for pid in _processes_of(name):
+                os.kill(pid, 9)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _processes_of(name: str) -> list[int]:
+    done = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+    )
+    return list(map(int, done.stdout.split()))
+
+
+def launchers(form: str, machines: Machines, per_machine: int) -> list[list[str]]:
+    """Return the command of each machine."""
+    master, port = machines.addresses[0], str(free_port())
+    run = [str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", str(2 * per_machine)]
+    commands = []
+    for number in range(2):
+        if form == "accelerate":
+            config = ROOT / "accelerate_configs" / "multi_node.yaml"
+            words = ["accelerate.commands.launch", "--config_file", str(config), "--cpu"]
+            words += ["--machine_rank", str(number), "--num_processes", str(2 * per_machine)]
+            words += ["--main_process_ip", master, "--main_process_port", port]
+        else:
+            words = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_machine)]
+            if form == "static":
+                words += ["--node-rank", str(number), "--master-addr", master]
+                words += ["--master-port", port]
+            else:
+                words += ["--rdzv-backend", "c10d", "--rdzv-id", "proof"]
+                words += ["--rdzv-endpoint", f"{master}:{port}"]
+                words += ["--local-addr", machines.addresses[number]]
+        commands.append([sys.executable, "-m", *words, *run])
+    return commands
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of each machine")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    options = parser.parse_args(argv)
+    if os.geteuid() != 0:
+        sys.exit("machines.py: needs root, which makes network namespaces; try: sudo")
+    print("  ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
+    faults = 0
+    for per_machine in options.ranks:
+        expected = one_machine(2 * per_machine)
+        for form in options.forms:
+            begun, why = time.perf_counter(), on_two(form, per_machine, expected)
+            seconds = time.perf_counter() - begun
+            verdict = why or "equal bits, nothing on machine 1"
+            print(f"2 x {per_machine} ranks, {form:<11}{seconds:4.0f} s  {verdict}", flush=True)
+            faults += bool(why)
+    return int(bool(faults))
+
+
+def one_machine(num_ranks: int) -> dict[str, str]:
+    with tempfile.TemporaryDirectory(prefix="machine-") as folder:
+        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split()]
+        command = [*run, "--num-gpus", str(num_ranks)]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.decode()[-3000:])
+        return digests(Path(folder) / "out")
+
+
+def on_two(form: str, per_machine: int, expected: dict[str, str]) -> str:
+    """Return what is wrong with a run on two machines, or an empty text."""
+    with tempfile.TemporaryDirectory(prefix="machines-") as name:
+        folder = Path(name)
+        with two_machines(folder) as machines:
+            logs = [folder / f"log-{number}" for number in range(2)]
+            commands = launchers(form, machines, per_machine)
+            started = [machines.start(n, commands[n], logs[n]) for n in range(2)]
+            codes = [process.wait() for process in started]
+            left = [pid for of in machines.names for pid in _processes_of(of)]
+        said = [log.read_text(errors="replace") for log in logs]
+        if any(codes):
+            return f"exit codes {codes}\n" + "\n".join(text[-2500:] for text in said)
+        if left:
+            return f"{len(left)} processes are left"
+        found: dict[str, Any] = digests(machines.folders[0] / "out")
+        if other := [what for what, of in expected.items() if found.get(what) != of]:
+            return f"{', '.join(other)} differ from one machine's"
+        strays = [str(p.relative_to(folder)) for p in machines.folders[1].rglob("*")]
+        return f"machine 1 has {', '.join(strays)}" if strays else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
