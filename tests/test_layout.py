@@ -25,10 +25,10 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "customers": 227,
     "tau2": 1085,
     "chat": 665,
-    "models": 955,
+    "models": 1025,
     "rollout": 1710,
-    "checkpoints": 750,
-    "grpo": 1530,
+    "checkpoints": 753,
+    "grpo": 1455,
     "sft": 255,
     "evaluation": 1495,
     "rft": 130,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5290
+MOST_LINES_OF_THE_CORE = 5160
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

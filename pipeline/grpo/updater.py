@@ -16,7 +16,6 @@ from pipeline.config.settings import Config
 from pipeline.distributed.gradients import GradientAllReduce, sharded_adamw, sum_gradients
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
-from pipeline.grpo.budget import cost_of_a_pair, memory_of, token_budget
 from pipeline.grpo.faults import find_suspects, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
@@ -28,6 +27,7 @@ from pipeline.grpo.micro_batches import (
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.allocation import give_memory_back, is_out_of_memory
+from pipeline.models.budget import cost_of_a_pair, memory_of, token_budget
 from pipeline.models.lora import base_model
 from pipeline.rollout.trajectory import Trajectory
 
