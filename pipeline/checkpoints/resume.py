@@ -1,7 +1,10 @@
 """Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
 import json
+import platform
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,24 @@ def open_together(
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
+    refuse_other_disks(result[0], ranks)
     return opened, *result
+
+
+def refuse_other_disks(folder: Path, ranks: Ranks) -> None:
+    """Raise UserError, on all ranks, if a machine does not see the run folder of rank 0."""
+    lock, seen = folder / ".lock", 0
+    for _ in range(20):  # network file systems show a new file a little late
+        with suppress(OSError):
+            seen = lock.stat().st_ino
+            break
+        time.sleep(0.1)
+    found = ranks.all_gather_objects((platform.node(), seen), "disks")
+    (main, number), *others = found
+    if away := sorted({host for host, seen in others if seen != number}):
+        where = f"{folder.absolute()} of rank 0 on {main}"
+        hint = "give one on a disk that all machines share, as an absolute path"
+        raise UserError(f"output_dir: {', '.join(away)} cannot see {where}; {hint}")
 
 
 def load_start(

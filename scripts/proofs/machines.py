@@ -3,11 +3,11 @@
     python scripts/proofs/machines.py        # Linux, root (ip netns)
 
 A namespace has its own network, so launchers, store and gloo talk over a link between the two, as
-between machines; only the fabric is missing. Each machine has a working folder of its own, so the
-run folder of `--output-dir out` is on machine 0 alone. The forms of launch are torchrun with a
-static and with a c10d rendezvous, and `accelerate launch` with `accelerate_configs/multi_node.yaml`,
-on 2 machines x 1 rank and 2 x 2. With `--deterministic`, parameters and `metrics.jsonl` must equal,
-bit by bit, those of one machine with as many ranks. The exit code is 1 if anything differs.
+between machines; only the fabric is missing. The run folder is on a disk that both share. The
+forms of launch are torchrun with a static and with a c10d rendezvous, and `accelerate launch` with
+`accelerate_configs/multi_node.yaml`, on 2 machines x 1 rank and 2 x 2. With `--deterministic`,
+parameters and `metrics.jsonl` must equal, bit by bit, those of one machine with as many ranks.
+Machines without a shared disk must be refused in one line. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from scripts.proofs.serve_export import free_port
 
 RUN = "--deterministic --domains airline,retail --max-steps 4 --warm-start-steps 4 --save-steps 2 "
 RUN += "--tasks-per-step 4 --num-generations 4 --eval-tasks-per-domain 4 --eval-trials 1 "
-RUN += "--kl-probe-tasks 0 --validation-steps 0 --report-to none --output-dir out"
+RUN += "--kl-probe-tasks 0 --validation-steps 0 --report-to none "
+APART = "output_dir: "  # begins the line that refuses machines without a shared disk
 FORMS = ("static", "c10d", "accelerate")
 LINK = "net0"  # the name of the link in both namespaces
 
@@ -91,15 +92,16 @@ def _processes_of(name: str) -> list[int]:
     return list(map(int, done.stdout.split()))
 
 
-def launchers(form: str, machines: Machines, per_machine: int) -> list[list[str]]:
-    """Return the command of each machine."""
+def launchers(form: str, machines: Machines, per_machine: int, out: str) -> list[list[str]]:
+    """Return the command of each machine; `out` is the run folder."""
     master, port = machines.addresses[0], str(free_port())
     run = [str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", str(2 * per_machine)]
+    run += ["--output-dir", out]
     commands = []
     for number in range(2):
         if form == "accelerate":
             config = ROOT / "accelerate_configs" / "multi_node.yaml"
-            words = ["accelerate.commands.launch", "--config_file", str(config), "--cpu"]
+            words = ["accelerate.commands.launch", "--config_file", str(config)]
             words += ["--machine_rank", str(number), "--num_processes", str(2 * per_machine)]
             words += ["--main_process_ip", master, "--main_process_port", port]
         else:
@@ -111,6 +113,7 @@ def launchers(form: str, machines: Machines, per_machine: int) -> list[list[str]
                 words += ["--rdzv-backend", "c10d", "--rdzv-id", "proof"]
                 words += ["--rdzv-endpoint", f"{master}:{port}"]
                 words += ["--local-addr", machines.addresses[number]]
+                words += ["--rdzv-conf", f"is_host={number == 0}"]
         commands.append([sys.executable, "-m", *words, *run])
     return commands
 
@@ -131,17 +134,19 @@ def main(argv: Sequence[str]) -> int:
         for form in options.forms:
             begun, why = time.perf_counter(), on_two(form, per_machine, expected)
             seconds = time.perf_counter() - begun
-            verdict = why or "equal bits, nothing on machine 1"
+            verdict = why or "equal bits"
             print(f"2 x {per_machine} ranks, {form:<11}{seconds:4.0f} s  {verdict}", flush=True)
             faults += bool(why)
-    return int(bool(faults))
+    why = apart()
+    print(f"no shared disk: {why or 'refused in one line'}", flush=True)
+    return int(bool(faults or why))
 
 
 def one_machine(num_ranks: int) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="machine-") as folder:
         env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split()]
-        command = [*run, "--num-gpus", str(num_ranks)]
+        command = [*run, "--num-gpus", str(num_ranks), "--output-dir", "out"]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.decode()[-3000:])
@@ -152,22 +157,35 @@ def on_two(form: str, per_machine: int, expected: dict[str, str]) -> str:
     """Return what is wrong with a run on two machines, or an empty text."""
     with tempfile.TemporaryDirectory(prefix="machines-") as name:
         folder = Path(name)
-        with two_machines(folder) as machines:
-            logs = [folder / f"log-{number}" for number in range(2)]
-            commands = launchers(form, machines, per_machine)
-            started = [machines.start(n, commands[n], logs[n]) for n in range(2)]
-            codes = [process.wait() for process in started]
-            left = [pid for of in machines.names for pid in _processes_of(of)]
-        said = [log.read_text(errors="replace") for log in logs]
+        codes, left, said = finish(form, per_machine, folder, str(folder / "out"))
         if any(codes):
             return f"exit codes {codes}\n" + "\n".join(text[-2500:] for text in said)
         if left:
-            return f"{len(left)} processes are left"
-        found: dict[str, Any] = digests(machines.folders[0] / "out")
-        if other := [what for what, of in expected.items() if found.get(what) != of]:
-            return f"{', '.join(other)} differ from one machine's"
-        strays = [str(p.relative_to(folder)) for p in machines.folders[1].rglob("*")]
-        return f"machine 1 has {', '.join(strays)}" if strays else ""
+            return f"{left} processes are left"
+        found: dict[str, Any] = digests(folder / "out")
+        other = [what for what, of in expected.items() if found.get(what) != of]
+        return f"{', '.join(other)} differ from one machine's" if other else ""
+
+
+def apart() -> str:
+    """Return what is wrong with the refusal of machines without a shared disk."""
+    with tempfile.TemporaryDirectory(prefix="machines-") as name:
+        codes, left, said = finish("static", 1, Path(name), "out")
+    lines = [line for text in said for line in text.splitlines() if line.startswith("error: ")]
+    if len(lines) != 1 or APART not in lines[0] or left or not all(codes):
+        return f"exit codes {codes}, {left} processes left, lines {lines}"
+    return ""
+
+
+def finish(form: str, per_machine: int, folder: Path, out: str) -> tuple[list[int], int, list[str]]:
+    """Run on two machines; return exit codes, processes that are left, and what was printed."""
+    with two_machines(folder) as machines:
+        logs = [folder / f"log-{number}" for number in range(2)]
+        commands = launchers(form, machines, per_machine, out)
+        started = [machines.start(number, commands[number], logs[number]) for number in range(2)]
+        codes = [process.wait() for process in started]
+        left = sum(len(_processes_of(name)) for name in machines.names)
+    return codes, left, [log.read_text(errors="replace") for log in logs]
 
 
 if __name__ == "__main__":
