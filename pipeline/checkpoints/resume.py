@@ -1,6 +1,8 @@
 """Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
 import json
+import platform
+import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +20,9 @@ from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
 
+PACKAGE = Path(__file__).parents[1]
+SHOWN_S = 5.0  # network file systems show a new file a little late
+
 
 def open_together(
     config: Config, ranks: Ranks, tokens: Mapping[str, int], about: Mapping[str, Any]
@@ -28,12 +33,19 @@ def open_together(
     Raises UserError if the ranks have different `tokens`, which are {token: id}, or different facts
     `about` the domains.
     """
-    digest = sha256(str(sorted(tokens.items())).encode()).digest()
-    facts = json.dumps(about, sort_keys=True)
-    digests, told = zip(*ranks.all_gather_objects((digest, facts), "tokens"), strict=True)
-    if len({*told}) > 1:
-        raise UserError("about: the ranks have other data of a domain; give all the same files")
-    if len({*digests}) > 1:
+    digest = sha256(str(sorted(tokens.items())).encode()).hexdigest()
+    versions = f"python {platform.python_version()}, torch {torch.__version__}"
+    versions += f", the code {code_hash()}"
+    own = f"on {platform.node()}", versions, json.dumps(about, sort_keys=True), digest
+    told = ranks.all_gather_objects(own, "tokens")
+    where, all_versions, facts, digests = zip(*told, strict=True)
+    if rank := _other(all_versions):
+        has = f"{all_versions[rank]}, and rank 0 {where[0]} has {all_versions[0]}"
+        raise UserError(f"versions: rank {rank} {where[rank]} has {has}; install the same on both")
+    if rank := _other(facts):
+        why = f"rank {rank} {where[rank]} has other data of a domain than rank 0 {where[0]}"
+        raise UserError(f"about: {why}; give all the same files")
+    if rank := _other(digests):
         why = "the expert of a domain without WORDS gave the ranks different conversations"
         raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
     opened: Opened | None = None
@@ -47,7 +59,29 @@ def open_together(
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
+    _refuse_hidden(result[0], where, ranks)
     return opened, *result
+
+
+def code_hash() -> str:
+    """Return the start of the SHA-256 of this package's source files."""
+    files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    return sha256(b"".join((PACKAGE / file).read_bytes() for file in files)).hexdigest()[:8]
+
+
+def _other(values: Sequence[str]) -> int:
+    """Return the first rank whose value is not that of rank 0; 0 if there is none."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
+
+
+def _refuse_hidden(folder: Path, where: Sequence[str], ranks: Ranks) -> None:
+    """Raise UserError if a rank does not see the run folder that rank 0 has made."""
+    until = time.monotonic() + SHOWN_S
+    while not (sees := (folder / ".lock").is_file()) and time.monotonic() < until:
+        time.sleep(0.2)
+    if rank := _other([str(seen) for seen in ranks.all_gather_objects(sees, "run folder")]):
+        why = f"rank {rank} {where[rank]} does not see '{folder}' of rank 0 {where[0]}"
+        raise UserError(f"output_dir: {why}; give a full path on a disk that all machines share")
 
 
 def load_start(
