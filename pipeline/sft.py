@@ -24,9 +24,9 @@ from pipeline.data.tasks import Message
 from pipeline.distributed.gradients import skip_gradient_sync
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
 from pipeline.environments.domains import Domain
-from pipeline.grpo.budget import memory_of, token_budget
 from pipeline.grpo.micro_batches import MicroBatch, cuts
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.budget import memory_of, token_budget
 from pipeline.models.capabilities import recompute_layers
 from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.models.lora import base_model

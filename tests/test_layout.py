@@ -25,10 +25,10 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "customers": 245,
     "tau2": 1385,
     "chat": 665,
-    "models": 970,
+    "models": 1030,
     "rollout": 1710,
-    "checkpoints": 755,
-    "grpo": 1530,
+    "checkpoints": 792,
+    "grpo": 1455,
     "sft": 255,
     "evaluation": 1495,
     "rft": 130,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5305
+MOST_LINES_OF_THE_CORE = 5175
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

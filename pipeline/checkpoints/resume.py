@@ -4,6 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
 
 PACKAGE = Path(__file__).parents[1]
-SHOWN_S = 5.0  # network file systems show a new file a little late
 
 
 def open_together(
@@ -34,18 +34,16 @@ def open_together(
     `about` the domains.
     """
     digest = sha256(str(sorted(tokens.items())).encode()).hexdigest()
-    versions = f"python {platform.python_version()}, torch {torch.__version__}"
-    versions += f", the code {code_hash()}"
-    own = f"on {platform.node()}", versions, json.dumps(about, sort_keys=True), digest
-    told = ranks.all_gather_objects(own, "tokens")
-    where, all_versions, facts, digests = zip(*told, strict=True)
+    versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
+    own = platform.node(), versions, json.dumps(about, sort_keys=True), digest
+    hosts, all_versions, facts, digests = zip(*ranks.all_gather_objects(own, "tokens"), strict=True)
     if rank := _other(all_versions):
-        has = f"{all_versions[rank]}, and rank 0 {where[0]} has {all_versions[0]}"
-        raise UserError(f"versions: rank {rank} {where[rank]} has {has}; install the same on both")
+        where = f"rank {rank} on {hosts[rank]} has {all_versions[rank]}, rank 0 on {hosts[0]}"
+        raise UserError(f"versions: {where} has {all_versions[0]}; install the same on both")
     if rank := _other(facts):
-        why = f"rank {rank} {where[rank]} has other data of a domain than rank 0 {where[0]}"
+        why = f"rank {rank} on {hosts[rank]} has other data of a domain than rank 0 on {hosts[0]}"
         raise UserError(f"about: {why}; give all the same files")
-    if rank := _other(digests):
+    if _other(digests):
         why = "the expert of a domain without WORDS gave the ranks different conversations"
         raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
     opened: Opened | None = None
@@ -59,7 +57,7 @@ def open_together(
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
-    _refuse_hidden(result[0], where, ranks)
+    refuse_other_disks(result[0], ranks)
     return opened, *result
 
 
@@ -74,14 +72,20 @@ def _other(values: Sequence[str]) -> int:
     return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
 
 
-def _refuse_hidden(folder: Path, where: Sequence[str], ranks: Ranks) -> None:
-    """Raise UserError if a rank does not see the run folder that rank 0 has made."""
-    until = time.monotonic() + SHOWN_S
-    while not (sees := (folder / ".lock").is_file()) and time.monotonic() < until:
-        time.sleep(0.2)
-    if rank := _other([str(seen) for seen in ranks.all_gather_objects(sees, "run folder")]):
-        why = f"rank {rank} {where[rank]} does not see '{folder}' of rank 0 {where[0]}"
-        raise UserError(f"output_dir: {why}; give a full path on a disk that all machines share")
+def refuse_other_disks(folder: Path, ranks: Ranks) -> None:
+    """Raise UserError, on all ranks, if a machine does not see the run folder of rank 0."""
+    lock, seen = folder / ".lock", 0
+    for _ in range(20):  # network file systems show a new file a little late
+        with suppress(OSError):
+            seen = lock.stat().st_ino
+            break
+        time.sleep(0.1)
+    found = ranks.all_gather_objects((platform.node(), seen), "disks")
+    (main, number), *others = found
+    if away := sorted({host for host, seen in others if seen != number}):
+        where = f"{folder.absolute()} of rank 0 on {main}"
+        hint = "give one on a disk that all machines share, as an absolute path"
+        raise UserError(f"output_dir: {', '.join(away)} cannot see {where}; {hint}")
 
 
 def load_start(

@@ -1,7 +1,7 @@
-"""Rows of task files. A JSON array is held in memory; JSON Lines and datasets stay on disk.
+"""Rows of task files, and checks of rows.
 
-Iteration reads all rows once. Later, each row is read by its index, and a read raises UserError if
-the file has changed.
+A JSON array is held in memory; JSON Lines and datasets stay on disk. Iteration reads all rows once.
+Later, each row is read by its index, and a read raises UserError if the file has changed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,22 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.errors import UserError
-from pipeline.files.untrusted import MAX_LINE_BYTES, lines_of, open_file, parse_json, read_file
+from pipeline.files.untrusted import (
+    MAX_LINE_BYTES,
+    lines_of,
+    open_file,
+    parse_json,
+    read_file,
+    shown,
+)
 
 TaskRow = dict[str, Any]
 Rows: TypeAlias = "JsonArray | JsonLines | DatasetRows"
 
+ROLES = ("system", "user", "assistant", "tool")
+MAX_CHARACTERS = 1_000_000  # largest length of a conversation; limits the time of tokenization
+KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
+ROUTE = "environment"  # key whose value names the domain of a row, as in TRL
 MAX_ARRAY_BYTES = 256 << 20  # largest file of a JSON array, which is read into memory
 # types of columns that cannot refer to files, unlike columns of images
 KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
@@ -139,3 +150,58 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def row_problem(row: Any, domain: str, has_columns: bool) -> str:
+    """Return the first mistake in a row of `domain`, or an empty text."""
+    if not isinstance(row, dict):
+        return f"got {type(row).__name__}; a task is one JSON object"
+    unknown = sorted(row.keys() - KEYS - {ROUTE})
+    if unknown and not has_columns:
+        return f"unknown key [{shown(unknown[0])}]; a task has {', '.join(sorted(KEYS))}"
+    if not isinstance(row.get("id"), str) or not row["id"]:
+        return f"id: got {shown(row.get('id'))}; give a non-empty string"
+    if (stated := row.get("domain", domain)) != domain:
+        return f"domain: got {shown(stated)} in a file of {domain} tasks; move it or mend it"
+    if problem := messages_problem(row.get("prompt")):
+        return f"prompt: {problem}"
+    if row["prompt"][-1]["role"] != "user":
+        return "prompt: the last message must be the user's request"
+    payload = row.get("payload", {})
+    if isinstance(payload, str):
+        if len(payload) > MAX_LINE_BYTES:
+            return f"payload: more than {MAX_LINE_BYTES >> 20} MiB; shorten it"
+        try:
+            payload = parse_json(payload)
+        except ValueError as error:
+            return f"payload: not JSON ({getattr(error, 'msg', error)}); give an object"
+    if not isinstance(payload, dict):
+        return f"payload: got {shown(payload)}; give an object"
+    for name in ("family", "branch"):
+        if not isinstance(row.get(name, ""), str):
+            return f"{name}: got {shown(row.get(name))}; give a string"
+    return ""
+
+
+def messages_problem(messages: Any) -> str:
+    """Return the first mistake in a conversation, or an empty text."""
+    if not isinstance(messages, list) or not messages:
+        return "give a non-empty list of messages with role and content"
+    for message in messages:
+        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not is_message or message.get("role") not in ROLES:
+            roles = ", ".join(ROLES)
+            return f"bad message {shown(message)}; give role and content, the role one of {roles}"
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            form = '{"function": {"name": ..., "arguments": {...}}}'
+            return f"bad tool calls {shown(calls)}; give a list of {form}"
+    if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
+        return f"more than {MAX_CHARACTERS} characters; shorten it"
+    return ""
+
+
+def _is_call(call: Any) -> bool:
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return is_named and isinstance(function.get("arguments", {}), dict)

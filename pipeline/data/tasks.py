@@ -20,18 +20,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.data.rng import permutation
-from pipeline.data.rows import Rows, TaskRow, rows_of_file
+from pipeline.data.rows import KEYS, ROUTE, Rows, TaskRow, row_problem, rows_of_file
 from pipeline.errors import UserError
-from pipeline.files.untrusted import MAX_LINE_BYTES, one_line, parse_json, shown
+from pipeline.files.untrusted import one_line, shown
 
 Message = dict[str, Any]
 Visit = Callable[[TaskRow], None] | None  # a function that is called with each checked row
 SPLITS = ("train", "validation", "test")
 DIFFICULTIES = ("easy", "medium", "hard")
-ROLES = ("system", "user", "assistant", "tool")
-MAX_CHARACTERS = 1_000_000  # largest length of a conversation; limits the time of tokenization
-KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
-ROUTE = "environment"  # key whose value names the domain of a row, as in TRL
 Source: TypeAlias = "Sequence[Task]"  # tasks in memory or on disk
 
 
@@ -96,7 +92,7 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
         if isinstance(row, dict) and row.get(ROUTE, domain) != domain:
             continue
         full = _with_defaults(row, number) if has_columns else row
-        if problem := _problem(full, domain, has_columns):
+        if problem := row_problem(full, domain, has_columns):
             name = row.get("id") if isinstance(row, dict) else None
             task = f" (task {shown(name)})" if name and isinstance(name, str) else ""
             raise UserError(f"{where}{task}: {problem}")
@@ -142,60 +138,6 @@ def _with_defaults(row: Any, number: int) -> Any:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return {**row, "id": str(name) if type(name) is int else name, "prompt": prompt}
-
-
-def _problem(row: Any, domain: str, has_columns: bool) -> str:
-    if not isinstance(row, dict):
-        return f"got {type(row).__name__}; a task is one JSON object"
-    unknown = sorted(row.keys() - KEYS - {ROUTE})
-    if unknown and not has_columns:
-        return f"unknown key [{shown(unknown[0])}]; a task has {', '.join(sorted(KEYS))}"
-    if not isinstance(row.get("id"), str) or not row["id"]:
-        return f"id: got {shown(row.get('id'))}; give a non-empty string"
-    if (stated := row.get("domain", domain)) != domain:
-        return f"domain: got {shown(stated)} in a file of {domain} tasks; move it or mend it"
-    if problem := messages_problem(row.get("prompt")):
-        return f"prompt: {problem}"
-    if row["prompt"][-1]["role"] != "user":
-        return "prompt: the last message must be the user's request"
-    payload = row.get("payload", {})
-    if isinstance(payload, str):
-        if len(payload) > MAX_LINE_BYTES:
-            return f"payload: more than {MAX_LINE_BYTES >> 20} MiB; shorten it"
-        try:
-            payload = parse_json(payload)
-        except ValueError as error:
-            return f"payload: not JSON ({getattr(error, 'msg', error)}); give an object"
-    if not isinstance(payload, dict):
-        return f"payload: got {shown(payload)}; give an object"
-    for name in ("family", "branch"):
-        if not isinstance(row.get(name, ""), str):
-            return f"{name}: got {shown(row.get(name))}; give a string"
-    return ""
-
-
-def messages_problem(messages: Any) -> str:
-    """Return the first mistake in a conversation, or an empty text."""
-    if not isinstance(messages, list) or not messages:
-        return "give a non-empty list of messages with role and content"
-    for message in messages:
-        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not is_message or message.get("role") not in ROLES:
-            roles = ", ".join(ROLES)
-            return f"bad message {shown(message)}; give role and content, the role one of {roles}"
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(map(_is_call, calls)):
-            form = '{"function": {"name": ..., "arguments": {...}}}'
-            return f"bad tool calls {shown(calls)}; give a list of {form}"
-    if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
-        return f"more than {MAX_CHARACTERS} characters; shorten it"
-    return ""
-
-
-def _is_call(call: Any) -> bool:
-    function: Any = call.get("function") if isinstance(call, dict) else None
-    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    return is_named and isinstance(function.get("arguments", {}), dict)
 
 
 def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> list[Task]:

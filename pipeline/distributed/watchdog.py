@@ -289,10 +289,10 @@ class Watchdog:
             with suppress(psutil.NoSuchProcess):
                 if psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE:
                     continue
-            latest = json.loads(self._store.get(f"heartbeat {beat.rank}"))
-            if not self._fault and not latest["left"]:
-                text = f"{beat} exited or was killed; it was in {beat.phase}"
-                self._post_fault("gone", beat, text)
+            last = Heartbeat(**json.loads(self._store.get(f"heartbeat {beat.rank}")))
+            if not self._fault and not last.left:
+                text = f"{last} exited or was killed; it was in {last.phase}"
+                self._post_fault("gone", last, text)
 
     def _name_missing_rank(self, is_deadlock: bool) -> None:
         self._look_for_ended_ranks()

@@ -131,11 +131,8 @@ class CaseEnvironment:
 
     A task's payload has `goal` (what the customer wants), `database`, `expected` (the database
     after a correct episode), `facts` (words that the final message must contain) and `answer`
-    (topic and words of the customer's answer, or null). The reward is 1.0 if the episode has ended,
-    the database equals the expected database, the final message contains every fact, and the steps
-    are right; otherwise the reward is 0.0. The steps are right if the episode has all steps of the
-    expert in the expert's order, and each additional step of the episode is a lookup. If a task has
-    no goal, `get_reward` does not check the steps.
+    (topic and words of the customer's answer, or null). PARTS says what the reward is. If a
+    task has no goal, `get_reward` does not check the steps.
     """
 
     uses_random_state: ClassVar[bool] = False

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
-from pipeline.data.rows import json_lines
+from pipeline.data.rows import json_lines, messages_problem
 from pipeline.data.shares import TaskMixture, quota
-from pipeline.data.tasks import Message, Task, messages_problem
+from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import tool_schemas

@@ -1,9 +1,9 @@
 """The interface of environments, and functions that call environments.
 
 As TRL's `environment_factory` expects, an environment class has the methods `reset(**row) -> str |
-None` and `get_reward() -> float`. All public methods except `reset` and `get_reward` are tools,
-with type hints and Google docstrings. An environment may have a `user`, who answers the model's
-messages that contain no tool call. A tool may set `done`, which ends the episode. The rollout sets
+None` and `get_reward() -> float`. All other public methods, but no static ones, are tools, with
+type hints and Google docstrings. An environment may have a `user`, who answers the model's messages
+that contain no tool call. A tool may set `done`, which ends the episode. The rollout sets
 `final_message` and `stop_reason` (a value of `StopReason`) before the call of `get_reward`.
 `get_reward` may set two dicts for reports: `reward_breakdown` (named parts of the reward) and
 `difference` (name: [actual, expected value]).
@@ -56,10 +56,7 @@ def raw_call(environment_class: type[Any]) -> Callable[..., Any] | None:
 
 @_once_a_class
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
-    """Return a class's tools: all public methods except `reset` and `get_reward`, as in TRL.
-
-    Static methods are no tools. In a class that gets raw calls, `call` is the method of each tool.
-    """
+    """Return a class's tools by name; if the class gets raw calls, the method of each is `call`."""
     if raw := raw_call(environment_class):
         return {of["function"]["name"]: raw for of in environment_class.schemas}
     return {

@@ -62,10 +62,10 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
 
 
 def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Return, for each micro-batch, the index of its last sequence plus 1.
+    """Return what `cuts` returns, for sequences in lexicographic order.
 
-    `sequences` must be in lexicographic order. A common prefix counts once towards `max_tokens`. In
-    a micro-batch of several sequences, attention reads at most `KEYS_PER_TOKEN * max_tokens` keys.
+    A common prefix counts once towards `max_tokens`. In
+    several sequences, attention reads at most `KEYS_PER_TOKEN * max_tokens` keys.
     """
     ends, tokens, keys = [], 0, 0
     for i, ids in enumerate(sequences):

@@ -145,8 +145,7 @@ class Policy:
             module = TokenLogprobs(self.model, self._config.rollout.temperature).eval()
         else:
             module = self.updater.module
-        when = str(self._ranks.current)
-        self._probe.check(self.rollout.sampler, module, self.accelerator, when)
+        self._probe.check(self.rollout.sampler, module, self.accelerator, str(self._ranks.current))
 
     def make_updater(
         self,

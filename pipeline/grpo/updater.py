@@ -16,7 +16,6 @@ from pipeline.config.settings import Config
 from pipeline.distributed.gradients import GradientAllReduce, sharded_adamw, sum_gradients
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
-from pipeline.grpo.budget import cost_of_a_pair, memory_of, token_budget
 from pipeline.grpo.faults import find_suspects, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
@@ -28,6 +27,7 @@ from pipeline.grpo.micro_batches import (
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.allocation import give_memory_back, is_out_of_memory
+from pipeline.models.budget import cost_of_a_pair, memory_of, token_budget
 from pipeline.models.lora import base_model
 from pipeline.rollout.trajectory import Trajectory
 
@@ -150,7 +150,7 @@ class Updater:
             costs = costs_of(sequences, self.shares_prefixes, self._pair)
         self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
-        num_sequences, num_tokens = self._counts(everyone)
+        num_sequences, num_tokens = (sum(row[i] for row in everyone) for i in (0, 1))
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # all groups on all ranks are zero-std groups
             return statistics | {"train/skipped": 0}
@@ -174,9 +174,6 @@ class Updater:
         if not is_finite:
             self._count_skipped(done)
         return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
-
-    def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
-        return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
         budget, padding_free = self.max_tokens_per_microbatch, self.settings.padding_free

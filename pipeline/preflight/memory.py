@@ -9,10 +9,10 @@ import psutil
 import torch
 
 from pipeline.config.settings import Config
-from pipeline.grpo.budget import bytes_per_token, token_budget
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_GPU
 from pipeline.models import lora
+from pipeline.models.budget import bytes_per_token, token_budget
 from pipeline.models.capabilities import widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
 from pipeline.preflight.activations import Activations, activations_of

@@ -9,8 +9,8 @@ from typing import Any
 
 from pipeline.config.settings import Config
 from pipeline.data.datasets import has_split, open_tasks
-from pipeline.data.rows import TaskRow
-from pipeline.data.tasks import KEYS, Message, Task, columns_text
+from pipeline.data.rows import KEYS, TaskRow
+from pipeline.data.tasks import Message, Task, columns_text
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.tools import raw_call, tool_methods
 from pipeline.environments.trials import try_task

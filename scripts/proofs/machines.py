@@ -1,217 +1,201 @@
-"""Run two machines on one: each is a network namespace with its own address, host name and folder.
+"""Train on two machines, which are two network namespaces, and compare with one machine.
 
-    python scripts/proofs/machines.py --per-machine 1
+    python scripts/proofs/machines.py        # Linux, root (ip netns)
 
-The same short deterministic run is started by `torchrun` (static and c10d rendezvous) and by
-`accelerate launch` with `multi_node.yaml`, one launcher on each machine. Each run must end with the
-SHA-256 sums (parameters after each stage, metrics.jsonl) of a run on one machine with as many
-ranks. Linux and root are needed. Flags after `--` are passed to every run.
+A namespace has its own network, so launchers, store and gloo talk over a link between the two, as
+between machines; only the fabric is missing. The run folder is on a disk that both share. The
+forms of launch are torchrun with a static and with a c10d rendezvous, and `accelerate launch` with
+`accelerate_configs/multi_node.yaml`, on 2 machines x 1 rank and 2 x 2. With `--deterministic`,
+parameters and `metrics.jsonl` must equal, bit by bit, those of one machine with as many ranks.
+Machines without a shared disk must be refused in one line. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.common import ROOT
+from scripts.bench.common import ROOT, machine
 from scripts.proofs.chaos import digests
+from scripts.proofs.serve_export import free_port
 
-RUN = str(ROOT / "pipeline" / "run.py")
-FORMS = ("torchrun static", "torchrun c10d", "accelerate launch")
-SHORT = (
-    "--deterministic --max-steps 6 --warm-start-steps 10 --eval-tasks-per-domain 2 --eval-trials"
-)
-SHORT += " 1 --validation-steps 0 --tasks-per-step 4 --report-to none"
-FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
-LIMIT_S = 900.0
-NETNS = Path("/etc/netns")  # `ip netns exec` mounts the files of /etc/netns/NAME over /etc
+RUN = "--deterministic --domains airline,retail --max-steps 4 --warm-start-steps 4 --save-steps 2 "
+RUN += "--tasks-per-step 4 --num-generations 4 --eval-tasks-per-domain 4 --eval-trials 1 "
+RUN += "--kl-probe-tasks 0 --validation-steps 0 --report-to none "
+APART = "output_dir: "  # begins the line that refuses machines without a shared disk
+FORMS = ("static", "c10d", "accelerate")
+LINK = "net0"  # the name of the link in both namespaces
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A network namespace; `name` is its host name as well, and `folder` its working folder."""
+class Machines:
+    """Two namespaces that are joined by a link, and a working folder for each."""
 
-    name: str
-    address: str
-    folder: Path
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    def __init__(self, folder: Path) -> None:
+        tag = f"{os.getpid() % 10_000:04d}"
+        self.names = [f"m{tag}-{number}" for number in range(2)]
+        net = f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}"
+        self.addresses = [f"{net}.{number + 1}" for number in range(2)]
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.folders = [folder / f"machine-{number}" for number in range(2)]
 
-    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
-        """Start `command` here; its output is added to the file `log` of the machine's folder."""
-        inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
-        with (self.folder / "log").open("ab") as log:
+    def start(self, number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command on a machine; the machine's host name is the namespace's."""
+        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        env |= {"GLOO_SOCKET_IFNAME": LINK, "PYTHONPATH": str(ROOT)}
+        name = self.names[number]
+        inside = ["ip", "netns", "exec", name, "unshare", "--uts"]
+        inside += ["sh", "-c", 'hostname "$0" && exec "$@"', name, *command]
+        with log.open("ab") as file:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *inside, *command],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                inside, cwd=self.folders[number], env=env, stdout=file, stderr=file
             )
         self.started.append(process)
         return process
 
-    def free_port(self) -> int:
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-c", FREE_PORT]
-        return int(subprocess.run(command, check=True, capture_output=True).stdout)
-
-    def log(self) -> str:
-        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
-
-    def pids(self) -> list[int]:
-        """All processes of the machine."""
-        return [int(pid) for pid in _ip("netns", "pids", self.name).split()]
-
-    def kill(self) -> None:
-        """End all processes of the machine at once, those too that are not yet inside."""
-        while pids := {*self.pids(), *(p.pid for p in self.started if p.poll() is None)}:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, SIGKILL)
-            time.sleep(0.05)
-
-    def set_link(self, state: str) -> None:
-        """Cut the link of the machine off (`down`), or bring it back (`up`)."""
-        _ip("-n", self.name, "link", "set", "eth0", state)
-
-
-def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def why_not() -> str:
-    """The reason why this machine cannot make network namespaces, or an empty text."""
-    if sys.platform != "linux" or not (shutil.which("ip") and shutil.which("unshare")):
-        return "network namespaces need Linux with `ip` and `unshare`"
-    name = f"try{os.getpid()}"
-    try:
-        _ip("netns", "add", name)
-        _ip("netns", "delete", name)
-    except OSError as error:
-        return str(error)
-    return ""
-
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with one link between them; both are gone afterwards, with their processes."""
-    one, two = (
-        Machine(f"machine{os.getpid()}{end}", f"10.99.0.{number}", folder / end)
-        for number, end in enumerate("ab", 1)
-    )
-    made: list[Machine] = []
+def two_machines(folder: Path) -> Iterator[Machines]:
+    """Make two namespaces, and take them and all their processes away. Needs root."""
+    machines = Machines(folder)
     try:
-        for machine in (one, two):
-            machine.folder.mkdir(parents=True)
-            _ip("netns", "add", machine.name)
-            made.append(machine)
-            (NETNS / machine.name).mkdir(parents=True)
-            names = [f"{other.address} {other.name}\n" for other in (one, two)]
-            hosts = "".join(["127.0.0.1 localhost\n", *names])
-            (NETNS / machine.name / "hosts").write_text(hosts, encoding="utf-8")
-        link = ["eth0", "netns", one.name, "type", "veth", "peer", "eth0", "netns", two.name]
-        _ip("link", "add", *link)
-        for machine in (one, two):
-            _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", machine.name, "link", "set", device, "up")
-        yield one, two
+        for name, of in zip(machines.names, machines.folders, strict=True):
+            of.mkdir()
+            _ip("netns", "add", name)
+        first, second = machines.names
+        link = ["link", "add", LINK, "netns", first, "type", "veth"]
+        _ip(*link, "peer", "name", LINK, "netns", second)
+        for name, address in zip(machines.names, machines.addresses, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", LINK)
+            for device in ("lo", LINK):
+                _ip("-n", name, "link", "set", device, "up")
+        yield machines
     finally:
-        for machine in made:
-            machine.kill()
-            _ip("netns", "delete", machine.name)
-            shutil.rmtree(NETNS / machine.name, ignore_errors=True)
-        with suppress(OSError):  # another run may have files there
-            NETNS.rmdir()
+        for process in machines.started:  # `ip` may not yet be inside its namespace
+            process.kill()
+            process.wait()
+        for name in machines.names:
+            for pid in _processes_of(name):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-def launcher(form: str, rank: int, num_here: int, address: str, port: int) -> list[str]:
-    """The command that starts the ranks of machine `rank` of two, without the script."""
-    if form == "accelerate launch":
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-        command += [str(ROOT / "accelerate_configs" / "multi_node.yaml")]
-        command += ["--machine_rank", str(rank), "--num_processes", str(2 * num_here)]
-        return [*command, "--main_process_ip", address, "--main_process_port", str(port)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--nproc-per-node", str(num_here)]
-    if form == "torchrun c10d":
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}"]
-        return [*command, *meeting, "--rdzv-id", "run"]
-    meeting = ["--node-rank", str(rank), "--master-addr", address, "--master-port", str(port)]
-    return [*command, *meeting]
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def launch(
-    machines: Sequence[Machine], form: str, num_here: int, script: Sequence[str]
-) -> list[subprocess.Popen[Any]]:
-    """Start `script` with `num_here` ranks on each of the machines; returns the launchers."""
-    port = machines[0].free_port()
-    return [
-        machine.start(
-            [*launcher(form, rank, num_here, machines[0].address, port), *script],
-            ACCELERATE_USE_CPU="true",
-        )
-        for rank, machine in enumerate(machines)
-    ]
+def _processes_of(name: str) -> list[int]:
+    done = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+    )
+    return list(map(int, done.stdout.split()))
 
 
-def run_on_two(folder: Path, form: str, num_here: int, flags: Sequence[str]) -> dict[str, str]:
-    """Train on two machines; returns the SHA-256 sums of the run folder, which they share."""
-    with two_machines(folder) as machines:
-        run = folder / "run"
-        script = [RUN, *flags, "--num-gpus", str(2 * num_here), "--output-dir", str(run)]
-        codes = [p.wait(LIMIT_S) for p in launch(machines, form, num_here, script)]
-        left = [machine.name for machine in machines if machine.pids()]
-    if any(codes) or left:
-        logs = "\n".join(machine.log()[-3000:] for machine in machines)
-        raise RuntimeError(f"{form}: exit codes {codes}, processes left on {left}:\n{logs}")
-    return digests(run)
+def launchers(
+    form: str, machines: Machines, per_machine: int, script: Sequence[str]
+) -> list[list[str]]:
+    """Return the command of each machine; `script` is a Python file with its arguments."""
+    master, port = machines.addresses[0], str(free_port())
+    commands = []
+    for number in range(2):
+        if form == "accelerate":
+            config = ROOT / "accelerate_configs" / "multi_node.yaml"
+            words = ["accelerate.commands.launch", "--config_file", str(config)]
+            words += ["--machine_rank", str(number), "--num_processes", str(2 * per_machine)]
+            words += ["--main_process_ip", master, "--main_process_port", port]
+        else:
+            words = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_machine)]
+            if form == "static":
+                words += ["--node-rank", str(number), "--master-addr", master]
+                words += ["--master-port", port]
+            else:
+                words += ["--rdzv-backend", "c10d", "--rdzv-id", "proof"]
+                words += ["--rdzv-endpoint", f"{master}:{port}"]
+                words += ["--local-addr", machines.addresses[number]]
+                words += ["--rdzv-conf", f"is_host={number == 0}"]
+        commands.append([sys.executable, "-m", *words, *script])
+    return commands
 
 
 def main(argv: Sequence[str]) -> int:
-    place = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--per-machine", type=int, default=1, help="ranks on each machine")
-    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
-    options = parser.parse_args(argv[:place])
-    if reason := why_not():
-        parser.error(reason)
-    flags, broken = [*SHORT.split(), *argv[place + 1 :]], 0
-    with tempfile.TemporaryDirectory(prefix="machines-") as temporary:
-        folder, num_ranks = Path(temporary), 2 * options.per_machine
-        alone = [sys.executable, RUN, *flags, "--num-gpus", str(num_ranks)]
-        alone += ["--output-dir", str(folder / "run")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        quiet: Any = {"stdout": subprocess.DEVNULL, "check": True, "timeout": LIMIT_S}
-        subprocess.run(alone, cwd=folder, env=environment, **quiet)
-        expected = digests(folder / "run")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of each machine")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    options = parser.parse_args(argv)
+    if os.geteuid() != 0:
+        sys.exit("machines.py: needs root, which makes network namespaces; try: sudo")
+    print("  ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
+    faults = 0
+    for per_machine in options.ranks:
+        expected = one_machine(2 * per_machine)
         for form in options.forms:
-            begun = time.perf_counter()
-            found = run_on_two(folder / form, form, options.per_machine, flags)
-            differ = [name for name, digest in expected.items() if found.get(name) != digest]
-            broken += bool(differ)
-            seen = f"differ: {', '.join(differ)}" if differ else f"{len(found)} equal files"
-            seconds = f"{time.perf_counter() - begun:.0f} s"
-            print(f"{form}, 2 machines x {options.per_machine}: {seen} ({seconds})", flush=True)
-    return int(broken > 0)
+            begun, why = time.perf_counter(), on_two(form, per_machine, expected)
+            seconds = time.perf_counter() - begun
+            verdict = why or "equal bits"
+            print(f"2 x {per_machine} ranks, {form:<11}{seconds:4.0f} s  {verdict}", flush=True)
+            faults += bool(why)
+    why = apart()
+    print(f"no shared disk: {why or 'refused in one line'}", flush=True)
+    return int(bool(faults or why))
+
+
+def one_machine(num_ranks: int) -> dict[str, str]:
+    with tempfile.TemporaryDirectory(prefix="machine-") as folder:
+        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split()]
+        command = [*run, "--num-gpus", str(num_ranks), "--output-dir", "out"]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.decode()[-3000:])
+        return digests(Path(folder) / "out")
+
+
+def on_two(form: str, per_machine: int, expected: dict[str, str]) -> str:
+    """Return what is wrong with a run on two machines, or an empty text."""
+    with tempfile.TemporaryDirectory(prefix="machines-") as name:
+        folder = Path(name)
+        codes, left, said = finish(form, per_machine, folder, str(folder / "out"))
+        if any(codes):
+            return f"exit codes {codes}\n" + "\n".join(text[-2500:] for text in said)
+        if left:
+            return f"{left} processes are left"
+        found: dict[str, Any] = digests(folder / "out")
+        other = [what for what, of in expected.items() if found.get(what) != of]
+        return f"{', '.join(other)} differ from one machine's" if other else ""
+
+
+def apart() -> str:
+    """Return what is wrong with the refusal of machines without a shared disk."""
+    with tempfile.TemporaryDirectory(prefix="machines-") as name:
+        codes, left, said = finish("static", 1, Path(name), "out")
+    lines = [line for text in said for line in text.splitlines() if line.startswith("error: ")]
+    if len(lines) != 1 or APART not in lines[0] or left or not all(codes):
+        return f"exit codes {codes}, {left} processes left, lines {lines}"
+    return ""
+
+
+def finish(form: str, per_machine: int, folder: Path, out: str) -> tuple[list[int], int, list[str]]:
+    """Run on two machines; return exit codes, processes that are left, and what was printed."""
+    with two_machines(folder) as machines:
+        logs = [folder / f"log-{number}" for number in range(2)]
+        run = [str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", str(2 * per_machine)]
+        commands = launchers(form, machines, per_machine, [*run, "--output-dir", out])
+        started = [machines.start(number, commands[number], logs[number]) for number in range(2)]
+        codes = [process.wait() for process in started]
+        left = sum(len(_processes_of(name)) for name in machines.names)
+    return codes, left, [log.read_text(errors="replace") for log in logs]
 
 
 if __name__ == "__main__":

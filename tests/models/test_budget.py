@@ -5,8 +5,8 @@ import torch
 
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
-from pipeline.grpo.budget import bytes_per_token, cost_of_a_pair, memory_of, token_budget
 from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.models.budget import bytes_per_token, cost_of_a_pair, memory_of, token_budget
 from pipeline.models.loading import empty_model
 from pipeline.models.tiny import tiny_model
 from scripts.proofs.grid import make_trajectory
