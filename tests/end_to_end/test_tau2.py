@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -12,10 +13,11 @@ import pytest
 from pipeline.commands.main import main as command
 from pipeline.report.tables import final_table
 from pipeline.run import main
-from tests.support import random_qwen3, warm
+from tests.support import ROOT, random_qwen3, warm
 from tests.support.endpoint import agent_of, seed_of, serving
 from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
+from tests.support.warm_process import WarmRun
 
 pytestmark = pytest.mark.whole_run
 
@@ -106,10 +108,12 @@ def test_the_recipe_of_telecom_runs(tmp_path):
     ]
 
 
-def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, tmp_path, capsys):
+def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, tmp_path):
     recipe = ["--config", "qwen3_4b_tau2_8gpu", "--tau2", checkout, "--customer-model", "m"]
-    assert main([*recipe, "--check"]) == 0
-    said = capsys.readouterr().out
+    command = [sys.executable, ROOT / "pipeline" / "run.py", *recipe, "--check"]
+    with (tmp_path / "said").open("w") as log:
+        assert WarmRun([*map(str, command)], stdout=log, stderr=log).wait(timeout=100) == 0
+    said = (tmp_path / "said").read_text()
     assert said.startswith("recipe qwen3_4b_tau2_8gpu: model Qwen/Qwen3-4B\n")
     assert "  airline: 30 steps of " in said and "  telecom: 75 steps of " in said
     model = str(random_qwen3.write(tmp_path / "model", Path(checkout)))
