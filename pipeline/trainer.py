@@ -86,7 +86,8 @@ class Trainer(BeforeGRPO):
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
         batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
-        self.check_language_models()
+        if self.language_models:
+            self.check_language_models()
         return batch
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:

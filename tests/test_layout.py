@@ -27,7 +27,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "chat": 665,
     "models": 1030,
     "rollout": 1710,
-    "checkpoints": 780,
+    "checkpoints": 792,
     "grpo": 1455,
     "sft": 255,
     "evaluation": 1495,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5175
+MOST_LINES_OF_THE_CORE = 5180
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients")]

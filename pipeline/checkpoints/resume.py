@@ -21,6 +21,8 @@ from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
 
+PACKAGE = Path(__file__).parents[1]
+
 
 def open_together(
     config: Config, ranks: Ranks, tokens: Mapping[str, int], about: Mapping[str, Any]
@@ -31,12 +33,17 @@ def open_together(
     Raises UserError if the ranks have different `tokens`, which are {token: id}, or different facts
     `about` the domains.
     """
-    digest = sha256(str(sorted(tokens.items())).encode()).digest()
-    facts = json.dumps(about, sort_keys=True)
-    digests, told = zip(*ranks.all_gather_objects((digest, facts), "tokens"), strict=True)
-    if len({*told}) > 1:
-        raise UserError("about: the ranks have other data of a domain; give all the same files")
-    if len({*digests}) > 1:
+    digest = sha256(str(sorted(tokens.items())).encode()).hexdigest()
+    versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
+    own = platform.node(), versions, json.dumps(about, sort_keys=True), digest
+    hosts, all_versions, facts, digests = zip(*ranks.all_gather_objects(own, "tokens"), strict=True)
+    if rank := _other(all_versions):
+        where = f"rank {rank} on {hosts[rank]} has {all_versions[rank]}, rank 0 on {hosts[0]}"
+        raise UserError(f"versions: {where} has {all_versions[0]}; install the same on both")
+    if rank := _other(facts):
+        why = f"rank {rank} on {hosts[rank]} has other data of a domain than rank 0 on {hosts[0]}"
+        raise UserError(f"about: {why}; give all the same files")
+    if _other(digests):
         why = "the expert of a domain without WORDS gave the ranks different conversations"
         raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
     opened: Opened | None = None
@@ -52,6 +59,17 @@ def open_together(
         raise result
     refuse_other_disks(result[0], ranks)
     return opened, *result
+
+
+def code_hash() -> str:
+    """Return the start of the SHA-256 of this package's source files."""
+    files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    return sha256(b"".join((PACKAGE / file).read_bytes() for file in files)).hexdigest()[:8]
+
+
+def _other(values: Sequence[str]) -> int:
+    """Return the first rank whose value is not that of rank 0; 0 if there is none."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
 
 
 def refuse_other_disks(folder: Path, ranks: Ranks) -> None:

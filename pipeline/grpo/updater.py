@@ -150,7 +150,7 @@ class Updater:
             costs = costs_of(sequences, self.shares_prefixes, self._pair)
         self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
-        num_sequences, num_tokens = (sum(row[i] for row in everyone) for i in (0, 1))
+        num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # all groups on all ranks are zero-std groups
             return statistics | {"train/skipped": 0}
@@ -174,6 +174,9 @@ class Updater:
         if not is_finite:
             self._count_skipped(done)
         return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
+
+    def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
+        return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
         budget, padding_free = self.max_tokens_per_microbatch, self.settings.padding_free

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,22 @@ class Machines:
         self.names = [f"m{tag}-{number}" for number in range(2)]
         net = f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}"
         self.addresses = [f"{net}.{number + 1}" for number in range(2)]
+        self.started: list[subprocess.Popen[bytes]] = []
         self.folders = [folder / f"machine-{number}" for number in range(2)]
 
     def start(self, number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command on a machine."""
+        """Start a command on a machine; the machine's host name is the namespace's."""
         env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         env |= {"GLOO_SOCKET_IFNAME": LINK, "PYTHONPATH": str(ROOT)}
-        inside = ["ip", "netns", "exec", self.names[number], *command]
+        name = self.names[number]
+        inside = ["ip", "netns", "exec", name, "unshare", "--uts"]
+        inside += ["sh", "-c", 'hostname "$0" && exec "$@"', name, *command]
         with log.open("ab") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 inside, cwd=self.folders[number], env=env, stdout=file, stderr=file
             )
+        self.started.append(process)
+        return process
 
 
 @contextmanager
@@ -75,9 +80,13 @@ def two_machines(folder: Path) -> Iterator[Machines]:
                 _ip("-n", name, "link", "set", device, "up")
         yield machines
     finally:
+        for process in machines.started:  # `ip` may not yet be inside its namespace
+            process.kill()
+            process.wait()
         for name in machines.names:
             for pid in _processes_of(name):
-                os.kill(pid, 9)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, 9)
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
@@ -92,11 +101,11 @@ def _processes_of(name: str) -> list[int]:
     return list(map(int, done.stdout.split()))
 
 
-def launchers(form: str, machines: Machines, per_machine: int, out: str) -> list[list[str]]:
-    """Return the command of each machine; `out` is the run folder."""
+def launchers(
+    form: str, machines: Machines, per_machine: int, script: Sequence[str]
+) -> list[list[str]]:
+    """Return the command of each machine; `script` is a Python file with its arguments."""
     master, port = machines.addresses[0], str(free_port())
-    run = [str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", str(2 * per_machine)]
-    run += ["--output-dir", out]
     commands = []
     for number in range(2):
         if form == "accelerate":
@@ -114,7 +123,7 @@ def launchers(form: str, machines: Machines, per_machine: int, out: str) -> list
                 words += ["--rdzv-endpoint", f"{master}:{port}"]
                 words += ["--local-addr", machines.addresses[number]]
                 words += ["--rdzv-conf", f"is_host={number == 0}"]
-        commands.append([sys.executable, "-m", *words, *run])
+        commands.append([sys.executable, "-m", *words, *script])
     return commands
 
 
@@ -181,7 +190,8 @@ def finish(form: str, per_machine: int, folder: Path, out: str) -> tuple[list[in
     """Run on two machines; return exit codes, processes that are left, and what was printed."""
     with two_machines(folder) as machines:
         logs = [folder / f"log-{number}" for number in range(2)]
-        commands = launchers(form, machines, per_machine, out)
+        run = [str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", str(2 * per_machine)]
+        commands = launchers(form, machines, per_machine, [*run, "--output-dir", out])
         started = [machines.start(number, commands[number], logs[number]) for number in range(2)]
         codes = [process.wait() for process in started]
         left = sum(len(_processes_of(name)) for name in machines.names)

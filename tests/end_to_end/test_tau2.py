@@ -4,18 +4,19 @@ import gzip
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from pipeline.commands.main import main as command
 from pipeline.report.tables import final_table
 from pipeline.run import main
-from tests.support import random_qwen3, warm
+from tests.support import ROOT, random_qwen3, warm
 from tests.support.endpoint import agent_of, seed_of, serving
 from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
+from tests.support.warm_process import WarmRun
 
 pytestmark = pytest.mark.whole_run
 
@@ -49,7 +50,15 @@ def gold(checkout):
             yield seed_of(domain, task_id), [*calls, call("done") if domain == "telecom" else said]
 
 
-def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path, capsys):
+def said_by(folder, script, *arguments, code=0):
+    """What a script prints in a process of its own; a process imports one checkout only."""
+    with (folder / "said").open("w") as log:
+        command = [sys.executable, str(ROOT / "pipeline" / script), *map(str, arguments)]
+        assert WarmRun(command, stdout=log, stderr=log).wait(timeout=100) == code
+    return (folder / "said").read_text()
+
+
+def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):
     few = [*FEW, "--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
     few += ["--max-turns", "30", "--max-tool-result-tokens", "20000", "--max-tokens", "5000"]
     argv = ["--config", "tau2_three_smoke", "--tau2", checkout, *few]
@@ -73,13 +82,13 @@ def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path, c
     assert results["baselines"]["telecom"]["nothing"] == 0
     assert len(results["evaluations"]) == 4
     assert results["transfer"]
-    check_export(tmp_path / "out", tmp_path / "files", results, capsys)
+    check_export(tmp_path / "out", tmp_path / "files", results)
 
 
-def check_export(run, out, results, capsys):
+def check_export(run, out, results):
     """The agent's and the model's episodes, as files for the official tools."""
     for evaluation, rate in (["--evaluation", "agent"], 1.0), ([], None):
-        assert command(["export-tau2", str(run), str(out), *evaluation]) == 0
+        said_by(run.parent, "__main__.py", "export-tau2", run, out, *evaluation)
         files = {path.stem: json.loads(path.read_text()) for path in out.iterdir()}
         assert [*sorted(files)] == ["airline", "retail", "telecom"]
         for domain, file in files.items():
@@ -89,10 +98,9 @@ def check_export(run, out, results, capsys):
             assert file["info"]["git_commit"] == results["about"][domain]["commit"]
             agent = file["info"]["agent_info"]
             assert agent["llm"] == ("tiny, out after telecom" if rate is None else "gold")
-    capsys.readouterr()
-    assert command(["export-tau2", str(run), str(out), "--evaluation", "middle"]) == 2
+    wrong = "export-tau2", run, out, "--evaluation", "middle"
     known = "agent, airline, retail, start, telecom"
-    assert capsys.readouterr().err == (
+    assert said_by(run.parent, "__main__.py", *wrong, code=2) == (
         f"error: --evaluation: got 'middle'; evaluations of {run}: {known}\n"
     )
 
@@ -108,7 +116,7 @@ def test_the_recipe_of_telecom_runs(tmp_path):
 
 def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, tmp_path):
     recipe = ["--config", "qwen3_4b_tau2_8gpu", "--tau2", checkout, "--customer-model", "m"]
-    said = warm.play(*recipe, "--check", cwd=tmp_path).stdout
+    said = said_by(tmp_path, "run.py", *recipe, "--check")
     assert said.startswith("recipe qwen3_4b_tau2_8gpu: model Qwen/Qwen3-4B\n")
     assert "  airline: 30 steps of " in said and "  telecom: 75 steps of " in said
     model = str(random_qwen3.write(tmp_path / "model", Path(checkout)))
