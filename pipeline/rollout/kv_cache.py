@@ -57,7 +57,7 @@ class _RowLayer(CacheLayerMixin):
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
         # With a cycle of references, the memory would only be freed by Python's garbage collector.
-        self.cache = weakref.proxy(cache)
+        self.cache: RowCache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # In latent attention, keys and values have different sizes, so each has its own tensor.

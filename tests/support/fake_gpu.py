@@ -1,4 +1,4 @@
-"""A GPU without hardware: tensors on `cuda:0` that have shapes but no data, and counts of their use.
+"""A GPU without hardware: tensors on `cuda:0` have shapes but no data, and their use is counted.
 
 PyTorch's fake tensors refuse operations between two devices. The host reads made-up numbers of
 them: whole numbers are `token` when they come as lists, and `end` when they come as arrays.
@@ -68,19 +68,19 @@ class FakeGPU(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         if call is torch.ops.aten._local_scalar_dense.default:
-            if given[0].is_cuda:
+            if _on_gpu(given[0]):
                 self.wait()
             return 0
         result = call(*args, **kwargs)
         made = _tensors(result)
-        kinds = {x.is_cuda for x in given + made if x.dim() or x.is_cuda}
+        on_gpu = [x for x in made if _on_gpu(x)]
+        kinds = {_on_gpu(x) for x in given + made if x.dim() or _on_gpu(x)}
         pinned = kwargs.get("non_blocking") and getattr(given[0], "is_fake_pinned", False)
         if len(kinds) == 2 and not pinned:  # a copy, or indices of the host for a tensor of the GPU
             self.wait()
-        for x in made:
-            if x.is_cuda:
-                self._keep(x.untyped_storage())
-        self.operations += any(x.is_cuda for x in made) and not call.is_view
+        for x in on_gpu:
+            self._keep(x.untyped_storage())
+        self.operations += bool(on_gpu) and not call.is_view
         return result
 
     def _keep(self, storage: torch.UntypedStorage) -> None:
@@ -93,6 +93,10 @@ class FakeGPU(TorchDispatchMode):
     def _free(self, storage: int, size: int) -> None:
         self._known.remove(storage)
         self.allocated -= size
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return isinstance(x, FakeTensor) and x.fake_device.type == "cuda"
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
