@@ -109,7 +109,7 @@ def fine_tune(
             on_step(next((e["loss"] for e in trainer.state.log_history[::-1] if "loss" in e), None))
 
     trainer.add_callback(Hooks())
-    module = TokenLogprobs(model, temperature=1.0)
+    module = TokenLogprobs(model, temperature=1.0, trains_entropy=False)
     model.forward = lambda batch: -module(batch)[0].sum()
     trainer.train()
     return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])

@@ -20,11 +20,11 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.environments.faults import FaultLog
 from pipeline.errors import RunError
 from pipeline.grpo.micro_batches import micro_batch
-from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.allocation import give_memory_back
-from pipeline.models.capabilities import recompute_layers
+from pipeline.models.capabilities import recompute_layers, refuse_mixed_up_sequences
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
 from pipeline.models.weights import has_adapters
@@ -160,9 +160,10 @@ class Policy:
             self.attach(checkpointer)
         if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)
-        module = TokenLogprobs(self.model, config.rollout.temperature).eval()  # without dropout
+        arguments = self.model, config.rollout.temperature, config.grpo.entropy_coef > 0
+        module = TokenLogprobs(*arguments).eval()  # without dropout
         if config.grpo.padding_free:
-            refuse_mixed_up_sequences(module)
+            refuse_mixed_up_sequences(self.model)
 
         def load(folder: Path | None) -> None:
             set_weights(self.model, folder, config, chat.tokenizer)

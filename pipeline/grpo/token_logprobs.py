@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
 from pipeline.models.output_layer import logits_of, weight_of_logits
@@ -19,32 +18,18 @@ LOGITS_PER_CHUNK = 1 << 24  # maximum number of logits that are in memory at the
 LOGITS_PER_CHUNK_ON_GPU = 1 << 27  # 883 rows of Qwen's vocabulary; fewer leave a GPU idle
 
 
-@torch.no_grad()
-def refuse_mixed_up_sequences(module: TokenLogprobs) -> None:
-    """Raise UserError if attention reaches from one sequence of a row into another sequence."""
-    first = next(module.parameters())
-    device, atol = first.device, 1e-3 if first.dtype.itemsize > 2 else 0.1
-    sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
-    positions = torch.arange(4, device=device).repeat(2)[None]
-    apart = module.model(sequences, use_cache=False).logits.flatten(0, 1)
-    joined = module.model(sequences.view(1, -1), position_ids=positions, use_cache=False).logits[0]
-    if not torch.allclose(apart, joined, rtol=1e-3, atol=atol):
-        raise UserError(
-            "padding_free: this model's attention mixes joined sequences up; set it false"
-        )
-
-
 class TokenLogprobs(nn.Module):
     """The policy as a module that computes log-probabilities and entropies of sampled tokens.
 
     To save memory, the module computes logits in chunks, only at positions before sampled tokens.
-    The backward pass computes the logits of each chunk again.
+    The backward pass computes the logits of each chunk again. Entropies have gradients, which need
+    a second tensor of the logits' size, if `trains_entropy` is True.
     """
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    def __init__(self, model: Any, temperature: float, trains_entropy: bool = True) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
+        self.temperature, self.trains_entropy = temperature, trains_entropy
         self.shares_prefixes = follow_prefixes(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +83,9 @@ class TokenLogprobs(nn.Module):
         """
         logits_UV = logits_of(head, hidden_U, weight_VH)
         at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)
-        logprobs_UV = (logits_UV.to(at_least_fp32) / self.temperature).log_softmax(-1)
-        entropy_U = -(logprobs_UV.exp() * logprobs_UV).sum(-1)
+        logits_UV = logits_UV.to(at_least_fp32) / self.temperature  # frees the tensor before
+        logprobs_UV = logits_UV.log_softmax(-1)
+        del logits_UV
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_entropy):
+            entropy_U = -(logprobs_UV.exp() * logprobs_UV).sum(-1)
         return logprobs_UV[which_N, targets], entropy_U[which_N]

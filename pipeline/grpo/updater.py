@@ -26,7 +26,7 @@ from pipeline.grpo.micro_batches import (
     rearranged,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.allocation import give_memory_back, is_out_of_memory
+from pipeline.models.allocation import give_memory_back, is_out_of_memory, returned_when_freed
 from pipeline.models.budget import cost_of_a_pair, memory_of, token_budget
 from pipeline.models.lora import base_model
 from pipeline.rollout.trajectory import Trajectory
@@ -222,7 +222,8 @@ class Updater:
             batches, stats = self._cut(items), list[TokenStats]()
             try:
                 for batch in batches:
-                    stats.append(self._backward_one(batch, num_tokens))
+                    with returned_when_freed(self.module):
+                        stats.append(self._backward_one(batch, num_tokens))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -140,3 +140,18 @@ def other_stops(model: Any, chat: Chat) -> list[int]:
         raise UserError(f"{what}; write an id or a list of ids")
     known = set(chat.tokenizer.get_vocab().values())
     return sorted(known.intersection([*ids, chat.tokenizer.eos_token_id]) - {chat.end_of_turn_id})
+
+
+@torch.no_grad()
+def refuse_mixed_up_sequences(model: Any) -> None:
+    """Raise UserError if attention reaches from one sequence of a row into another sequence."""
+    first = next(model.parameters())
+    device, atol = first.device, 1e-3 if first.dtype.itemsize > 2 else 0.1
+    sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
+    positions = torch.arange(4, device=device).repeat(2)[None]
+    apart = model(sequences, use_cache=False).logits.flatten(0, 1)
+    joined = model(sequences.view(1, -1), position_ids=positions, use_cache=False).logits[0]
+    if not torch.allclose(apart, joined, rtol=1e-3, atol=atol):
+        raise UserError(
+            "padding_free: this model's attention mixes joined sequences up; set it false"
+        )

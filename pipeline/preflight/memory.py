@@ -12,6 +12,7 @@ from pipeline.config.settings import Config
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_GPU
 from pipeline.models import lora
+from pipeline.models.allocation import LARGE
 from pipeline.models.budget import bytes_per_token, token_budget
 from pipeline.models.capabilities import widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
@@ -51,7 +52,8 @@ class Memory:
         phases = {"rollout": held | cache | self._rollout(config)}
         if config.grpo.use_grpo:
             trained = held | self._trained(config)
-            kept = {} if self.has_gpu else cache  # a GPU's cache is freed after a rollout
+            is_freed = self.has_gpu or cache["key-value cache"] > LARGE  # after a rollout
+            kept = {} if is_freed else cache
             without = {} if self.num_ranks > 1 else {"gradients (fp32)": 0.0}
             phases["rollout"] |= trained | without
             phases["update"] = trained | kept | self._update(config)

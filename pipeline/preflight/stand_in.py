@@ -19,9 +19,14 @@ from pipeline.data.rng import stream_key
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
+from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
-from pipeline.models.capabilities import recompute_layers, refuse_changed_logits, unserved
+from pipeline.models.capabilities import (
+    recompute_layers,
+    refuse_changed_logits,
+    refuse_mixed_up_sequences,
+    unserved,
+)
 from pipeline.models.rotary import fix_rotary
 from pipeline.models.weights import trained_weights
 from pipeline.rollout.generate_sampler import GenerateSampler
@@ -99,7 +104,7 @@ def gap_of(config: Config, model: Any) -> float:
         merged = copy.deepcopy(model).merge_and_unload()
         others.append(TokenLogprobs(merged, rollout.temperature).eval())
     if grpo.padding_free:
-        refuse_mixed_up_sequences(module)
+        refuse_mixed_up_sequences(model)
     shares = grpo.share_prefixes and not grpo.padding_free and module.shares_prefixes
     gaps = []
     for batch in make_micro_batches(items, 10_000, 0, grpo.padding_free, shares):

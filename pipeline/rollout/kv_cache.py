@@ -56,8 +56,7 @@ class _RowLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
-        # With a cycle of references, the memory would only be freed by Python's garbage collector.
-        self.cache: RowCache = weakref.proxy(cache)
+        self.cache: RowCache = weakref.proxy(cache)  # a cycle would keep the memory for a while
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # In latent attention, keys and values have different sizes, so each has its own tensor.
@@ -87,9 +86,8 @@ class _RowLayer(CacheLayerMixin):
         positions = self.cache.capacity - self.keys.shape[2]
         if rows > 0 or positions > 0:
             padding = (0, 0, 0, positions, 0, 0, 0, rows)
-            self.keys, self.values = (
-                nn.functional.pad(x, padding) for x in (self.keys, self.values)
-            )
+            states = [nn.functional.pad(x, padding) for x in (self.keys, self.values)]
+            self.keys, self.values = states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.length, 0
@@ -114,6 +112,12 @@ class RowCache(Cache):
         self.dtype = dtype
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all keys and values."""
+        made = [layer for layer in self.layers if layer.is_initialized]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in made)
+
     def need_rows(self, number: int) -> None:
         """Let the next forward pass allocate at least `number` rows."""
         self.num_rows = max(self.num_rows, -(-number // ROWS) * ROWS)
@@ -136,8 +140,7 @@ class RowCache(Cache):
         return mask.masked_fill_(hidden, -math.inf)
 
     def copy_rows(self, source: list[int], target: list[int], length: int) -> None:
-        """Copy the first `length` positions of the rows `source` to the rows `target`."""
-        # A GPU would wait for each list: one copy to the GPU serves all layers.
+        """Copy the first `length` positions of the rows `source`; a GPU gets the rows once."""
         rows = torch.tensor([source, target], dtype=torch.int64).to(self.rows.device)
         for layer in self.layers:
             layer.grow()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.models.allocation import LARGE, empty_caches
 from pipeline.models.capabilities import widest
 from pipeline.rollout.kv_cache import ROWS, RowCache
 from pipeline.rollout.sequences import (
@@ -120,10 +121,9 @@ class RowSampler(ModelSampler):
         episode.slot.members.remove(episode)
         if not episode.slot.members:
             del self._slots[episode.slot.row]
-        if not self._slots and self.device.type == "cuda":
-            # The update and NCCL need the memory. On a CPU, making a new cache is slow.
-            self._cache = RowCache(0, 0)
-            torch.cuda.empty_cache()
+        if not self._slots and (not self.shares_rows or self._cache.num_bytes > LARGE):
+            self._cache = RowCache(0, 0)  # the update and NCCL need the memory
+            empty_caches()
 
     def _new_cache(self, capacity: int) -> RowCache:
         dtype = self.model.get_input_embeddings().weight.dtype

@@ -13,6 +13,7 @@ from typing import Any
 import common  # noqa: F401  # adds the repository to sys.path
 import numpy as np
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline.config.cli import parse
@@ -61,7 +62,7 @@ class Scripted:
 def main(work: Work, gate: Gate) -> None:
     config = parse(work.flags)
     accelerator, ranks = connect(config)
-    kind = Stepped if work.kind == "step" else Training
+    kind = {"step": Stepped, "memory": Counted}.get(work.kind, Training)
     run = kind(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     run.parts = without_users(run.parts)
     if work.forced:
@@ -91,13 +92,50 @@ class Stepped(Training):
     gate: Gate
     sampled_s = 0.0
 
+    def facts(self) -> dict[str, float]:
+        return {}
+
     def record(self, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
         metrics = super().record(stage, batch, statistics, meter)
         seconds = self.ranks.seconds["sample"]
         records = self.records[-len(batch.trajectories) :]
-        self.gate({**counts(records), "sample_s": seconds - self.sampled_s})
+        self.gate({**counts(records), "sample_s": seconds - self.sampled_s, **self.facts()})
         self.sampled_s = seconds
         return metrics
+
+
+class Counted(Stepped):
+    """The training loop, which counts the bytes that training cannot do without."""
+
+    counted = 0  # weights, gradients and moments, and what autograd keeps of a micro-batch
+
+    def begin_grpo(self) -> Any:
+        meter = super().begin_grpo()
+        assert self.policy.updater is not None
+        module = self.policy.updater.module
+        own = {p.untyped_storage()._cdata: p.nbytes for p in module.parameters()}
+        kept, hooks = dict[int, int](), list[saved_tensors_hooks]()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if (storage := tensor.untyped_storage())._cdata not in own:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        def begin(*_: Any) -> None:
+            kept.clear()
+            hooks.append(saved_tensors_hooks(keep, lambda tensor: tensor))
+            hooks[-1].__enter__()
+
+        def end(*_: Any) -> None:
+            hooks.pop().__exit__()
+            self.counted = max(self.counted, 4 * sum(own.values()) + sum(kept.values()))
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
+        return meter
+
+    def facts(self) -> dict[str, float]:
+        return {"counted_mb": self.counted / 1e6}
 
 
 def collect(run: Training, step: int) -> RolloutBatch:

@@ -6,7 +6,8 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import cuts, make_micro_batches, micro_batch, shared_cuts
-from pipeline.grpo.token_logprobs import TokenLogprobs, refuse_mixed_up_sequences
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.capabilities import refuse_mixed_up_sequences
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 
 BOTH = pytest.mark.parametrize("padding_free", [False, True])
@@ -161,9 +162,9 @@ def test_joined_sequences_do_not_see_each_other():
 
 
 def test_a_model_that_mixes_joined_sequences_up_is_refused():
-    refuse_mixed_up_sequences(TokenLogprobs(small_model(), 1.0))
+    refuse_mixed_up_sequences(small_model())
     model = small_model()
     decoder = model.model.forward
     model.model.forward = lambda *ids, position_ids=None, **rest: decoder(*ids, **rest)
     with pytest.raises(UserError, match="padding_free: this model's attention mixes"):
-        refuse_mixed_up_sequences(TokenLogprobs(model, 1.0))
+        refuse_mixed_up_sequences(model)

@@ -78,3 +78,23 @@ def test_chunks_share_one_cast_and_their_gradients_are_summed_in_float32(monkeyp
     whole, chunked = gradients
     assert model.lm_head.weight.grad.dtype == torch.float32
     assert float((whole - chunked).norm() / whole.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("trains_entropy", [True, False])
+def test_entropies_keep_a_tensor_of_the_logits_only_where_they_are_trained(trains_entropy):
+    episodes, _ = make_episodes(3)
+    (batch,) = make_micro_batches([(e, 1.0, 1.0) for e in episodes], 10**6, 0)
+    kept, whole = [], TokenLogprobs(small_model(vocab_size=40), 1.0)
+    module = TokenLogprobs(small_model(vocab_size=40), 1.0, trains_entropy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        logprobs, entropy = module(batch)
+    of_logits = {x.data_ptr() for x in kept if x.shape[-1] == 40}
+    of_logits -= {parameter.data_ptr() for parameter in module.parameters()}
+    assert len(of_logits) == (2 if trains_entropy else 1)
+    expected = whole(batch)
+    assert torch.equal(logprobs, expected[0])
+    assert torch.equal(entropy, expected[1])
+    for found in (logprobs, expected[0]):
+        found.sum().backward()
+    pairs = zip(module.parameters(), whole.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)

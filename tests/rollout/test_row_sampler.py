@@ -49,6 +49,23 @@ def all_close(one, other):
     )
 
 
+@pytest.mark.parametrize(("large", "is_kept"), [(10**6, True), (1000, False)])
+def test_a_large_cache_is_freed_after_the_last_conversation(monkeypatch, large, is_kept):
+    monkeypatch.setattr("pipeline.rollout.row_sampler.LARGE", large)
+    sampler = sampler_of()
+    one, other = sampler.open([prompt_of(1), prompt_of(2)], [1, 2])
+    sampler.sample([one, other], [3, 3])
+    size = sampler._cache.num_bytes
+    assert 1000 < size < 10**6
+    sampler.close(one)
+    assert sampler._cache.num_bytes == size
+    sampler.close(other)
+    assert sampler._cache.num_bytes == size * is_kept
+    (again,) = sampler.open([prompt_of(1)], [1])
+    (first,) = sampler.sample([again], [12])
+    assert first.ids == alone(1)[0].ids
+
+
 @pytest.mark.parametrize("until", [pytest.param(1, marks=pytest.mark.proof), 3, 100])
 def test_rows_come_and_go_without_a_trace_in_what_others_say(until):
     sampler, waiting, live = sampler_of(), list(range(26)), {}
