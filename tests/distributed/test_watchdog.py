@@ -361,8 +361,6 @@ def test_a_machine_that_falls_silent_is_named_by_the_others(waited):
 
 def test_where_the_store_falls_silent_a_rank_ends_and_names_the_machine_of_rank_0(waited):
     said = waited["machine 0"].result()
-    named = (
-        r"rank 1 on machine-1 \(pid \d+\) gets no answer from the key-value store on 127.0.0.1 for "
-    )
-    ended = "2 s and is ended: the machine of rank 0 is down or cut off"
+    named = r"rank 1 on machine-1 \(pid \d+\) gets no answer from the key-value store for 2 s "
+    ended = r"and is ended: the machine of rank 0 on machine-0 \(127.0.0.1\) is down or cut off"
     assert len(re.findall(f"^{named}{ended}\n", said, re.MULTILINE)) == 1
