@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--machines", type=int, default=1, choices=[1, 2])
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds, with two machines")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds, with 2 machines")
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks, of all machines")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of kills")
     parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
             machines = stack.enter_context(two_machines(folder))
             place = TwoMachines(place.random, machines, options.num_gpus // 2, options.timeout)
-            command += ["--timeout", str(options.timeout), "--call-timeout", "5"]
+            command += ["--timeout", str(options.timeout), "--call-timeout", "9"]
         begun, run, tally = time.perf_counter(), folder / "undisturbed", place.tally
         live(place, [*command, "--output-dir", str(run)], run, folder / "log", None)
         length_s = time.perf_counter() - begun
@@ -203,7 +203,7 @@ def live(
     tally = place.tally
     lines, begun, resumed = num_lines(run), time.perf_counter(), False
     kind = place.random.choice(place.kinds) if moment is not None else ""
-    launchers = place.start(flags, log)
+    launchers = place.start(flags, log, kind)
     while any(launcher.poll() is None for launcher in launchers):
         time.sleep(0.05)
         if not resumed and num_lines(run) > lines > 0:
@@ -228,8 +228,8 @@ class OneMachine:
     def __init__(self, random: Random) -> None:
         self.random, self.tally = random, Tally(kills=dict.fromkeys(self.kinds, 0))
 
-    def start(self, flags: Sequence[str], log: Path) -> Processes:
-        """Start a run; return its launchers."""
+    def start(self, flags: Sequence[str], log: Path, kind: str) -> Processes:
+        """Start a run that gets this kind of kill; return its launchers."""
         return [start(flags, log)]
 
     def kill(self, kind: str, launchers: Processes, log: Path) -> bool:

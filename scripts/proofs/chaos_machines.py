@@ -8,7 +8,8 @@ ranks have their watchdog.
 
 After each fault, a line names the host and a rank of the machine at fault within `--timeout` + 5 s,
 before any line names another rank. If the link is down, each machine names the other one. All
-processes of both machines end.
+processes of both machines end. With `--max-restarts 2`, a rank is killed and the launchers bring
+the run to its end by themselves.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from scripts.proofs.machines import Machines, launchers, two_machines
 
 __all__ = ["TwoMachines", "two_machines"]
 
+RESTARTED = "rank, restarted"
 SLACK_S = 5.0  # seconds after the deadline in which host and rank must be named
 NAMED = re.compile(
     r"rank (\d+) on (\S+) \([^)]+\) "
@@ -39,7 +41,7 @@ NAMED = re.compile(
 class TwoMachines(OneMachine):
     """Two machines with a launcher on each, which start `per_machine` ranks each."""
 
-    kinds = ("one rank", "launcher", "machine", "link", "pause")
+    kinds = ("one rank", "launcher", "machine", "link", "pause", RESTARTED)
 
     def __init__(
         self, random: Random, machines: Machines, per_machine: int, timeout_s: float
@@ -47,30 +49,38 @@ class TwoMachines(OneMachine):
         super().__init__(random)
         self.machines, self.per_machine, self.timeout_s = machines, per_machine, timeout_s
 
-    def start(self, flags: Sequence[str], log: Path) -> Processes:
+    def start(self, flags: Sequence[str], log: Path, kind: str) -> Processes:
         run = [str(ROOT / "pipeline" / "run.py"), *flags]
         commands = launchers("static", self.machines, self.per_machine, run)
         logs = _logs(log)
+        for command in commands if kind == RESTARTED else []:
+            command[3:3] = ["--max-restarts", "2"]
         return [self.machines.start(number, commands[number], logs[number]) for number in range(2)]
 
     def kill(self, kind: str, launchers: Processes, log: Path) -> bool:
         found = [self._processes(number) for number in range(2)]
+        if any(launcher.poll() is not None for launcher in launchers):
+            return False
         ranks = [ranks_of(psutil.Process(launcher.pid)) for launcher in launchers]
         is_watched = _sentinels(found) == 2 * self.per_machine
         if not all(ranks) or not (is_watched or kind in ("one rank", "launcher")):
             return False
-        at = self.random.randrange(2)
-        victims = {"one rank": [self.random.choice(ranks[at])], "machine": found[at]}
-        victims |= {"launcher": [psutil.Process(launchers[at].pid)], "pause": found[at]}
-        culprits = {str(at * self.per_machine + rank) for rank in range(self.per_machine)}
-        if kind == "one rank":
-            culprits = {victims[kind][0].environ()["RANK"]}
+        at, size = self.random.randrange(2), self.per_machine
+        victims = found[at]
+        if kind == "launcher":
+            victims = [psutil.Process(launchers[at].pid)]
+        culprits = {str(rank) for rank in range(at * size, (at + 1) * size)}
+        if kind in ("one rank", RESTARTED):
+            victims = [self.random.choice(ranks[at])]
+            try:
+                culprits = {victims[0].environ()["RANK"]}
+            except psutil.NoSuchProcess:
+                return False
         before, begun = [log.stat().st_size for log in _logs(log)], time.perf_counter()
         if kind == "link":
             self.machines.set_link(at, "down")
-        for victim in victims.get(kind, []):
-            with suppress(psutil.NoSuchProcess):
-                victim.send_signal(signal.SIGSTOP if kind == "pause" else signal.SIGKILL)
+        else:
+            _send(signal.SIGSTOP if kind == "pause" else signal.SIGKILL, victims)
         if is_watched:
             self._check_names(kind, at, culprits, _logs(log), before)
         if kind in ("link", "pause"):  # it lasts longer than the deadline
@@ -78,9 +88,13 @@ class TwoMachines(OneMachine):
             time.sleep(max(0.0, begun + lasts_s - time.perf_counter()))
         if kind == "link":
             self.machines.set_link(at, "up")
-        for victim in victims["pause"] if kind == "pause" else []:
-            with suppress(psutil.NoSuchProcess):
-                victim.send_signal(signal.SIGCONT)
+        if kind == "pause":
+            _send(signal.SIGCONT, victims)
+        if kind == RESTARTED:
+            self.tally.kills[kind] += 1
+            if any(codes := [launcher.wait() for launcher in launchers]):
+                self.tally.faults.append(f"{kind}: exit codes {codes}:\n{log.read_text()[-4000:]}")
+            return True
         self.count_ends(kind, begun, [*found[0], *found[1]])
         return True
 
@@ -96,6 +110,7 @@ class TwoMachines(OneMachine):
     ) -> None:
         """Wait for the line that names the rank at fault and its host, in time."""
         size = self.per_machine
+        what = f"{kind} at {self.machines.names[at]}, ranks {sorted(culprits)}"
         expected = dict.fromkeys(range(2), (at, culprits))  # host and ranks to name
         if kind == "link":
             of = [{str(number * size + rank) for rank in range(size)} for number in range(2)]
@@ -104,10 +119,7 @@ class TwoMachines(OneMachine):
         while len(named) < (2 if kind == "link" else 1):
             if time.perf_counter() - begun > self.timeout_s + SLACK_S:
                 said = "\n".join(_since(*log)[-3000:] for log in zip(logs, before, strict=True))
-                text = (
-                    f"{kind} at {self.machines.names[at]}, ranks {sorted(culprits)}: named in time"
-                )
-                self.tally.faults.append(f"{text}: {sorted(named.values())}; the output:\n{said}")
+                self.tally.faults.append(f"{what}: named in time {[*named.values()]}:\n{said}")
                 return
             time.sleep(0.02)
             for number, (host, ranks) in expected.items():
@@ -116,9 +128,14 @@ class TwoMachines(OneMachine):
                     continue
                 named[number] = found[0]
                 if found[1] not in ranks or found[2] != self.machines.names[host]:
-                    text = f"{kind} at {self.machines.names[at]}, ranks {sorted(culprits)}: "
-                    self.tally.faults.append(f"{text}the first rank that is named is {found[0]}")
+                    self.tally.faults.append(f"{what}: the first that is named: {found[0]}")
         self.tally.name_s.setdefault(kind, []).append(time.perf_counter() - begun)
+
+
+def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _logs(log: Path) -> list[Path]:

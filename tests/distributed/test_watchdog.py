@@ -15,6 +15,7 @@ from accelerate import Accelerator
 
 from pipeline.distributed import watchdog as watching
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
+from pipeline.distributed.restarts import meet_again
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
@@ -102,6 +103,7 @@ def waited(tmp_path_factory):
         "hang": (played_in, work, 2, "hang", 2),
         "torch": (played_in, wait_in_torch, 2),
         "slow": (played_in, slow, 2),
+        "restarted": (played_in, restarted, 2),
         "alone": (played_in, stuck_outside_python, 1),
         "machine 0": (play_apart, 0),
         "machine 1": (play_apart, 1),
@@ -214,6 +216,32 @@ def exit_codes_of_a_later_signal() -> list[int]:
 
 def test_a_later_signal_ends_the_rank_at_once_and_its_code_says_whether_it_can_be_resumed():
     assert play_ranks(exit_codes_of_a_later_signal, 1) == [[1, 75]]
+
+
+def restarted(stderr: str) -> tuple[str, int | None]:
+    """Rank 1 begins again, as its launcher would start it, while rank 0 waits for it at work."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    ranks = Ranks(Accelerator().process_index, 2, 60)
+    try:
+        if ranks.rank == 0:
+            with Watchdog(ranks, 60):
+                ranks.agree("end of rollouts")
+        torch.distributed.distributed_c10d._get_default_store().get("heartbeat 0")
+        torch.distributed.destroy_process_group()
+        os.environ |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        meet_again(1, "cpu")
+    except (ToldElsewhere, RuntimeError) as error:
+        return type(error).__name__, getattr(error, "exit_code", None)
+    return "met", None
+
+
+def test_a_rank_that_its_launcher_starts_again_ends_the_ranks_that_wait_for_it(waited):
+    (first, _), said = waited["restarted"].result()
+    assert first == ("ToldElsewhere", 1)
+    named = (
+        r"^rank 1 on \S+ \(local rank 1\) exited or was killed, and its launcher has started it "
+    )
+    assert len(re.findall(f"{named}again\n", said, re.MULTILINE)) == 1
 
 
 def slow(stderr: str) -> str:
