@@ -114,8 +114,7 @@ class Watchdog:
         self._post_heartbeat()
         host = json.loads(self._store.get("heartbeat 0"))["host"]  # waits for rank 0
         self._first = f"rank 0 on {host} ({os.environ.get('MASTER_ADDR', 'this machine')})"
-        limits = (self._timeout_s + GRACE_S, self._timeout_s)
-        ticks = [str(round(limit_s / sentinel.TICK_S)) for limit_s in limits]
+        ticks = [str(round((self._timeout_s + s) / sentinel.TICK_S)) for s in (GRACE_S, 0)]
         command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), *ticks]
         command += [str(self._own), self._first]
         self._sentinel: Any = subprocess.Popen(
@@ -305,7 +304,8 @@ class Watchdog:
         if self._fault or not missing:
             return
         beat = max(missing, key=lambda beat: beat.silent_s)
-        text = f"{beat} did not come to {self._own.waits_for!r}: it is in {beat.phase}, "
+        waits_for = self._own.waits_for or "a collective of torch"  # which has raised
+        text = f"{beat} did not come to {waits_for!r}: it is in {beat.phase}, "
         text += f"waits for {beat.waits_for!r}, " if beat.waits_for else ""
         text += f"its last sign of progress was {beat.silent_s:.0f} s ago"
         self._post_fault("hangs", beat, text)

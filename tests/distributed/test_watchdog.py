@@ -105,6 +105,7 @@ def waited(tmp_path_factory):
         "slow": (played_in, slow, 2),
         "restarted": (played_in, restarted, 2),
         "alone": (played_in, stuck_outside_python, 1),
+        "lost": (played_in, lost, 2),
         "machine 0": (play_apart, 0),
         "machine 1": (play_apart, 1),
     }
@@ -347,13 +348,40 @@ def test_a_rank_watches_its_machine_and_one_rank_of_the_machine_before(monkeypat
     assert watching.neighbours(0, 1) == set()
 
 
-def apart(silent: int, folder: str, stderr: str) -> None:
-    """Two ranks that say that they are two machines; the process of one is suspended at work."""
+def begin_apart(stderr: str) -> int:
+    """The rank, which says that it is alone on its machine."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     watching.platform.node = lambda: f"machine-{rank}"
     watching.GRACE_S = 1.0
+    return rank
+
+
+def lost(stderr: str) -> None:
+    """A rank is killed while the one of another machine waits for it in a collective of torch."""
+    rank = begin_apart(stderr)
+    watching.LOOK_S, watching.PATIENCE_S = 2.0, 1.0
+    ranks = Ranks(Accelerator().process_index, 2, 60)
+    with Watchdog(ranks, 60), ranks.phase("update", "airline", 1):
+        ranks.barrier("start")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_a_killed_rank_of_another_machine_is_named_when_its_connection_is_lost(waited):
+    results, said = waited["lost"].result()
+    assert "ToldElsewhere: hangs" in results[0]
+    named = (
+        r"^rank 1 on machine-1 \(pid \d+\) did not come to 'a collective of torch': it is in update"
+    )
+    assert len(re.findall(f"{named} airline step 1, its", said, re.MULTILINE)) == 1
+
+
+def apart(silent: int, folder: str, stderr: str) -> None:
+    """The process of one of two ranks is suspended at work."""
+    rank = begin_apart(stderr)
     ranks = Ranks(Accelerator().process_index, 2, 60)
     with Watchdog(ranks, SHORT_S), ranks.phase("sample", "airline", 1):
         ranks.barrier("start")
