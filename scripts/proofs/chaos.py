@@ -103,8 +103,7 @@ def main(argv: Sequence[str]) -> int:
     figures = figures_of(tally, options.kills)
     where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
     print("\n".join(f"{name:<38}{value:g}" for name, value in figures.items()))
-    print("  ".join(f"{name} {value}" for name, value in where.items()))
-    print("\n".join(tally.faults))
+    print("  ".join(f"{name} {value}" for name, value in where.items()), *tally.faults, sep="\n")
     write_json(options.json, figures, where, vars(options))
     return int(bool(tally.faults))
 
@@ -158,7 +157,7 @@ def torment(
     number = 0
     while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
         number += 1
-        spoilt = {""}  # SHA-256 sums of damaged files
+        spoilt = set[str]()  # SHA-256 sums and names of damaged files
         run, log = folder / f"run-{number}", folder / f"log-{number}"
         flags = [*command, "--output-dir", str(run), "--resume-from-checkpoint", "auto"]
         while True:
@@ -169,14 +168,16 @@ def torment(
             if live(place, flags, run, log, moment):
                 break
             if random.random() < 0.4:
-                spoilt.add(damage(run / "checkpoints", random))
+                spoilt |= damage(run / "checkpoints", random)
         tally.num_ends += 1
-        tally.damaged += len(spoilt) - 1
+        tally.damaged += len(spoilt) // 2
         tally.num_resumed += len(RESUMED.findall(log.read_text(encoding="utf-8")))
         found = digests(run)
         expected = digests(folder / "undisturbed")
         for what, digest in expected.items():
-            if found.get(what) in spoilt and what != last_of(expected):
+            stage = what.removeprefix("parameters of ")  # a resume may have put it aside
+            is_aside = what not in found and f"{stage}/manifest.json" in spoilt
+            if (is_aside or found.get(what) in spoilt) and what != last_of(expected):
                 tally.num_left += 1  # No resume needed the damaged file.
             elif found.get(what) != digest:
                 tally.faults.append(f"run {number}: {what} differ; the run's output:")
@@ -281,11 +282,11 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def damage(folder: Path, random: Random) -> str:
-    """Cut a random checkpoint file short or flip one bit of it; return the file's new SHA-256."""
+def damage(folder: Path, random: Random) -> set[str]:
+    """Cut a checkpoint file short or flip one bit of it; return its new SHA-256 and its name."""
     files = [path for path in sorted(folder.glob("[!.]*/*")) if path.stat().st_size]
     if not files:
-        return ""
+        return set()
     path = random.choice(files)
     content = bytearray(path.read_bytes())
     place = random.randrange(len(content))
@@ -294,7 +295,7 @@ def damage(folder: Path, random: Random) -> str:
     else:
         del content[place:]
     path.write_bytes(content)
-    return hashlib.sha256(content).hexdigest()
+    return {hashlib.sha256(content).hexdigest(), str(path.relative_to(folder))}
 
 
 def num_lines(run: Path) -> int:
@@ -340,9 +341,8 @@ def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
     rows = {"steps lost per kill": tally.steps_lost, "seconds to resume": tally.resume_s}
     rows |= {f"seconds to end, {kind}": values for kind, values in tally.end_s.items()}
     rows |= {f"seconds to name, {kind}": values for kind, values in tally.name_s.items()}
-    for name, values in rows.items():
-        if values:
-            figures |= {f"{name}, median": median(values), f"{name}, largest": max(values)}
+    for name, values in ((name, values) for name, values in rows.items() if values):
+        figures |= {f"{name}, median": median(values), f"{name}, largest": max(values)}
     return figures
 
 

@@ -9,7 +9,8 @@ ranks have their watchdog.
 After each fault, a line names the host and a rank of the machine at fault within `--timeout` + 5 s,
 before any line names another rank. If the link is down, each machine names the other one. All
 processes of both machines end. With `--max-restarts 2`, a rank is killed and the launchers bring
-the run to its end by themselves.
+the run to its end by themselves. After a link that is down, or a pause, of less than half of
+`--timeout`, the run goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from scripts.proofs.machines import Machines, launchers, two_machines
 __all__ = ["TwoMachines", "two_machines"]
 
 RESTARTED = "rank, restarted"
+SHORT = ("short link", "short pause")  # less than half the deadline
 SLACK_S = 5.0  # seconds after the deadline in which host and rank must be named
 NAMED = re.compile(
     r"rank (\d+) on (\S+) \([^)]+\) "
@@ -41,7 +43,7 @@ NAMED = re.compile(
 class TwoMachines(OneMachine):
     """Two machines with a launcher on each, which start `per_machine` ranks each."""
 
-    kinds = ("one rank", "launcher", "machine", "link", "pause", RESTARTED)
+    kinds = ("one rank", "launcher", "machine", "link", "pause", RESTARTED, *SHORT)
 
     def __init__(
         self, random: Random, machines: Machines, per_machine: int, timeout_s: float
@@ -77,20 +79,23 @@ class TwoMachines(OneMachine):
             except psutil.NoSuchProcess:
                 return False
         before, begun = [log.stat().st_size for log in _logs(log)], time.perf_counter()
-        if kind == "link":
+        is_link, is_pause = kind.endswith("link"), kind.endswith("pause")
+        if is_link:
             self.machines.set_link(at, "down")
         else:
-            _send(signal.SIGSTOP if kind == "pause" else signal.SIGKILL, victims)
-        if is_watched:
+            _send(signal.SIGSTOP if is_pause else signal.SIGKILL, victims)
+        if is_watched and kind not in SHORT:
             self._check_names(kind, at, culprits, _logs(log), before)
-        if kind in ("link", "pause"):  # it lasts longer than the deadline
-            lasts_s = self.timeout_s + 1 + self.random.uniform(0, 5)
+        lasts_s = self.timeout_s + 1 + self.random.uniform(0, 5)
+        if kind in SHORT:
+            lasts_s = self.random.uniform(1, self.timeout_s / 2)
+        if is_link or is_pause:
             time.sleep(max(0.0, begun + lasts_s - time.perf_counter()))
-        if kind == "link":
+        if is_link:
             self.machines.set_link(at, "up")
-        if kind == "pause":
+        if is_pause:
             _send(signal.SIGCONT, victims)
-        if kind == RESTARTED:
+        if kind in (RESTARTED, *SHORT):  # the run goes on by itself
             self.tally.kills[kind] += 1
             if any(codes := [launcher.wait() for launcher in launchers]):
                 self.tally.faults.append(f"{kind}: exit codes {codes}:\n{log.read_text()[-4000:]}")
