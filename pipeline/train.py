@@ -19,7 +19,8 @@ from pipeline.checkpoints.run_folder import folder_of
 from pipeline.config import variables
 from pipeline.config.settings import Config
 from pipeline.distributed.launch import CONFIGS
-from pipeline.distributed.ranks import Interrupted, Ranks, meet_again
+from pipeline.distributed.ranks import Interrupted, Ranks
+from pipeline.distributed.restarts import meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
 from pipeline.export.hub import push_after_training

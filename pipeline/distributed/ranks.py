@@ -5,7 +5,6 @@ memory. With one rank, no collective communicates.
 """
 
 import hashlib
-import os
 import pickle
 import time
 from collections import defaultdict
@@ -43,26 +42,6 @@ class Phase(NamedTuple):
     def __str__(self) -> str:
         step = "" if self.step is None else f" step {self.step}"
         return f"{self.name} {self.stage}{step}".strip()
-
-
-def meet_again(timeout_s: float, device_type: str) -> None:
-    """Make a process group if the launcher has restarted the ranks (`--max_restarts`).
-
-    In torch 2.13, all restarts share a key-value store that still holds addresses of ended ranks,
-    so each restart has its own prefix for keys. Accelerate uses the process group of `meet_again`.
-    """
-    environ, timeout = os.environ, timedelta(seconds=timeout_s)
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timeout=timeout)
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"attempt {attempt}", store),
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
-        timeout=timeout,
-    )
 
 
 class Ranks:

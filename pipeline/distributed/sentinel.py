@@ -1,12 +1,12 @@
 """The sentinel of a rank: a process that ends the rank if the watchdog's thread stops running.
 
-    Usage: python sentinel.py PID TICKS STORE_TICKS NAME STORE
+    Usage: python sentinel.py PID TICKS STORE_TICKS NAME FIRST
 
 Twice a second, the watchdog's thread writes `.` to the sentinel, unless the rank is stuck outside
-Python. Before the thread reads the key-value store on the machine STORE, it writes `?`. After TICKS
-half seconds without a byte (STORE_TICKS if the last byte was `?`), the sentinel sends SIGABRT to
-the rank, and `faulthandler` prints the stacks of the rank. Half seconds while the rank is suspended
-do not count. The sentinel exits when its standard input is closed.
+Python. Before the thread reads the key-value store, which is on the machine of the rank FIRST, it
+writes `?`. After TICKS half seconds without a byte (STORE_TICKS if the last byte was `?`), the
+sentinel sends SIGABRT to the rank, and `faulthandler` prints the stacks of the rank. Half seconds
+while the rank is suspended do not count. The sentinel exits when its standard input is closed.
 """
 
 import os
@@ -17,7 +17,7 @@ import sys
 TICK_S = 0.5
 
 
-def main(pid: int, ticks: int, store_ticks: int, name: str, store: str) -> None:
+def main(pid: int, ticks: int, store_ticks: int, name: str, first: str) -> None:
     silent, last = 0, b"."
     while silent < (store_ticks if last == b"?" else ticks):
         ready, _, _ = select.select([0], [], [], TICK_S)
@@ -31,8 +31,8 @@ def main(pid: int, ticks: int, store_ticks: int, name: str, store: str) -> None:
     seconds = f"for {silent * TICK_S:.0f} s and is ended"
     text = f"rank process {pid} shows no sign of Python {seconds}\n"
     if last == b"?":
-        text = f"{name} gets no answer from the key-value store on {store} {seconds}: "
-        text += "the machine of rank 0 is down or cut off\n"
+        text = f"{name} gets no answer from the key-value store {seconds}: "
+        text += f"the machine of {first} is down or cut off\n"
     os.write(2, text.encode())
     os.kill(pid, signal.SIGABRT)
 

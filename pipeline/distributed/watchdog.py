@@ -91,7 +91,7 @@ class Watchdog:
         # While all ranks wait for a missing rank, rank 0 looks for it first, rank 1 half a second
         # later, then 2 and 3, then 4 to 7: so few ranks read the heartbeats of all ranks.
         self._turn_s = sentinel.TICK_S * ranks.rank.bit_length()
-        self._address = os.environ.get("MASTER_ADDR", "this machine")  # of the store
+        self._first = "rank 0"  # and its host, on whose machine the store is
         self._lost_at = math.inf  # when a collective of this rank lost its connection
         self._fault: dict[str, Any] = {}  # the run's first fault, or empty
         self._fault_at = self._first_signal_at = 0.0
@@ -112,10 +112,11 @@ class Watchdog:
             faulthandler.enable(file=2)  # prints the stacks if the sentinel ends this process
         self._looked_at = time.monotonic()
         self._post_heartbeat()
-        limits = (self._timeout_s + GRACE_S, self._timeout_s)
-        ticks = [str(round(limit_s / sentinel.TICK_S)) for limit_s in limits]
+        host = json.loads(self._store.get("heartbeat 0"))["host"]  # waits for rank 0
+        self._first = f"rank 0 on {host} ({os.environ.get('MASTER_ADDR', 'this machine')})"
+        ticks = [str(round((self._timeout_s + s) / sentinel.TICK_S)) for s in (GRACE_S, 0)]
         command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), *ticks]
-        command += [str(self._own), self._address]
+        command += [str(self._own), self._first]
         self._sentinel: Any = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
         )
@@ -187,8 +188,8 @@ class Watchdog:
                 if not self._fault:
                     self._look()
             except RuntimeError as error:  # the key-value store ended with the launcher
-                text = f"the key-value store on {self._address} is gone: its launcher or rank 0 "
-                text += f"has ended ({str(error).splitlines()[0]})"
+                text = f"{self._first} or its launcher has ended: the key-value store is gone "
+                text += f"({str(error).splitlines()[0]})"
                 self._post_fault("store", self._own, text)
             if self._fault:
                 self._end()
@@ -303,7 +304,8 @@ class Watchdog:
         if self._fault or not missing:
             return
         beat = max(missing, key=lambda beat: beat.silent_s)
-        text = f"{beat} did not come to {self._own.waits_for!r}: it is in {beat.phase}, "
+        waits_for = self._own.waits_for or "a collective of torch"  # which has raised
+        text = f"{beat} did not come to {waits_for!r}: it is in {beat.phase}, "
         text += f"waits for {beat.waits_for!r}, " if beat.waits_for else ""
         text += f"its last sign of progress was {beat.silent_s:.0f} s ago"
         self._post_fault("hangs", beat, text)

@@ -1,6 +1,7 @@
 """Kill a run at random moments, resume it, and compare its result with an undisturbed run.
 
     python scripts/proofs/chaos.py --kills 100
+    python scripts/proofs/chaos.py --machines 2 --kills 30    # Linux, root: chaos_machines.py
 
 The script first makes one undisturbed run of three short stages. The script then kills the same run
 at random moments: SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the launcher.
@@ -11,7 +12,9 @@ A run that finishes must have the same SHA-256 sums as the undisturbed run: of t
 each stage, and of metrics.jsonl. A damaged checkpoint of a stage is only counted if no resume
 needed the checkpoint. No process may be left after a kill, and the death of a rank must end the
 other ranks. New runs start until all kills are done. With `--at-checkpoints`, a kill comes after a
-step is saved instead of at a random moment. Flags after `--` are passed to every run.
+step is saved instead of at a random moment. Flags after `--` are passed to every run. With
+`--machines 2`, one launcher on each of two network namespaces starts the ranks, and machines, links
+and launchers fail, too.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
+from statistics import median
 
 import psutil
 
@@ -42,6 +45,7 @@ from scripts.bench.common import ROOT, machine, write_json
 RUN = ROOT / "pipeline" / "run.py"
 KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
 Moment = Callable[[], bool]  # returns whether the time for a kill has come
+Processes = list[subprocess.Popen[bytes]]
 RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
 LIMIT_S = 60.0  # seconds in which all processes must end after a kill
 SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
@@ -53,44 +57,53 @@ SHORT += "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-st
 class Tally:
     """Counts and times over all kills."""
 
-    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    kills: dict[str, int] = field(default_factory=dict)
     damaged: int = 0
     num_left: int = 0  # damaged checkpoints of stages that no resume needed
     num_ends: int = 0  # number of finished runs
     num_resumed: int = 0  # number of resumes within a stage
     faults: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
-    detect_s: list[float] = field(default_factory=list)  # seconds from a kill to the end
+    end_s: dict[str, list[float]] = field(default_factory=dict)  # seconds from a kill to the end
+    name_s: dict[str, list[float]] = field(default_factory=dict)  # seconds until a rank is named
     resume_s: list[float] = field(default_factory=list)  # seconds to the first new metrics line
 
 
 def main(argv: Sequence[str]) -> int:
-    place = argv.index("--") if "--" in argv else len(argv)
+    split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--num-gpus", type=int, default=2, help="ranks")
+    parser.add_argument("--machines", type=int, default=1, choices=[1, 2])
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds, with 2 machines")
+    parser.add_argument("--num-gpus", type=int, default=2, help="ranks, of all machines")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of kills")
     parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
     parser.add_argument("--at-checkpoints", action="store_true", help="not at random moments")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
-    options = parser.parse_args(argv[:place])
+    options = parser.parse_args(argv[:split])
     where = machine()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary, ExitStack() as stack:
         folder = Path(temporary)
         command = prepare(folder, options.num_gpus, options.warm_start_steps)
-        command += argv[place + 1 :]
-        begun = time.perf_counter()
-        finish([*command, "--output-dir", str(folder / "undisturbed")], folder / "log")
+        command += argv[split + 1 :]
+        place = OneMachine(Random(options.seed))
+        if options.machines == 2:
+            from scripts.proofs.chaos_machines import TwoMachines, two_machines
+
+            machines = stack.enter_context(two_machines(folder))
+            place = TwoMachines(place.random, machines, options.num_gpus // 2, options.timeout)
+            command += ["--timeout", str(options.timeout), "--call-timeout", "9"]
+        begun, run, tally = time.perf_counter(), folder / "undisturbed", place.tally
+        live(place, [*command, "--output-dir", str(run)], run, folder / "log", None)
         length_s = time.perf_counter() - begun
-        within_s = None if options.at_checkpoints else length_s
-        tally = torment(command, folder, options.kills, Random(options.seed), within_s)
+        if not tally.faults:
+            torment(place, command, folder, options.kills, length_s, options.at_checkpoints)
     figures = figures_of(tally, options.kills)
     where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
-    print("\n".join(f"{name:<28}{value:g}" for name, value in figures.items()))
-    print("  ".join(f"{name} {value}" for name, value in where.items()))
-    print("\n".join(tally.faults))
+    print("\n".join(f"{name:<38}{value:g}" for name, value in figures.items()))
+    print("  ".join(f"{name} {value}" for name, value in where.items()), *tally.faults, sep="\n")
     write_json(options.json, figures, where, vars(options))
     return int(bool(tally.faults))
 
@@ -129,42 +142,48 @@ def finish(flags: Sequence[str], log: Path) -> None:
 
 
 def torment(
-    command: Sequence[str], folder: Path, num_kills: int, random: Random, within_s: float | None
-) -> Tally:
+    place: OneMachine,
+    command: Sequence[str],
+    folder: Path,
+    num_kills: int,
+    within_s: float,
+    at_checkpoints: bool,
+) -> None:
     """Kill and resume runs until all kills are done, and let the last run finish.
 
-    A kill comes at most `within_s` seconds after a start; if None, after a step is saved.
+    A kill comes at most `within_s` seconds after a start, or after a step is saved.
     """
-    tally, number = Tally(), 0
+    tally, random = place.tally, place.random
+    number = 0
     while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
         number += 1
-        spoilt = {""}  # SHA-256 sums of damaged files
+        spoilt = set[str]()  # SHA-256 sums and names of damaged files
         run, log = folder / f"run-{number}", folder / f"log-{number}"
         flags = [*command, "--output-dir", str(run), "--resume-from-checkpoint", "auto"]
         while True:
             moment = None
             if sum(tally.kills.values()) < num_kills:
-                moment = after_a_save(run)
-                if within_s is not None:
-                    moment = after(random.uniform(0, within_s))
-            if live(flags, run, log, moment, random, tally):
+                at_random = None if at_checkpoints else after(random.uniform(0, within_s))
+                moment = at_random or after_a_save(run)
+            if live(place, flags, run, log, moment):
                 break
             if random.random() < 0.4:
-                spoilt.add(damage(run / "checkpoints", random))
+                spoilt |= damage(run / "checkpoints", random)
         tally.num_ends += 1
-        tally.damaged += len(spoilt) - 1
+        tally.damaged += len(spoilt) // 2
         tally.num_resumed += len(RESUMED.findall(log.read_text(encoding="utf-8")))
         found = digests(run)
         expected = digests(folder / "undisturbed")
         for what, digest in expected.items():
-            if found.get(what) in spoilt and what != last_of(expected):
+            stage = what.removeprefix("parameters of ")  # a resume may have put it aside
+            is_aside = what not in found and f"{stage}/manifest.json" in spoilt
+            if (is_aside or found.get(what) in spoilt) and what != last_of(expected):
                 tally.num_left += 1  # No resume needed the damaged file.
             elif found.get(what) != digest:
                 tally.faults.append(f"run {number}: {what} differ; the run's output:")
                 tally.faults.append(log.read_text()[-4000:])
         shutil.rmtree(run)
         print(f"run {number}: {sum(tally.kills.values())} kills so far", flush=True)
-    return tally
 
 
 def after(seconds: float) -> Moment:
@@ -179,34 +198,61 @@ def after_a_save(run: Path) -> Moment:
 
 
 def live(
-    flags: Sequence[str], run: Path, log: Path, moment: Moment | None, random: Random, tally: Tally
+    place: OneMachine, flags: Sequence[str], run: Path, log: Path, moment: Moment | None
 ) -> bool:
     """Start or resume a run. Returns True if the run ends by itself, False after a kill."""
-    lines, begun = num_lines(run), time.perf_counter()
-    process, resumed = start(flags, log), False
-    while process.poll() is None and (moment is None or not moment()):
+    tally = place.tally
+    lines, begun, resumed = num_lines(run), time.perf_counter(), False
+    kind = place.random.choice(place.kinds) if moment is not None else ""
+    launchers = place.start(flags, log, kind)
+    while any(launcher.poll() is None for launcher in launchers):
         time.sleep(0.05)
         if not resumed and num_lines(run) > lines > 0:
             resumed = True
             tally.resume_s.append(time.perf_counter() - begun)
-    if process.poll() is not None:
-        if process.returncode:
-            tally.faults.append(f"exit code {process.returncode}:\n{log.read_text()[-4000:]}")
+        is_due = moment is not None and moment()
+        if is_due and place.kill(kind, launchers, log):
+            for launcher in launchers:
+                launcher.wait()
+            tally.steps_lost.append(max(0, num_steps(run) - saved_step(run)))
+            return False
+    if any(codes := [launcher.returncode for launcher in launchers]):
+        tally.faults.append(f"exit codes {codes}:\n{log.read_text()[-4000:]}")
+    return True
+
+
+class OneMachine:
+    """This machine, where `pipeline/run.py` is the launcher."""
+
+    kinds = KINDS
+
+    def __init__(self, random: Random) -> None:
+        self.random, self.tally = random, Tally(kills=dict.fromkeys(self.kinds, 0))
+
+    def start(self, flags: Sequence[str], log: Path, kind: str) -> Processes:
+        """Start a run that gets this kind of kill; return its launchers."""
+        return [start(flags, log)]
+
+    def kill(self, kind: str, launchers: Processes, log: Path) -> bool:
+        """Kill, wait for the end, and count; returns False if it is too early for this kind."""
+        (process,) = launchers
+        launcher = psutil.Process(process.pid)  # listed before the kill, which may end them
+        processes, ranks = [launcher, *launcher.children(recursive=True)], ranks_of(launcher)
+        kind = kind if ranks else "launcher"
+        victims = {"one rank": ranks and [self.random.choice(ranks)], "all ranks": ranks}
+        for victim in victims.get(kind, [launcher]):
+            with suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
+        self.count_ends(kind, time.perf_counter(), processes)
         return True
-    launcher = psutil.Process(process.pid)  # listed before the kill, which may end them
-    processes, ranks = [launcher, *launcher.children(recursive=True)], ranks_of(launcher)
-    kind, killed_at = kill(process, ranks, random), time.perf_counter()
-    tally.kills[kind] += 1
-    alive = still_alive(processes, LIMIT_S)
-    took_s = time.perf_counter() - killed_at
-    for stray in alive:
-        tally.faults.append(f"{kind}: process {stray.pid} is alive after {LIMIT_S:.0f} s")
-        stray.kill()
-    process.wait()
-    if kind == "one rank" and ranks:
-        tally.detect_s.append(took_s)
-    tally.steps_lost.append(max(0, num_steps(run) - saved_step(run)))
-    return False
+
+    def count_ends(self, kind: str, killed_at: float, processes: list[psutil.Process]) -> None:
+        """Count a kill, and wait until the processes have ended."""
+        self.tally.kills[kind] += 1
+        for left in still_alive(processes, LIMIT_S):
+            self.tally.faults.append(f"{kind}: process {left.pid} is alive after {LIMIT_S:.0f} s")
+            left.kill()
+        self.tally.end_s.setdefault(kind, []).append(time.perf_counter() - killed_at)
 
 
 def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
@@ -236,28 +282,11 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def kill(process: subprocess.Popen[bytes], ranks: list[psutil.Process], random: Random) -> str:
-    """Kill processes in a random way and return the way. Without ranks, kill the launcher."""
-    kind = random.choice(KINDS) if ranks else "launcher"
-    victims: list[psutil.Process | subprocess.Popen[bytes]] = {
-        "one rank": [random.choice(ranks)] if ranks else [],
-        "all ranks": ranks,
-        "launcher": [process],
-        "SIGTERM": [process],
-    }[kind]
-    for victim in victims:
-        try:
-            victim.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    return kind
-
-
-def damage(folder: Path, random: Random) -> str:
-    """Cut a random checkpoint file short or flip one bit of it; return the file's new SHA-256."""
+def damage(folder: Path, random: Random) -> set[str]:
+    """Cut a checkpoint file short or flip one bit of it; return its new SHA-256 and its name."""
     files = [path for path in sorted(folder.glob("[!.]*/*")) if path.stat().st_size]
     if not files:
-        return ""
+        return set()
     path = random.choice(files)
     content = bytearray(path.read_bytes())
     place = random.randrange(len(content))
@@ -266,7 +295,7 @@ def damage(folder: Path, random: Random) -> str:
     else:
         del content[place:]
     path.write_bytes(content)
-    return hashlib.sha256(content).hexdigest()
+    return {hashlib.sha256(content).hexdigest(), str(path.relative_to(folder))}
 
 
 def num_lines(run: Path) -> int:
@@ -309,14 +338,11 @@ def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
         "runs brought to their end": float(tally.num_ends),
         "resumed inside a stage": float(tally.num_resumed),
     }
-    for name, values in (
-        ("steps lost per kill", tally.steps_lost),
-        ("seconds to detect", tally.detect_s),
-        ("seconds to resume", tally.resume_s),
-    ):
-        if values:
-            figures |= {f"{name}, median": median(values), f"{name}, largest": max(values)}
-            figures[f"{name}, mean"] = fmean(values)
+    rows = {"steps lost per kill": tally.steps_lost, "seconds to resume": tally.resume_s}
+    rows |= {f"seconds to end, {kind}": values for kind, values in tally.end_s.items()}
+    rows |= {f"seconds to name, {kind}": values for kind, values in tally.name_s.items()}
+    for name, values in ((name, values) for name, values in rows.items() if values):
+        figures |= {f"{name}, median": median(values), f"{name}, largest": max(values)}
     return figures
 
 

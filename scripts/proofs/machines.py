@@ -62,6 +62,14 @@ class Machines:
         self.started.append(process)
         return process
 
+    def processes(self, number: int) -> list[int]:
+        """Return the ids of the processes that run on a machine."""
+        return _processes_of(self.names[number])
+
+    def set_link(self, number: int, state: str) -> None:
+        """Set a machine's end of the link `up` or `down`."""
+        _ip("-n", self.names[number], "link", "set", LINK, state)
+
 
 @contextmanager
 def two_machines(folder: Path) -> Iterator[Machines]:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 
 from pipeline.distributed import watchdog as watching
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
+from pipeline.distributed.restarts import meet_again
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
@@ -102,7 +103,9 @@ def waited(tmp_path_factory):
         "hang": (played_in, work, 2, "hang", 2),
         "torch": (played_in, wait_in_torch, 2),
         "slow": (played_in, slow, 2),
+        "restarted": (played_in, restarted, 2),
         "alone": (played_in, stuck_outside_python, 1),
+        "lost": (played_in, lost, 2),
         "machine 0": (play_apart, 0),
         "machine 1": (play_apart, 1),
     }
@@ -216,6 +219,32 @@ def test_a_later_signal_ends_the_rank_at_once_and_its_code_says_whether_it_can_b
     assert play_ranks(exit_codes_of_a_later_signal, 1) == [[1, 75]]
 
 
+def restarted(stderr: str) -> tuple[str, int | None]:
+    """Rank 1 begins again, as its launcher would start it, while rank 0 waits for it at work."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    ranks = Ranks(Accelerator().process_index, 2, 60)
+    try:
+        if ranks.rank == 0:
+            with Watchdog(ranks, 60):
+                ranks.agree("end of rollouts")
+        torch.distributed.distributed_c10d._get_default_store().get("heartbeat 0")
+        torch.distributed.destroy_process_group()
+        os.environ |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        meet_again(1, "cpu")
+    except (ToldElsewhere, RuntimeError) as error:
+        return type(error).__name__, getattr(error, "exit_code", None)
+    return "met", None
+
+
+def test_a_rank_that_its_launcher_starts_again_ends_the_ranks_that_wait_for_it(waited):
+    (first, _), said = waited["restarted"].result()
+    assert first == ("ToldElsewhere", 1)
+    named = (
+        r"^rank 1 on \S+ \(local rank 1\) exited or was killed, and its launcher has started it "
+    )
+    assert len(re.findall(f"{named}again\n", said, re.MULTILINE)) == 1
+
+
 def slow(stderr: str) -> str:
     """Work that takes longer than the deadline, with signs of progress all the time."""
     ranks = Ranks(Accelerator().process_index, 2, 60)
@@ -319,13 +348,40 @@ def test_a_rank_watches_its_machine_and_one_rank_of_the_machine_before(monkeypat
     assert watching.neighbours(0, 1) == set()
 
 
-def apart(silent: int, folder: str, stderr: str) -> None:
-    """Two ranks that say that they are two machines; the process of one is suspended at work."""
+def begin_apart(stderr: str) -> int:
+    """The rank, which says that it is alone on its machine."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     watching.platform.node = lambda: f"machine-{rank}"
     watching.GRACE_S = 1.0
+    return rank
+
+
+def lost(stderr: str) -> None:
+    """A rank is killed while the one of another machine waits for it in a collective of torch."""
+    rank = begin_apart(stderr)
+    watching.LOOK_S, watching.PATIENCE_S = 2.0, 1.0
+    ranks = Ranks(Accelerator().process_index, 2, 60)
+    with Watchdog(ranks, 60), ranks.phase("update", "airline", 1):
+        ranks.barrier("start")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_a_killed_rank_of_another_machine_is_named_when_its_connection_is_lost(waited):
+    results, said = waited["lost"].result()
+    assert "ToldElsewhere: hangs" in results[0]
+    named = (
+        r"^rank 1 on machine-1 \(pid \d+\) did not come to 'a collective of torch': it is in update"
+    )
+    assert len(re.findall(f"{named} airline step 1, its", said, re.MULTILINE)) == 1
+
+
+def apart(silent: int, folder: str, stderr: str) -> None:
+    """The process of one of two ranks is suspended at work."""
+    rank = begin_apart(stderr)
     ranks = Ranks(Accelerator().process_index, 2, 60)
     with Watchdog(ranks, SHORT_S), ranks.phase("sample", "airline", 1):
         ranks.barrier("start")
@@ -361,8 +417,6 @@ def test_a_machine_that_falls_silent_is_named_by_the_others(waited):
 
 def test_where_the_store_falls_silent_a_rank_ends_and_names_the_machine_of_rank_0(waited):
     said = waited["machine 0"].result()
-    named = (
-        r"rank 1 on machine-1 \(pid \d+\) gets no answer from the key-value store on 127.0.0.1 for "
-    )
-    ended = "2 s and is ended: the machine of rank 0 is down or cut off"
+    named = r"rank 1 on machine-1 \(pid \d+\) gets no answer from the key-value store for 2 s "
+    ended = r"and is ended: the machine of rank 0 on machine-0 \(127.0.0.1\) is down or cut off"
     assert len(re.findall(f"^{named}{ended}\n", said, re.MULTILINE)) == 1
