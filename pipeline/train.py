@@ -85,7 +85,7 @@ class Training(Trainer):
                 found = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
                 print(f"best checkpoint: {found}; export and chat take it by --checkpoint best")
             print(f"report, plots and checkpoints: {self.folder}")
-        self.ranks.barrier("end")
+        self.disk.close()
 
     def stop(self) -> int:
         """Save a checkpoint unless the latest checkpoint is current, and return the exit code."""

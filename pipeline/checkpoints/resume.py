@@ -2,9 +2,7 @@
 
 import json
 import platform
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,13 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def open_together(
-    config: Config, ranks: Ranks, tokens: Mapping[str, int], about: Mapping[str, Any]
-) -> tuple[Opened | None, Path, Path | None]:
-    """Open the run folder on rank 0, and tell all ranks the folder and the checkpoint to resume.
+    config: Config,
+    ranks: Ranks,
+    tokens: Mapping[str, int],
+    about: Mapping[str, Any],
+    folder: Path,
+) -> tuple[Opened | None, Path | None]:
+    """Open the run folder on rank 0, and return the checkpoint to resume, in this rank's `folder`.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
     Raises UserError if the ranks have different `tokens`, which are {token: id}, or different facts
@@ -51,14 +53,13 @@ def open_together(
     try:
         if ranks.is_main:
             opened = open_folder(config)
-            result = opened.folder, opened.checkpoint
+            result = opened.checkpoint and opened.checkpoint.name
     except UserError as error:
         result = error
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
-    refuse_other_disks(result[0], ranks)
-    return opened, *result
+    return opened, result and folder / "checkpoints" / result
 
 
 def code_hash() -> str:
@@ -70,22 +71,6 @@ def code_hash() -> str:
 def _other(values: Sequence[str]) -> int:
     """Return the first rank whose value is not that of rank 0; 0 if there is none."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
-
-
-def refuse_other_disks(folder: Path, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks, if a machine does not see the run folder of rank 0."""
-    lock, seen = folder / ".lock", 0
-    for _ in range(20):  # network file systems show a new file a little late
-        with suppress(OSError):
-            seen = lock.stat().st_ino
-            break
-        time.sleep(0.1)
-    found = ranks.all_gather_objects((platform.node(), seen), "disks")
-    (main, number), *others = found
-    if away := sorted({host for host, seen in others if seen != number}):
-        where = f"{folder.absolute()} of rank 0 on {main}"
-        hint = "give one on a disk that all machines share, as an absolute path"
-        raise UserError(f"output_dir: {', '.join(away)} cannot see {where}; {hint}")
 
 
 def load_start(
@@ -131,7 +116,7 @@ def base_of_adapters(
     A base model that has no folder and no hub id is first saved in a folder.
     """
     folder, name = checkpointer.folder, settings.model
-    supervised = _supervised(folder)
+    supervised = _supervised(checkpointer)
     if supervised is not None and not lora.is_adapter(supervised):  # of an earlier version
         return str(supervised.resolve())
     if name != "tiny" and not lora.is_adapter(name):
@@ -139,22 +124,24 @@ def base_of_adapters(
     if ranks.is_main and not (folder / "base").is_dir():
         checkpointer.write("base", model)
     ranks.barrier("base model")
+    checkpointer.disk.fetch("checkpoints/base")
     return str((folder / "base").resolve())
 
 
 def folder_of_reference(
-    folder: Path, state: TrainState, stages: Sequence[Stage], reference_per_stage: bool
+    checkpointer: Checkpointer, state: TrainState, stages: Sequence[Stage], per_stage: bool
 ) -> Path | None:
     """Return the checkpoint of the reference model; None if the original model is the reference."""
     finished = [stage for stage in stages if state.evaluated(stage.name)]
-    if reference_per_stage and finished:
-        return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
-    return _supervised(folder)
+    if per_stage and finished:
+        name = f"stage-{len(finished)}-{finished[-1].name}"
+        return _whole(checkpointer.disk.fetch(f"checkpoints/{name}"))
+    return _supervised(checkpointer)
 
 
-def _supervised(folder: Path) -> Path | None:
+def _supervised(checkpointer: Checkpointer) -> Path | None:
     """Return the checkpoint of the last supervised training before GRPO, or None without one."""
-    paths = folder / "rft", folder / "warm-start"
+    paths = [checkpointer.disk.fetch(f"checkpoints/{name}") for name in ("rft", "warm-start")]
     return next((_whole(path) for path in paths if path.is_dir()), None)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ def _opened(folder: str, differing: str) -> str:
     about = {"airline": {"sha256": has if differing == "about" else "same"}}
     config = parse(["--output-dir", "run", "--report-to", "none"])
     try:
-        resume.open_together(config, Ranks(rank, 2, 60), {"a": 1}, about)
+        resume.open_together(config, Ranks(rank, 2, 60), {"a": 1}, about, Path("run"))
     except UserError as error:
         return str(error)
     return "opened"
