@@ -68,9 +68,10 @@ class RunState:
         config, self.folder = self.config, self.disk.folder
         self.parts = validate(config)
         tokens = self.parts.tokenizer.get_vocab()
-        opened, resumed = open_together(config, ranks, tokens, self.parts.about, self.folder)
+        opened, resumed = open_together(config, ranks, tokens, self.parts.about, self.disk)
         watchdog.can_resume = resumed is not None
         self._saved_state, model = self.load_start(resumed)
+        self.disk.refuse_other_weights(model)
         refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
         self.start = StartReport()

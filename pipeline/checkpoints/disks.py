@@ -21,7 +21,7 @@ from pipeline.checkpoints.run_folder import Opened, drop_newer
 from pipeline.checkpoints.transcripts import read_records, without_messages
 from pipeline.config.recipe import SETTINGS
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.errors import UserError
 from pipeline.rollout.trajectory import RunRecord
 
@@ -106,6 +106,16 @@ class Disk:
             hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in away))
             what = "travel to rank 0" if gathers else f"stay there, in {folder.name}.rank-N"
             print(f"disks: {hosts} cannot see {paths[0]}, so trajectories {what}", flush=True)
+
+    def refuse_other_weights(self, model: Any) -> None:
+        """Raise UserError, on all ranks, if a machine has loaded another model than rank 0."""
+        if len(set(self.hosts)) == 1:
+            return
+        own = parameter_hash(model.named_parameters())
+        hosts, found = self.hosts, self._ranks.all_gather_objects(own, "model")
+        if rank := next((rank for rank in self._every if found[rank] != found[0]), 0):
+            where = f"rank {rank} on {hosts[rank]} has other weights than rank 0 on {hosts[0]}"
+            raise UserError(f"model: {where}; give all the same files")
 
     def prepare(self, is_new: bool) -> None:
         """Make the folder of a machine that does not see the run folder. Raises UserError."""

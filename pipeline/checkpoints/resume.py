@@ -2,14 +2,16 @@
 
 import json
 import platform
+import sys
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
+from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
@@ -27,9 +29,9 @@ def open_together(
     ranks: Ranks,
     tokens: Mapping[str, int],
     about: Mapping[str, Any],
-    folder: Path,
+    disk: Disk,
 ) -> tuple[Opened | None, Path | None]:
-    """Open the run folder on rank 0, and return the checkpoint to resume, in this rank's `folder`.
+    """Open the run folder on rank 0, and return the checkpoint to resume, as this rank sees it.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
     Raises UserError if the ranks have different `tokens`, which are {token: id}, or different facts
@@ -37,14 +39,18 @@ def open_together(
     """
     digest = sha256(str(sorted(tokens.items())).encode()).hexdigest()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
-    own = platform.node(), versions, json.dumps(about, sort_keys=True), digest
+    own_facts = {"about": json.dumps(about, sort_keys=True)}
+    if len(set(disk.hosts)) > 1:
+        own_facts |= _hashes(config)
+    own = platform.node(), versions, own_facts, digest
     hosts, all_versions, facts, digests = zip(*ranks.all_gather_objects(own, "tokens"), strict=True)
     if rank := _other(all_versions):
         where = f"rank {rank} on {hosts[rank]} has {all_versions[rank]}, rank 0 on {hosts[0]}"
         raise UserError(f"versions: {where} has {all_versions[0]}; install the same on both")
     if rank := _other(facts):
+        name = next(name for name, fact in facts[0].items() if facts[rank].get(name) != fact)
         why = f"rank {rank} on {hosts[rank]} has other data of a domain than rank 0 on {hosts[0]}"
-        raise UserError(f"about: {why}; give all the same files")
+        raise UserError(f"{name}: {why}; give all the same files")
     if _other(digests):
         why = "the expert of a domain without WORDS gave the ranks different conversations"
         raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
@@ -59,7 +65,7 @@ def open_together(
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
-    return opened, result and folder / "checkpoints" / result
+    return opened, result and disk.folder / "checkpoints" / result
 
 
 def code_hash() -> str:
@@ -68,7 +74,28 @@ def code_hash() -> str:
     return sha256(b"".join((PACKAGE / file).read_bytes() for file in files)).hexdigest()[:8]
 
 
-def _other(values: Sequence[str]) -> int:
+def _hashes(config: Config) -> dict[str, str]:
+    """Return the SHA-256 of tasks, demonstrations and modules that are files, by what they are."""
+    data = config.data
+    paths = {f"tasks of {name}": path for name, path in data.tasks.items()}
+    paths |= {f"eval_tasks of {name}": path for name, path in data.eval_tasks.items()}
+    paths |= {f"demonstrations of {name}": path for name, path in data.demonstrations.items()}
+    targets = [*(of.factory for of in data.factories.values()), *data.reward_funcs]
+    modules = {name: sys.modules.get(name) for name in (of.partition(":")[0] for of in targets)}
+    paths |= {name: getattr(module, "__file__", None) or "" for name, module in modules.items()}
+    found = {}
+    for name, path in paths.items():
+        digest, top = sha256(), Path(path)
+        for file in [top] if top.is_file() else sorted(top.rglob("*")) if path else []:
+            if file.is_file():
+                with file.open("rb") as content:
+                    own = file_digest(content, "sha256").digest()
+                digest.update(file.relative_to(top).as_posix().encode() + own)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def _other(values: Sequence[Any]) -> int:
     """Return the first rank whose value is not that of rank 0; 0 if there is none."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
 
