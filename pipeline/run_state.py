@@ -67,12 +67,12 @@ class RunState:
         self.config, self.disk = open_disk(config, ranks)
         config, self.folder = self.config, self.disk.folder
         self.parts = validate(config)
-        tokens = self.parts.tokenizer.get_vocab()
-        opened, resumed = open_together(config, ranks, tokens, self.parts.about, self.disk)
+        tokenizer, about = self.parts.tokenizer, self.parts.about
+        opened, resumed = open_together(config, ranks, tokenizer, about, self.disk)
         watchdog.can_resume = resumed is not None
         self._saved_state, model = self.load_start(resumed)
         self.disk.refuse_other_weights(model)
-        refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
+        refuse_other_facts(self._saved_state, about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
         self.start = StartReport()
         for owner in (self.state, self.errors, self.dead, self.start):

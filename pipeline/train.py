@@ -19,6 +19,7 @@ from pipeline.checkpoints.run_folder import folder_of
 from pipeline.config import variables
 from pipeline.config.settings import Config
 from pipeline.distributed.launch import CONFIGS
+from pipeline.distributed.meeting import meets
 from pipeline.distributed.ranks import Interrupted, Ranks, meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
@@ -126,6 +127,7 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
     return code
 
 
+@meets
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
     """Join the process group; raise UserError for an unsuitable launch configuration."""
     transformers_logging.disable_progress_bar()

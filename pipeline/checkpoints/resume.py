@@ -27,17 +27,17 @@ PACKAGE = Path(__file__).parents[1]
 def open_together(
     config: Config,
     ranks: Ranks,
-    tokens: Mapping[str, int],
+    tokenizer: Any,
     about: Mapping[str, Any],
     disk: Disk,
 ) -> tuple[Opened | None, Path | None]:
     """Open the run folder on rank 0, and return the checkpoint to resume, as this rank sees it.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
-    Raises UserError if the ranks have different `tokens`, which are {token: id}, or different facts
+    Raises UserError if the ranks have a `tokenizer` with different tokens, or different facts
     `about` the domains.
     """
-    digest = sha256(str(sorted(tokens.items())).encode()).hexdigest()
+    digest = sha256(str(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
     own_facts = {"about": json.dumps(about, sort_keys=True)}
     if len(set(disk.hosts)) > 1:

@@ -25,7 +25,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.gradients import sum_gradients, sum_over_ranks
 from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
-from pipeline.errors import UserError
+from pipeline.errors import RunError, UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
@@ -250,6 +250,8 @@ def main(
             time.sleep(SILENT_S)  # if rank 0 has ended, the launcher ends this rank
         text = f"rank {rank} on {platform.node()}: {type(error).__name__}: {reason_of(error)}"
         remedy = remedies[len(findings)] or links_remedy()
+        if isinstance(error, RunError):  # of `meeting`, whose line has the rank and a remedy
+            text, _, remedy = str(error).removeprefix("connection: ").partition("; ")
         if isinstance(error, torch.OutOfMemoryError):
             remedy = "ending what else uses this GPU (nvidia-smi)"
         findings.append(Finding("broken", text, remedy))

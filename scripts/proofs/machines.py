@@ -8,8 +8,10 @@ forms of launch are torchrun with a static and with a c10d rendezvous, and `acce
 `accelerate_configs/multi_node.yaml`, on 2 machines x 1 rank and 2 x 2. With `--deterministic`,
 parameters, `metrics.jsonl` and transcripts must equal, bit by bit, those of one machine with as
 many ranks. So must those of machines without a shared disk: in one go; after both were killed, and
-all of machine 1's disk was removed; and with transcripts that stay on machine 1. The exit code is 1
-if anything differs.
+all of machine 1's disk was removed; and with transcripts that stay on machine 1. Ranks without a
+launcher (as srun starts them) that cannot meet must end with one line on each machine, within the
+deadline: a port in use, a wrong address, a machine that never comes, a wrong network interface. The
+exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -39,6 +41,13 @@ RUN += "--tasks-per-step 4 --num-generations 4 --eval-tasks-per-domain 4 --eval-
 RUN += "--kl-probe-tasks 0 --validation-steps 0 --report-to none "
 RUN += "--no-drop-zero-std-groups --entropy-coef 0.05 "  # gradients in each step
 APART = ("in one go", "killed and resumed", "transcripts stay")  # without a shared disk
+ERRORS = {  # what differs on a machine: variables, None: not started; and what its line says
+    "port in use": ("cannot listen on", None),
+    "wrong address": ("1 of 2 ranks came to rank 0", "did not reach rank 0 at 192.0.2.1:"),
+    "never comes": ("1 of 2 ranks came to rank 0", None),
+    "wrong interface": ("GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+}
+DEADLINE_S = 15  # --timeout; ranks end GRACE_S, and where torch waits without an end LATE_S, later
 FORMS = ("static", "c10d", "accelerate")
 LINK = "net0"  # the name of the link in both namespaces
 
@@ -146,12 +155,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of each machine")
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
     parser.add_argument("--apart", nargs="*", default=list(APART), choices=APART)
+    parser.add_argument("--errors", nargs="*", default=list(ERRORS), choices=ERRORS)
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         sys.exit("machines.py: needs root, which makes network namespaces; try: sudo")
     print("  ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
     faults = 0
-    for per_machine in options.ranks:
+    for per_machine in options.ranks if options.forms or options.apart else ():
         expected = one_machine(2 * per_machine)
         cases = [(form, partial(on_two, form)) for form in options.forms]
         cases += [(f"no shared disk, {case}", partial(apart, case)) for case in options.apart]
@@ -161,6 +171,10 @@ def main(argv: Sequence[str]) -> int:
             verdict = why or "equal bits"
             print(f"2 x {per_machine} ranks, {name:<42}{seconds:4.0f} s  {verdict}", flush=True)
             faults += bool(why)
+    for name in options.errors:
+        why, seconds = error_of(name)
+        print(f"no launcher, {name:<46}{seconds:4.0f} s  {why or 'one line'}", flush=True)
+        faults += bool(why)
     return int(bool(faults))
 
 
@@ -234,6 +248,44 @@ def _killed(per_machine: int, folder: Path) -> str:
                 return (folder / "killed-0").read_text(errors="replace")[-2500:]
             time.sleep(0.05)
     return ""
+
+
+def error_of(name: str) -> tuple[str, float]:
+    """Return what is wrong with the lines of ranks that cannot meet, and the seconds they took."""
+    with tempfile.TemporaryDirectory(prefix="machines-") as at, two_machines(Path(at)) as machines:
+        port, logs, codes = free_port(), [Path(at) / f"log-{number}" for number in range(2)], []
+        if name == "port in use":
+            listen = f"import socket; s = socket.create_server(('', {port})); "
+            listen += "print(flush=True); s.accept()"
+            machines.start(0, [sys.executable, "-c", listen], Path(at) / "other")
+            while not (Path(at) / "other").stat().st_size:
+                time.sleep(0.05)
+        run = [
+            sys.executable,
+            str(ROOT / "pipeline" / "run.py"),
+            *RUN.split(),
+            "--output-dir",
+            "out",
+        ]
+        run += ["--timeout", str(DEADLINE_S), "--call-timeout", "5"]
+        begun, started = time.perf_counter(), []
+        for number in (number for number in range(2) if ERRORS[name][number]):
+            of_rank = {"RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+            of_rank |= {"MASTER_ADDR": machines.addresses[0], "MASTER_PORT": port}
+            if name == "wrong address" and number:
+                of_rank["MASTER_ADDR"] = "192.0.2.1"  # which RFC 5737 keeps for documents
+            if name == "wrong interface":
+                of_rank["GLOO_SOCKET_IFNAME"] = "lo"
+            words = ["env", *(f"{key}={value}" for key, value in of_rank.items()), *run]
+            started.append(machines.start(number, words, logs[number]))
+        codes = [process.wait() for process in started]
+        seconds = time.perf_counter() - begun
+        for text, log in zip(ERRORS[name], logs, strict=True):
+            said = log.read_text(errors="replace") if text else ""
+            lines = [line for line in said.splitlines() if line.startswith("error: ")]
+            if text and (len(lines) != 1 or text not in lines[0] or "Traceback" in said):
+                return f"exit codes {codes}\n{said[-2500:]}", seconds
+    return "" if all(code in (1, 2) for code in codes) else f"exit codes {codes}", seconds
 
 
 def _commands(

@@ -17,6 +17,11 @@ from scripts.proofs.ranks import play_ranks
 HOST = platform.node()
 
 
+class Tokenizer:
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 1}
+
+
 def _opened(folder: str, differing: str) -> str:
     import torch.distributed as dist
 
@@ -34,7 +39,7 @@ def _opened(folder: str, differing: str) -> str:
     disk = Disk(Path("run").absolute(), ranks)
     disk.hosts = ("one", "two")
     try:
-        resume.open_together(config, ranks, {"a": 1}, about, disk)
+        resume.open_together(config, ranks, Tokenizer(), about, disk)
         weights = torch.full((2, 2), float(rank if differing == "model" else 0))
         model = torch.nn.ParameterDict({"weight": weights})
         disk.refuse_other_weights(model)
