@@ -59,6 +59,8 @@ def open_disk(config: Config, ranks: Ranks) -> tuple[Config, "Disk"]:
     if ranks.is_main:
         run = config.run.model_copy(update={"output_dir": run_folder.folder_of(config)})
         config = config.model_copy(update={"run": run})
+        run_folder.check_folder(config)
+        _refuse_part_of_run(config)
     config = ranks.all_gather_objects(config, "settings")[0]
     own, of_0 = given.model_dump(), config.model_dump()
     other = [name for part, name in SETTINGS if own[part][name] != of_0[part][name]]
@@ -251,6 +253,16 @@ class Disk:
         self._ranks.barrier("end")
         if self._writes:
             self._clear()
+
+
+def _refuse_part_of_run(config: Config) -> None:
+    """Raise UserError where a resume finds no run, but the own folder of another of its ranks."""
+    folder = run_folder.folder_of(config).absolute()
+    parts = sorted(folder.parent.glob(f"{folder.name}.rank-*"))
+    if config.run.resume_from_checkpoint and parts and not folder.is_dir():
+        why = f"{folder} is not here, but {parts[0].name}, of another rank of the run"
+        remedy = "start rank 0 on the machine that has the run folder, or remove it"
+        raise UserError(f"resume_from_checkpoint: {why}; {remedy}")
 
 
 def _files(path: Path) -> list[Path]:

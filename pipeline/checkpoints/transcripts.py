@@ -56,7 +56,7 @@ def sampled_turns(trajectory: Trajectory) -> list[tuple[list[int], list[float]]]
 
 def without_messages(transcripts: bytes) -> bytes:
     """Return the content of a transcripts file without messages and tokens."""
-    empty: dict[str, Any] = {"messages": [], "ids": [], "logprobs": []}
+    empty: dict[str, Any] = {"messages": [], "ids": [], "logprobs": [], "customer": []}
     lines = gzip.decompress(transcripts).splitlines()
     short = (json.dumps(json.loads(line) | empty, ensure_ascii=False) for line in lines)
     return gzip.compress("".join(f"{line}\n" for line in short).encode(), 1)

@@ -10,8 +10,10 @@ import pytest
 from accelerate import Accelerator
 
 from pipeline.checkpoints import disks
-from pipeline.checkpoints.disks import Disk
+from pipeline.checkpoints.disks import Disk, open_disk
+from pipeline.config.cli import parse
 from pipeline.distributed.ranks import Ranks
+from pipeline.errors import UserError
 from pipeline.rollout.trajectory import Trajectory
 from scripts.proofs.ranks import play_ranks
 
@@ -42,6 +44,9 @@ def give_and_take(folder, sees, gathers):
     records = [record.task_id for record in disk.read_records("s")]
     disk.drop_copies()
     disk.close()
+    if rank and not gathers:
+        with pytest.raises(UserError, match=r"run\.rank-1 holds transcripts of an earlier run;"):
+            disk.prepare(is_new=True)
     return fetched, new, records
 
 
@@ -64,8 +69,22 @@ def test_a_machine_without_the_run_folder_gets_copies_and_hands_over_what_it_wri
     assert found[0] == (("weights", True), [files[0], *given], ["t0"])
     assert found[1] == (("weights", sees), left, ["t1"])
     line = json.loads(gzip.decompress((folder / files[1]).read_bytes()))
-    empty = {} if gathers else {"messages": [], "ids": [], "logprobs": []}
+    empty = {} if gathers else {"messages": [], "ids": [], "logprobs": [], "customer": []}
     assert line == LINE | {"task_id": "t1"} | empty
     stayed = [path.relative_to(own).as_posix() for path in own.rglob("*") if path.is_file()]
     assert stayed == ([] if gathers else [files[1]])
     assert gathers == (not own.exists())
+
+
+def test_rank_0_does_not_start_anew_on_another_machine_of_the_run(tmp_path):
+    (tmp_path / "run.rank-1").mkdir()
+    config = parse(["--output-dir", str(tmp_path / "run"), "--resume-from-checkpoint", "auto"])
+    with pytest.raises(UserError) as refused:
+        open_disk(config, Ranks(0, 1, 30))
+    assert str(refused.value) == (
+        f"resume_from_checkpoint: {tmp_path}/run is not here, but run.rank-1, of another rank of "
+        "the run; start rank 0 on the machine that has the run folder, or remove it"
+    )
+    (tmp_path / "run").mkdir()
+    config, disk = open_disk(config, Ranks(0, 1, 30))
+    assert config.run.output_dir == disk.folder == tmp_path / "run"
