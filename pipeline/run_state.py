@@ -64,15 +64,13 @@ class RunState:
         on_batch: Hook = lambda *_: None,
     ) -> None:
         self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
-        self.config, self.disk = open_disk(config, ranks)
-        config, self.folder = self.config, self.disk.folder
-        self.parts = validate(config)
-        tokenizer, about = self.parts.tokenizer, self.parts.about
-        opened, resumed = open_together(config, ranks, tokenizer, about, self.disk)
+        config, self.disk = open_disk(config, ranks)
+        self.config, self.folder, self.parts = config, self.disk.folder, validate(config)
+        opened, resumed = open_together(config, self.disk, self.parts.tokenizer, self.parts.about)
         watchdog.can_resume = resumed is not None
         self._saved_state, model = self.load_start(resumed)
         self.disk.refuse_other_weights(model)
-        refuse_other_facts(self._saved_state, about, config.run.override)
+        refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
         self.start = StartReport()
         for owner in (self.state, self.errors, self.dead, self.start):
@@ -87,8 +85,7 @@ class RunState:
         judge = judge_of(config, self.folder, self.parts.domains, ranks)
         self.language_models = [customers.model] if customers else []
         self.language_models += [judge] if judge else []
-        evaluated = {e["after"] for e in self.state.evaluations}
-        self.disk.begin(opened, config, self.state.step, evaluated)
+        self.disk.begin(opened, config, self.state.step, self.state.evaluations)
         log_state = None if resumed is None else self._saved_state
         self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
         keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}

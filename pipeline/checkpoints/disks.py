@@ -11,6 +11,7 @@ import pickle
 import platform
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -88,7 +89,7 @@ class Disk:
     """
 
     def __init__(self, folder: Path, ranks: Ranks, gathers: bool = True) -> None:
-        self._ranks, self._gathers = ranks, gathers
+        self.ranks, self._gathers = ranks, gathers
         self._sent: dict[Path, int] = {}  # bytes of this rank's files that rank 0 has
         first = ranks.rank - int(os.environ.get("LOCAL_RANK", "0"))  # of this machine
         sees = sees_disk_of_rank_0(folder, ranks)[1]
@@ -114,7 +115,7 @@ class Disk:
         if len(set(self.hosts)) == 1:
             return
         own = parameter_hash(model.named_parameters())
-        hosts, found = self.hosts, self._ranks.all_gather_objects(own, "model")
+        hosts, found = self.hosts, self.ranks.all_gather_objects(own, "model")
         if rank := next((rank for rank in self._every if found[rank] != found[0]), 0):
             where = f"rank {rank} on {hosts[rank]} has other weights than rank 0 on {hosts[0]}"
             raise UserError(f"model: {where}; give all the same files")
@@ -122,7 +123,7 @@ class Disk:
     def prepare(self, is_new: bool) -> None:
         """Make the folder of a machine that does not see the run folder. Raises UserError."""
         if self._writes:
-            where = f"output_dir: rank {self._ranks.rank} on {platform.node()}: {self.folder}"
+            where = f"output_dir: rank {self.ranks.rank} on {platform.node()}: {self.folder}"
             if is_new and _files(self.folder / "trajectories"):
                 raise UserError(f"{where} holds transcripts of an earlier run; remove it")
             try:
@@ -132,7 +133,7 @@ class Disk:
             except OSError as error:
                 why = f"cannot be written to ({error.strerror or error})"
                 raise UserError(f"{where} {why}; name one that each machine can make") from None
-        self._ranks.barrier("disks")
+        self.ranks.barrier("disks")
 
     def _clear(self) -> None:
         """Remove this machine's own folder, except for transcripts."""
@@ -148,15 +149,15 @@ class Disk:
         folder, copy nothing.
         """
         files: list[tuple[str, int]] = []
-        if self.num_away and self._ranks.is_main:
+        if self.num_away and self.ranks.is_main:
             paths = (path for name in names for path in _files(self.folder / name))
             files = [(p.relative_to(self.folder).as_posix(), p.stat().st_size) for p in paths]
         if self.num_away:
-            files = self._ranks.all_gather_objects(files, "files")[0]
+            files = self.ranks.all_gather_objects(files, "files")[0]
         for name, size in files:
             self._copy(self.folder / name, size)
         if files:
-            self._ranks.barrier("files")
+            self.ranks.barrier("files")
         for path in {self.folder / name for name, _ in files}.intersection(self._own_files()):
             self._sent[path] = path.read_bytes().rfind(b"\n") + 1  # whole lines
         return self.folder / names[-1]
@@ -165,15 +166,15 @@ class Disk:
         piece, nothing = max(1, PIECE // len(self._writers)), b""
         with ExitStack() as stack:
             file: Any = None
-            if self._ranks.is_main:
+            if self.ranks.is_main:
                 file = stack.enter_context(path.open("rb"))
             elif self._writes:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("wb"))
             for _ in range(0, size, piece):
-                data = file.read(piece) if self._ranks.is_main else nothing
+                data = file.read(piece) if self.ranks.is_main else nothing
                 to = [data if rank in self._writers else nothing for rank in self._every]
-                arrived = self._ranks.exchange(to)[0]
+                arrived = self.ranks.exchange(to)[0]
                 if self._writes:
                     file.write(arrived)
 
@@ -202,14 +203,14 @@ class Disk:
                         parts.append((path.relative_to(self.folder).as_posix(), sent, new))
                         self._sent[path] = sent + len(new)
         nothing = [b""] * (len(self._every) - 1)
-        arrived = self._ranks.exchange([pickle.dumps(parts) if parts else b"", *nothing])
-        for message in filter(None, arrived) if self._ranks.is_main else ():
+        arrived = self.ranks.exchange([pickle.dumps(parts) if parts else b"", *nothing])
+        for message in filter(None, arrived) if self.ranks.is_main else ():
             own += [self._write(*part) for part in pickle.loads(message)]
         return own
 
     def _own_files(self) -> list[Path]:
         """Answers of endpoints, skipped micro-batches and traces of a rank without the folder."""
-        of_rank = f"*/*rank-{self._ranks.rank}.*"
+        of_rank = f"*/*rank-{self.ranks.rank}.*"
         return sorted(self.folder.glob(of_rank)) if self.is_away else []
 
     def _write(self, name: str, start: int, content: bytes) -> Path:
@@ -226,16 +227,19 @@ class Disk:
         """Return this rank's share of a stage's records, which rank 0 reads for other machines."""
         folder, size = self.folder / "trajectories" / stage, len(self._every)
         messages = [b""] * size
-        for rank in self._away if self._ranks.is_main else ():
+        for rank in self._away if self.ranks.is_main else ():
             messages[rank] = pickle.dumps(read_records(folder, rank, size))
-        arrived = self._ranks.exchange(messages)[0] if self.num_away else b""
+        arrived = self.ranks.exchange(messages)[0] if self.num_away else b""
         if self.is_away:
             records: list[RunRecord] = pickle.loads(arrived)
             return records
-        return read_records(folder, self._ranks.rank, size)
+        return read_records(folder, self.ranks.rank, size)
 
-    def begin(self, opened: Opened | None, config: Config, step: int, evaluated: set[str]) -> None:
+    def begin(
+        self, opened: Opened | None, config: Config, step: int, evaluations: Sequence[Any]
+    ) -> None:
         """Write the settings on rank 0; remove on each machine what is newer than `step`."""
+        evaluated = {evaluation["after"] for evaluation in evaluations}
         if opened is not None:
             run_folder.begin(opened, config, step, evaluated)
         elif self._writes:
@@ -244,13 +248,13 @@ class Disk:
     def drop_copies(self) -> None:
         """Remove the copies of checkpoints, after all ranks have loaded them."""
         if self.num_away:
-            self._ranks.barrier("copies")
+            self.ranks.barrier("copies")
         if self._writes:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
 
     def close(self) -> None:
         """Wait for all ranks, and remove a machine's own folder unless it keeps transcripts."""
-        self._ranks.barrier("end")
+        self.ranks.barrier("end")
         if self._writes:
             self._clear()
 

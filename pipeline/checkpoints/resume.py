@@ -25,11 +25,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def open_together(
-    config: Config,
-    ranks: Ranks,
-    tokenizer: Any,
-    about: Mapping[str, Any],
-    disk: Disk,
+    config: Config, disk: Disk, tokenizer: Any, about: Mapping[str, Any]
 ) -> tuple[Opened | None, Path | None]:
     """Open the run folder on rank 0, and return the checkpoint to resume, as this rank sees it.
 
@@ -37,6 +33,7 @@ def open_together(
     Raises UserError if the ranks have a `tokenizer` with different tokens, or different facts
     `about` the domains.
     """
+    ranks = disk.ranks
     digest = sha256(str(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
     own_facts = {"about": json.dumps(about, sort_keys=True)}

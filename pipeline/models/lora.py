@@ -86,7 +86,7 @@ def _check_targets(model: Any, targets: list[str]) -> None:
 
 def base_model(model: Any) -> Any:
     """Return the model inside PEFT's wrapper, or the model itself if the model has no adapters."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ Letters in shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class _RowLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
-        self.cache = cache
+        # With a cycle of references, the memory would only be freed by Python's garbage collector.
+        self.cache: RowCache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # In latent attention, keys and values have different sizes, so each has its own tensor.
@@ -135,7 +137,9 @@ class RowCache(Cache):
 
     def copy_rows(self, source: list[int], target: list[int], length: int) -> None:
         """Copy the first `length` positions of the rows `source` to the rows `target`."""
+        # A GPU would wait for each list: one copy to the GPU serves all layers.
+        rows = torch.tensor([source, target], dtype=torch.int64).to(self.rows.device)
         for layer in self.layers:
             layer.grow()
             for held in (layer.keys, layer.values):
-                held[target, :, :length] = held[source, :, :length]
+                held[rows[1], :, :length] = held[rows[0], :, :length]

@@ -39,7 +39,7 @@ def _opened(folder: str, differing: str) -> str:
     disk = Disk(Path("run").absolute(), ranks)
     disk.hosts = ("one", "two")
     try:
-        resume.open_together(config, ranks, Tokenizer(), about, disk)
+        resume.open_together(config, disk, Tokenizer(), about)
         weights = torch.full((2, 2), float(rank if differing == "model" else 0))
         model = torch.nn.ParameterDict({"weight": weights})
         disk.refuse_other_weights(model)

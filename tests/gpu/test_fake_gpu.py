@@ -1,0 +1,182 @@
+"""Rollouts and the update's forward pass on a fake GPU: devices, waits, operations and bytes.
+
+Each scenario runs in a process of its own, and fails where an operation gets tensors of two devices
+or the host needs data that a GPU computes.
+"""
+
+import gc
+import shutil
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.environments.domains import environments_of
+from pipeline.grpo.algorithm import grpo_loss
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.policy import Policy
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models import lora
+from pipeline.models.loading import SHAPES
+from pipeline.preflight.memory import Memory
+from pipeline.rollout.rollout import RolloutRequest
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.sampler import make_sampler
+from scripts.proofs.grid import make_trajectory
+from scripts.proofs.ranks import play_ranks
+from tests.support.fake_gpu import DEVICE, build_guard, fake_gpu
+from tests.support.helpers import chat, embedded, module_of, tokenizer
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+BF16 = torch.bfloat16
+QWEN3_4B = {**SHAPES["Qwen/Qwen3-4B"], "num_hidden_layers": 1}
+NARROW = {**QWEN3_4B, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
+NARROW |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+WHOLE_OR_LORA = pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "LoRA"])
+TOKENS, KEYS = 46_936, 95_936  # of the update: in the row, and in all sequences
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory):
+    return str(build_guard(tmp_path_factory.mktemp("guard")))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """The recipe for Qwen3-4B, with one layer."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3Config(**QWEN3_4B).save_pretrained(folder)
+    config = load_recipe("qwen3_4b_8gpu")
+    model = config.model.model_copy(update={"model": str(folder)})
+    return config.model_copy(update={"model": model})
+
+
+def on_fake_gpu(function, *arguments):
+    """Return what a function finds in a process of its own."""
+    (found,) = play_ranks(function, 1, *arguments)
+    assert not isinstance(found, str), found
+    return found
+
+
+def qwen(shape, use_peft):
+    """A Qwen3 on the fake GPU: with LoRA its frozen weights are bf16, else all are fp32."""
+    with DEVICE:
+        dtype = BF16 if use_peft else torch.float32
+        options = {"attn_implementation": "sdpa", "dtype": dtype}
+        model = Qwen3ForCausalLM._from_config(Qwen3Config(**shape), **options)
+        return lora.attach(model, Config().model, "base", 0, dtype) if use_peft else model
+
+
+# A rollout
+
+
+def play(guard, use_peft):
+    """A rollout after new weights, with half of its episodes at once."""
+    names, tag = ("airline", "telecom_chat"), tokenizer().convert_tokens_to_ids("<tool_call>")
+    limits = {"max_turns": 2, "max_tokens_per_turn": 2, "max_concurrent_episodes": 4}
+    limits["max_malformed_calls"] = 2  # each message is half a call
+    model = {"use_peft": use_peft, "mixed_precision": "bf16"}
+    config = Config.model_validate({"rollout": limits, "model": model})
+    shape = {**NARROW, "vocab_size": len(tokenizer())}
+    tasks = [t for name in names for t in module_of(name).generate_tasks(0, 2, "train", "medium")]
+    asked = [RolloutRequest(task=task, trial=k, key=k) for task in tasks for k in range(2)]
+    gc.disable()
+    with fake_gpu(guard, token=tag, end=chat().end_of_turn_id) as gpu:
+        accelerator = SimpleNamespace(device=DEVICE, autocast=lambda: torch.autocast("cuda", BF16))
+        given = chat(), environments_of(embedded(*names)), config, accelerator, Ranks(0, 1, 60)
+        policy = Policy(qwen(shape, use_peft), *given, make_sampler)
+        policy.give_weights()
+        held = gpu.allocated
+        played = policy.rollout(asked)
+        return [(t.num_turns, t.stop_reason.value) for t in played], gpu.allocated - held
+
+
+@WHOLE_OR_LORA
+def test_a_policy_plays_episodes_and_its_cache_is_freed(guard, use_peft):
+    played, held = on_fake_gpu(play, guard, use_peft)
+    assert played == [(2, "max_turns")] * 8
+    assert held == 0
+
+
+# The sampler
+
+
+def sample(guard, max_tokens):
+    """32 conversations of up to 8,192 tokens; the last messages have 2 and 10 tokens."""
+    with fake_gpu(guard, token=1, end=2) as gpu:
+        sampler = RowSampler(qwen(QWEN3_4B, True), 3, 1.0, BF16, max_tokens=max_tokens)
+        gpu.forget()
+        prompts = [[4] * 6000 + [5 + n // 8] * 1500 for n in range(32)]
+        episodes, found = sampler.open(prompts, range(32)), {"open": Counter(gpu.waits)}
+        sampler.sample(episodes, [1] * 32)
+        for number, result in ((1, 600), (2, 1), (10, 1)):
+            for episode in episodes:
+                sampler.extend(episode, [6] * result)
+            gpu.waits, gpu.operations = Counter(), 0
+            sampler.sample(episodes, [number] * 32)
+            found[number] = gpu.waits, gpu.operations
+        held = [x for layer in sampler._cache.layers for x in (layer.keys, layer.values)]
+        found |= {"peak": gpu.peak, "largest": gpu.largest}
+        return found | {"cache": sum(x.untyped_storage().nbytes() for x in held)}
+
+
+def test_the_sampler_keeps_to_the_table_of_memory_and_waits_once_in_eight_tokens(guard, recipe):
+    found = on_fake_gpu(sample, guard, recipe.rollout.max_tokens)
+    table = Memory(recipe).phases()["rollout"]
+    assert found["cache"] == table["key-value cache"] == 2**30
+    assert found["largest"] == 2**29  # the keys of a layer
+    not_here = ("CUDA and NCCL (an allowance)", "gradients (fp32)", "AdamW (fp32, two moments)")
+    most = sum(size for term, size in table.items() if term not in not_here)
+    assert 0.65 * most < found["peak"] <= most
+    assert found["open"] == {"row_sampler._feed": 6, "kv_cache.copy_rows": 1}
+    (waits, operations), (more_waits, more_operations) = found[2], found[10]
+    assert (waits.total(), more_waits - waits) == (13, {"row_sampler._decode": 1})
+    assert (more_operations - operations) / 8 <= 165  # of one layer, with LoRA
+
+
+# The update
+
+
+def forward(guard, shape, use_peft, computes_in_bf16):
+    """The forward pass and the loss of a group of 8 episodes of 12,000 tokens, 7,000 shared."""
+    mask = ([1] * 150 + [0] * 162) * 16
+    rows = [make_trajectory([1] * 7000, [2 + n] * len(mask), mask) for n in range(8)]
+    items = [(row, 1.0, 1.0) for row in rows]
+    (batch,) = make_micro_batches(items, 10**6, 0, share_prefixes=True)
+    assert (batch.num_tokens, len(batch.tree.keys)) == (TOKENS, KEYS)
+    with fake_gpu(guard) as gpu:
+        module, there = TokenLogprobs(qwen(shape, use_peft), 1.0).eval(), batch.to(DEVICE)
+        held = gpu.allocated
+        gpu.forget()
+        with torch.autocast("cuda", BF16, enabled=computes_in_bf16):
+            logprobs, entropy = module(there)
+        found = {"waits": gpu.waits.total(), "kept": gpu.allocated - held}
+        loss, stats = grpo_loss(logprobs, entropy, there, Config().grpo, 1)
+        kinds = {(x.device, x.dtype) for x in (loss, *vars(stats).values())}
+        assert kinds == {(DEVICE, torch.float32)}
+        return found | {"largest": gpu.largest}
+
+
+@WHOLE_OR_LORA
+def test_a_forward_pass_keeps_the_bytes_of_the_table(guard, recipe, use_peft):
+    settings = recipe.model.model_copy(update={"use_peft": use_peft})
+    memory = Memory(recipe.model_copy(update={"model": settings}))
+    found = on_fake_gpu(forward, guard, QWEN3_4B, use_peft, True)
+    expected = memory._kept.saved * TOKENS
+    expected += (KEYS - TOKENS) * 2 * (2 * 8 * 128)  # keys and values of common prefixes
+    if not use_peft:  # autocast's copies, and attention's outputs in the order of the row
+        expected += 2 * memory.num_weights + TOKENS * 2 * (32 * 128)
+    assert found["kept"] == pytest.approx(expected, rel=0.02)
+    assert found["largest"] == (4 if use_peft else 2) * 9728 * TOKENS  # adapters multiply in fp32
+    assert found["waits"] == 4  # of a micro-batch, whatever its size
+
+
+def test_no_tensor_holds_all_pairs_of_tokens(guard):
+    found = on_fake_gpu(forward, guard, NARROW, False, False)
+    assert found["largest"] == 7 * 11_992 * 4 * 64  # keys of seven episodes, for each query head
