@@ -148,7 +148,7 @@ class BeforeGRPO(RunState):
 
     def _save_and_load(self, name: str) -> None:
         self.save(name)
-        self.policy.reload(self.checkpointer.folder / name, self.checkpointer)
+        self.policy.reload(self.disk.fetch(f"checkpoints/{name}"), self.checkpointer)
 
     def training_tasks(self, count: int, part: int, *key: int | str) -> list[Task]:
         """Return at most `count` training tasks of each domain that a stage trains.

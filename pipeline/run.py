@@ -111,7 +111,9 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
 
         return check(config)
     refuse_placeholders(config)
-    if is_first_rank and not config.run.doctor:
+    # Rank 0 of several machines checks this when all ranks have met, so that all end.
+    is_alone = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+    if is_first_rank and is_alone and not config.run.doctor:
         check_folder(config)
         check_name("tiny" if config.run.resume_from_checkpoint else config.model.model)
     with importing():
@@ -162,6 +164,7 @@ def leave(code: int) -> NoReturn:
 
 def start(command: Callable[[list[str]], int]) -> NoReturn:
     """Run `command` with the command line of this process, and end the process."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of c10d hold long stacks
     if "LOCAL_RANK" in os.environ:
         from pipeline.distributed.launch import end_with_the_launcher
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
+from pipeline.checkpoints.disks import open_disk
 from pipeline.checkpoints.resume import load_start, open_together, refuse_other_facts
-from pipeline.checkpoints.run_folder import begin
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
 from pipeline.customers.service import customers_of, end_of_run, judge_of
@@ -64,13 +64,12 @@ class RunState:
         on_batch: Hook = lambda *_: None,
     ) -> None:
         self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
-        self.parts = validate(config)
-        tokens = self.parts.tokenizer.get_vocab()
-        opened, self.folder, resumed = open_together(config, ranks, tokens, self.parts.about)
+        config, self.disk = open_disk(config, ranks)
+        self.config, self.folder, self.parts = config, self.disk.folder, validate(config)
+        opened, resumed = open_together(config, self.disk, self.parts.tokenizer, self.parts.about)
         watchdog.can_resume = resumed is not None
-        now = {"output_dir": self.folder}
-        self.config = config = config.model_copy(update={"run": config.run.model_copy(update=now)})
         self._saved_state, model = self.load_start(resumed)
+        self.disk.refuse_other_weights(model)
         refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
         self.start = StartReport()
@@ -86,14 +85,13 @@ class RunState:
         judge = judge_of(config, self.folder, self.parts.domains, ranks)
         self.language_models = [customers.model] if customers else []
         self.language_models += [judge] if judge else []
-        if opened is not None:
-            begin(opened, config, self.state.step, {e["after"] for e in self.state.evaluations})
+        self.disk.begin(opened, config, self.state.step, self.state.evaluations)
         log_state = None if resumed is None else self._saved_state
         self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
         keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, **machine(ranks.num_ranks)})
         lock = None if opened is None else opened.lock
-        arguments = self.folder, config.run, ranks, self.state, self.parts.tokenizer
+        arguments = self.disk, config.run, ranks, self.state, self.parts.tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
         self.checkpointer.owners += [self.log, self.errors, self.dead, self.start]
         if opened is not None:
@@ -177,7 +175,7 @@ class RunState:
         self.checkpointer.check_folder()
         folder, step = self.folder / "trajectories" / name, self.state.step
         path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
-        self.checkpointer.unsynced.append(path)
+        self.checkpointer.unsynced += self.disk.deliver(path)
 
     @cached_property
     def _baselines(self) -> dict[str, dict[str, float]]:

@@ -19,6 +19,7 @@ from pipeline.checkpoints.run_folder import folder_of
 from pipeline.config import variables
 from pipeline.config.settings import Config
 from pipeline.distributed.launch import CONFIGS
+from pipeline.distributed.meeting import meets
 from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.restarts import meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
@@ -86,7 +87,7 @@ class Training(Trainer):
                 found = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
                 print(f"best checkpoint: {found}; export and chat take it by --checkpoint best")
             print(f"report, plots and checkpoints: {self.folder}")
-        self.ranks.barrier("end")
+        self.disk.close()
 
     def stop(self) -> int:
         """Save a checkpoint unless the latest checkpoint is current, and return the exit code."""
@@ -127,6 +128,7 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
     return code
 
 
+@meets
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
     """Join the process group; raise UserError for an unsuitable launch configuration."""
     transformers_logging.disable_progress_bar()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from pipeline.before_grpo import BeforeGRPO
-from pipeline.checkpoints.transcripts import read_records
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
 from pipeline.errors import RunError, UserError
@@ -29,6 +28,7 @@ class Trainer(BeforeGRPO):
         policy = self.policy
         updater = policy.make_updater(self.checkpointer, self.state, self._saved_state, self.stages)
         self.checkpointer.owners.append(updater)
+        self.disk.drop_copies()
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
         meter = Meter(self.ranks, policy.rollout, updater, policy.model, self.config.model)
         gc.freeze()  # exempts long-lived objects from garbage collection
@@ -46,8 +46,7 @@ class Trainer(BeforeGRPO):
             self.ranks.check_same_parameters(reference.parameters.items(), when)
         self.records = []
         if is_inside:
-            folder = self.folder / "trajectories" / stage.name
-            self.records = read_records(folder, self.ranks.rank, self.ranks.num_ranks)
+            self.records = self.disk.read_records(stage.name)
         else:
             self.errors.load_state_dict({})
             self.dead.load_state_dict({})

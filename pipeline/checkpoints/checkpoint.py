@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from pipeline.checkpoints import manifest
+from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import write_manifest
 from pipeline.checkpoints.run_folder import FORMAT, FULL
 from pipeline.config.settings import RunSettings
@@ -134,7 +135,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        disk: Disk,
         settings: RunSettings,
         ranks: Ranks,
         state: TrainState,
@@ -143,7 +144,8 @@ class Checkpointer:
         lock: IO[str] | None = None,
         resumed: Path | None = None,
     ) -> None:
-        self.run_folder, self.folder, self.resumed = folder, folder / "checkpoints", resumed
+        self.disk, self.run_folder, self.resumed = disk, disk.folder, resumed
+        self.folder = self.run_folder / "checkpoints"
         self.owners: list[Any] = [state]
         self._settings, self._ranks, self._state = settings, ranks, state
         self._tokenizer, self._lock = tokenizer, lock
@@ -152,7 +154,8 @@ class Checkpointer:
         self._begun = self._saved_at = time.perf_counter()
         self._warned = False
         name = state.best.get("checkpoint")
-        if name and not (self.folder / name).is_dir():  # later checkpoints have replaced it
+        # Later checkpoints may have replaced it.
+        if name and not ranks.all_gather_objects((self.folder / name).is_dir(), "best")[0]:
             if ranks.is_main:
                 print(f"warning: keep_best: {name} is gone; the best from now on is kept")
             state.best = {}
@@ -198,6 +201,7 @@ class Checkpointer:
         """Save a checkpoint; return the duration. Raises RuntimeError if ranks' weights differ."""
         begun = time.perf_counter()
         self.check_folder()
+        self.unsynced += self.disk.deliver()
         while self.unsynced:
             sync(self.unsynced.pop())
         self._ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")

@@ -2,16 +2,16 @@
 
 import json
 import platform
-import time
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
+from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
@@ -25,24 +25,29 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def open_together(
-    config: Config, ranks: Ranks, tokens: Mapping[str, int], about: Mapping[str, Any]
-) -> tuple[Opened | None, Path, Path | None]:
-    """Open the run folder on rank 0, and tell all ranks the folder and the checkpoint to resume.
+    config: Config, disk: Disk, tokenizer: Any, about: Mapping[str, Any]
+) -> tuple[Opened | None, Path | None]:
+    """Open the run folder on rank 0, and return the checkpoint to resume, as this rank sees it.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
-    Raises UserError if the ranks have different `tokens`, which are {token: id}, or different facts
+    Raises UserError if the ranks have a `tokenizer` with different tokens, or different facts
     `about` the domains.
     """
-    digest = sha256(str(sorted(tokens.items())).encode()).hexdigest()
+    ranks = disk.ranks
+    digest = sha256(str(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
-    own = platform.node(), versions, json.dumps(about, sort_keys=True), digest
+    own_facts = {"about": json.dumps(about, sort_keys=True)}
+    if len(set(disk.hosts)) > 1:
+        own_facts |= _hashes(config)
+    own = platform.node(), versions, own_facts, digest
     hosts, all_versions, facts, digests = zip(*ranks.all_gather_objects(own, "tokens"), strict=True)
     if rank := _other(all_versions):
         where = f"rank {rank} on {hosts[rank]} has {all_versions[rank]}, rank 0 on {hosts[0]}"
         raise UserError(f"versions: {where} has {all_versions[0]}; install the same on both")
     if rank := _other(facts):
+        name = next(name for name, fact in facts[0].items() if facts[rank].get(name) != fact)
         why = f"rank {rank} on {hosts[rank]} has other data of a domain than rank 0 on {hosts[0]}"
-        raise UserError(f"about: {why}; give all the same files")
+        raise UserError(f"{name}: {why}; give all the same files")
     if _other(digests):
         why = "the expert of a domain without WORDS gave the ranks different conversations"
         raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
@@ -51,14 +56,13 @@ def open_together(
     try:
         if ranks.is_main:
             opened = open_folder(config)
-            result = opened.folder, opened.checkpoint
+            result = opened.checkpoint and opened.checkpoint.name
     except UserError as error:
         result = error
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
-    refuse_other_disks(result[0], ranks)
-    return opened, *result
+    return opened, result and disk.folder / "checkpoints" / result
 
 
 def code_hash() -> str:
@@ -67,25 +71,30 @@ def code_hash() -> str:
     return sha256(b"".join((PACKAGE / file).read_bytes() for file in files)).hexdigest()[:8]
 
 
-def _other(values: Sequence[str]) -> int:
+def _hashes(config: Config) -> dict[str, str]:
+    """Return the SHA-256 of tasks, demonstrations and modules that are files, by what they are."""
+    data = config.data
+    paths = {f"tasks of {name}": path for name, path in data.tasks.items()}
+    paths |= {f"eval_tasks of {name}": path for name, path in data.eval_tasks.items()}
+    paths |= {f"demonstrations of {name}": path for name, path in data.demonstrations.items()}
+    targets = [*(of.factory for of in data.factories.values()), *data.reward_funcs]
+    modules = {name: sys.modules.get(name) for name in (of.partition(":")[0] for of in targets)}
+    paths |= {name: getattr(module, "__file__", None) or "" for name, module in modules.items()}
+    found = {}
+    for name, path in paths.items():
+        digest, top = sha256(), Path(path)
+        for file in [top] if top.is_file() else sorted(top.rglob("*")) if path else []:
+            if file.is_file():
+                with file.open("rb") as content:
+                    own = file_digest(content, "sha256").digest()
+                digest.update(file.relative_to(top).as_posix().encode() + own)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def _other(values: Sequence[Any]) -> int:
     """Return the first rank whose value is not that of rank 0; 0 if there is none."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
-
-
-def refuse_other_disks(folder: Path, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks, if a machine does not see the run folder of rank 0."""
-    lock, seen = folder / ".lock", 0
-    for _ in range(20):  # network file systems show a new file a little late
-        with suppress(OSError):
-            seen = lock.stat().st_ino
-            break
-        time.sleep(0.1)
-    found = ranks.all_gather_objects((platform.node(), seen), "disks")
-    (main, number), *others = found
-    if away := sorted({host for host, seen in others if seen != number}):
-        where = f"{folder.absolute()} of rank 0 on {main}"
-        hint = "give one on a disk that all machines share, as an absolute path"
-        raise UserError(f"output_dir: {', '.join(away)} cannot see {where}; {hint}")
 
 
 def load_start(
@@ -131,7 +140,7 @@ def base_of_adapters(
     A base model that has no folder and no hub id is first saved in a folder.
     """
     folder, name = checkpointer.folder, settings.model
-    supervised = _supervised(folder)
+    supervised = _supervised(checkpointer)
     if supervised is not None and not lora.is_adapter(supervised):  # of an earlier version
         return str(supervised.resolve())
     if name != "tiny" and not lora.is_adapter(name):
@@ -139,22 +148,24 @@ def base_of_adapters(
     if ranks.is_main and not (folder / "base").is_dir():
         checkpointer.write("base", model)
     ranks.barrier("base model")
+    checkpointer.disk.fetch("checkpoints/base")
     return str((folder / "base").resolve())
 
 
 def folder_of_reference(
-    folder: Path, state: TrainState, stages: Sequence[Stage], reference_per_stage: bool
+    checkpointer: Checkpointer, state: TrainState, stages: Sequence[Stage], per_stage: bool
 ) -> Path | None:
     """Return the checkpoint of the reference model; None if the original model is the reference."""
     finished = [stage for stage in stages if state.evaluated(stage.name)]
-    if reference_per_stage and finished:
-        return _whole(folder / f"stage-{len(finished)}-{finished[-1].name}")
-    return _supervised(folder)
+    if per_stage and finished:
+        name = f"stage-{len(finished)}-{finished[-1].name}"
+        return _whole(checkpointer.disk.fetch(f"checkpoints/{name}"))
+    return _supervised(checkpointer)
 
 
-def _supervised(folder: Path) -> Path | None:
+def _supervised(checkpointer: Checkpointer) -> Path | None:
     """Return the checkpoint of the last supervised training before GRPO, or None without one."""
-    paths = folder / "rft", folder / "warm-start"
+    paths = [checkpointer.disk.fetch(f"checkpoints/{name}") for name in ("rft", "warm-start")]
     return next((_whole(path) for path in paths if path.is_dir()), None)
 
 

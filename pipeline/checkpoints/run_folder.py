@@ -176,6 +176,14 @@ def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> Non
     """Write the settings; hide or remove all files that are newer than the resumed checkpoint."""
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)
+    drop_newer(folder, step, evaluated)
+    now = {"output_dir": folder, "resume_from_checkpoint": None, "override": False}
+    kept = config.model_copy(update={"run": config.run.model_copy(update=now)})
+    write_text(folder / RUN_SETTINGS, dump(kept))
+
+
+def drop_newer(folder: Path, step: int, evaluated: set[str]) -> None:
+    """Remove transcripts of later steps than `step`, and of evaluations not in `evaluated`."""
     transcripts = folder / "trajectories"
     for part in transcripts.glob("evaluation-*"):
         if part.name.removeprefix("evaluation-") not in evaluated:
@@ -183,9 +191,6 @@ def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> Non
     for path in transcripts.glob("*/step-*"):
         if int(path.name[5:].partition(".")[0]) > step:
             path.unlink()
-    now = {"output_dir": folder, "resume_from_checkpoint": None, "override": False}
-    kept = config.model_copy(update={"run": config.run.model_copy(update=now)})
-    write_text(folder / RUN_SETTINGS, dump(kept))
 
 
 def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:

@@ -80,6 +80,9 @@ def _episodes(run: Path, folder: str) -> list[dict[str, Any]]:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 for line in map(json.loads, file):
                     lines[line["domain"], line["task_id"], line["trial"]] = line
+                    if not line["messages"]:
+                        why = "has no messages, which stayed on the machine of that rank"
+                        raise UserError(f"{path} {why}; copy the file from there")
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({reason_of(error)}); restore it") from None
     if not lines:

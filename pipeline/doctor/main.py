@@ -9,12 +9,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from tempfile import NamedTemporaryFile
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,11 +20,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from pipeline.checkpoints.disks import sees_disk_of_rank_0
 from pipeline.config.settings import Config
 from pipeline.distributed.gradients import sum_gradients, sum_over_ranks
 from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
-from pipeline.errors import UserError
+from pipeline.errors import RunError, UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
@@ -199,27 +198,19 @@ def judge_memory(values: list[Values]) -> Finding:
     return Finding("ok", f"{text}; {values[rank]['bounds']}")
 
 
-def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, bool]:
-    """Return the folder of the runs, and whether this rank sees a file that rank 0 makes there."""
-    wanted = (config.run.output_dir or Path("runs")).absolute()
-    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
-    temporary = partial(NamedTemporaryFile, dir=folder, prefix=".doctor-")
-    with temporary() if ranks.is_main else nullcontext() as file:
-        name = ranks.all_gather_objects(Path(file.name).name if file else "", "folder")[0]
-        until = time.monotonic() + 2  # network file systems show a new file a little late
-        while not (sees := (folder / name).exists()) and time.monotonic() < until:
-            time.sleep(0.2)
-        ranks.barrier("folder")
-    return f"{folder} on {platform.node()}", sees
+def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, str, bool]:
+    """Return this host, a folder of rank 0, and whether this rank sees what rank 0 writes there."""
+    return platform.node(), *sees_disk_of_rank_0(config.run.output_dir or Path("runs"), ranks)
 
 
-def judge_folder(values: list[tuple[str, bool]]) -> Finding:
-    written = values[0][0]
-    for rank, (folder, sees) in enumerate(values):
+def judge_folder(values: list[tuple[str, str, bool]]) -> Finding:
+    host, folder, _ = values[0]
+    for rank, (other, _, sees) in enumerate(values):
         if not sees:
-            text = f"rank {rank} cannot see in {folder} the file that rank 0 made in {written}"
-            return Finding("broken", text, "an --output-dir in a folder that all hosts share")
-    return Finding("ok", f"every rank sees the files that rank 0 writes in {written}")
+            text = f"rank {rank} on {other} cannot see {folder} of rank 0 on {host}"
+            remedy = "a folder that all hosts share; else files of a run are copied between hosts"
+            return Finding("note", text, remedy)
+    return Finding("ok", f"every rank sees the files that rank 0 writes in {folder} on {host}")
 
 
 CHECKS = (
@@ -259,6 +250,8 @@ def main(
             time.sleep(SILENT_S)  # if rank 0 has ended, the launcher ends this rank
         text = f"rank {rank} on {platform.node()}: {type(error).__name__}: {reason_of(error)}"
         remedy = remedies[len(findings)] or links_remedy()
+        if isinstance(error, RunError):  # of `meeting`, whose line has the rank and a remedy
+            text, _, remedy = str(error).removeprefix("connection: ").partition("; ")
         if isinstance(error, torch.OutOfMemoryError):
             remedy = "ending what else uses this GPU (nvidia-smi)"
         findings.append(Finding("broken", text, remedy))

@@ -172,7 +172,7 @@ class Policy:
         if config.grpo.beta > 0:
             if resumed is not None:
                 sync = config.grpo.reference_per_stage
-                load(folder_of_reference(checkpointer.folder, state, stages, sync))
+                load(folder_of_reference(checkpointer, state, stages, sync))
             reference = Reference(module)
         if resumed is not None and (reference or config.model.use_peft):
             load(resumed)

@@ -2,16 +2,24 @@
 
 import os
 import platform
+from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.checkpoints import resume
+from pipeline.checkpoints.disks import Disk
 from pipeline.config.cli import parse
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
 
 HOST = platform.node()
+
+
+class Tokenizer:
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 1}
 
 
 def _opened(folder: str, differing: str) -> str:
@@ -24,9 +32,17 @@ def _opened(folder: str, differing: str) -> str:
         resume.code_hash = lambda: has
     os.chdir(folder)
     about = {"airline": {"sha256": has if differing == "about" else "same"}}
-    config = parse(["--output-dir", "run", "--report-to", "none"])
+    ranks, file = Ranks(rank, 2, 60), Path(f"{differing}-{rank}.jsonl").absolute()
+    file.write_text(has if differing == "tasks of airline" else "same")
+    tasks = ["--tasks", f"{{airline: {file}}}"]
+    config = parse(["--output-dir", "run", "--report-to", "none", *tasks])
+    disk = Disk(Path("run").absolute(), ranks)
+    disk.hosts = ("one", "two")
     try:
-        resume.open_together(config, Ranks(rank, 2, 60), {"a": 1}, about)
+        resume.open_together(config, disk, Tokenizer(), about)
+        weights = torch.full((2, 2), float(rank if differing == "model" else 0))
+        model = torch.nn.ParameterDict({"weight": weights})
+        disk.refuse_other_weights(model)
     except UserError as error:
         return str(error)
     return "opened"
@@ -37,6 +53,8 @@ def _opened(folder: str, differing: str) -> str:
     [
         ("nothing", ["opened"]),
         ("about", [f"about: rank 1 on {HOST} has other data of a domain than rank 0 on {HOST}; "]),
+        ("tasks of airline", [f"tasks of airline: rank 1 on {HOST} has other data of "]),
+        ("model", ["model: rank 1 on two has other weights than rank 0 on one; give all the same"]),
         (
             "versions",
             [

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from pipeline.doctor.main import (
     judge_all_reduce,
     judge_devices,
     judge_fit,
+    judge_folder,
     judge_memory,
     judge_versions,
     named,
@@ -205,21 +205,11 @@ def test_a_fault_of_a_rank_is_a_broken_line_with_what_to_try(fault):
     assert "try: " in text
 
 
-def in_a_folder_of_its_own(base, rank):
-    folder = Path(base) / str(rank)
-    folder.mkdir()
-    os.chdir(folder)
-
-
-def test_ranks_that_do_not_share_the_folder_of_the_runs_are_named(tmp_path):
-    fault = partial(in_a_folder_of_its_own, str(tmp_path))
-    code, rows = examined(2, fault, ("folder",), 30.0, "runs/a")
-    status, text = rows["folder"]
-    assert (code, status) == (1, "broken")
-    assert text.startswith(f"rank 1 cannot see in {tmp_path}/1 on ")
-    assert f" the file that rank 0 made in {tmp_path}/0 on " in text
-    assert text.endswith(" try: an --output-dir in a folder that all hosts share")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0", "1"]
+def test_a_machine_that_does_not_see_the_disk_of_rank_0_is_named():
+    finding = judge_folder([("one", "/runs", True), ("two", "/runs", False)])
+    assert finding.status == "note"
+    assert finding.text == "rank 1 on two cannot see /runs of rank 0 on one"
+    assert finding.remedy.endswith("; else files of a run are copied between hosts")
 
 
 def hang(stderr, stdout):

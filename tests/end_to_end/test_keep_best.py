@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
+from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.config.cli import parse
 from pipeline.config.settings import RunSettings
@@ -72,12 +73,13 @@ def test_the_best_checkpoint_survives_a_kill_and_later_checkpoints(tmp_path):
 
 def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(tmp_path, capsys):
     state = TrainState(best={"checkpoint": "step-000004", "step": 4, "success": 0.875})
+    ranks = Ranks(0, 1, 60)
     best = tmp_path / "checkpoints" / "step-000004"
     best.mkdir(parents=True)
-    Checkpointer(tmp_path, RunSettings(), Ranks(0, 1, 60), state, None)
+    Checkpointer(Disk(tmp_path, ranks), RunSettings(), ranks, state, None)
     assert state.best["step"] == 4 and not capsys.readouterr().out
     best.rmdir()
-    Checkpointer(tmp_path, RunSettings(), Ranks(0, 1, 60), state, None)
+    Checkpointer(Disk(tmp_path, ranks), RunSettings(), ranks, state, None)
     assert state.best == {}
     says(capsys.readouterr().out, "keep_best", "step-000004 is gone")
 
