@@ -26,7 +26,7 @@ from pipeline.grpo.micro_batches import (
     rearranged,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.allocation import give_memory_back, is_out_of_memory, returned_when_freed
+from pipeline.models import allocation
 from pipeline.models.budget import cost_of_a_pair, memory_of, token_budget
 from pipeline.models.lora import base_model
 from pipeline.rollout.trajectory import Trajectory
@@ -99,6 +99,7 @@ class Updater:
         self._first_budget = token_budget(config, base_model(module.model), memory)
         self.max_tokens_per_microbatch = self._first_budget
         self._pair = cost_of_a_pair(base_model(module.model))
+        self._saving_memory = allocation.saver_for(module)
         self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
@@ -222,10 +223,10 @@ class Updater:
             batches, stats = self._cut(items), list[TokenStats]()
             try:
                 for batch in batches:
-                    with returned_when_freed(self.module):
+                    with self._saving_memory():
                         stats.append(self._backward_one(batch, num_tokens))
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not allocation.is_out_of_memory(error):
                     raise
                 self.max_tokens_per_microbatch = smaller_budget(
                     self.max_tokens_per_microbatch, batches, len(stats), self.ranks.rank
@@ -236,7 +237,7 @@ class Updater:
                 return list(zip(batches, stats, strict=True))
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
             self._zero_gradients()
-            give_memory_back()
+            allocation.give_memory_back()
 
     def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
         self.ranks.alive()

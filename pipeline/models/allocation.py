@@ -2,8 +2,8 @@
 
 import ctypes
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -38,20 +38,26 @@ def empty_caches() -> None:
 
 
 @contextmanager
-def returned_when_freed(model: torch.nn.Module) -> Iterator[None]:
-    """Let the CPU's allocator return freed tensors to the system, if the model is large.
+def returned_when_freed() -> Iterator[None]:
+    """Let the CPU's allocator return freed tensors to the system.
 
     Otherwise, glibc keeps freed blocks of up to 32 MB, and other tensors do not fit into the gaps.
     """
-    if 4 * sum(p.nbytes for p in model.parameters()) <= LARGE:  # with gradients and moments
-        yield
-        return
     _glibc("mallopt", M_MMAP_THRESHOLD, 1 << 21)
     try:
         yield
     finally:
         _glibc("mallopt", M_MMAP_THRESHOLD, 1 << 25)  # the highest that glibc sets by itself
         _glibc("malloc_trim", 0)
+
+
+def saver_for(model: torch.nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Return `returned_when_freed` if training the model takes more than LARGE bytes.
+
+    Otherwise the context does nothing. Activations do not count.
+    """
+    size = 4 * sum(p.nbytes for p in model.parameters())  # with gradients and moments
+    return returned_when_freed if size > LARGE else nullcontext
 
 
 def _glibc(function: str, *arguments: int) -> None:
