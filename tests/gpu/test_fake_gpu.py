@@ -59,7 +59,7 @@ def recipe(tmp_path_factory):
 
 def on_fake_gpu(function, *arguments):
     """Return what a function finds in a process of its own."""
-    (found,) = play_ranks(function, 1, *arguments)
+    (found,) = play_ranks(function, 1, *arguments, timeout_s=600)
     assert not isinstance(found, str), found
     return found
 
@@ -107,10 +107,11 @@ def test_a_policy_plays_episodes_and_its_cache_is_freed(guard, use_peft):
 # The sampler
 
 
-def sample(guard, max_tokens):
+def sample(guard, max_tokens, layers=1):
     """32 conversations of up to 8,192 tokens; the last messages have 2 and 10 tokens."""
     with fake_gpu(guard, token=1, end=2) as gpu:
-        sampler = RowSampler(qwen(QWEN3_4B, True), 3, 1.0, BF16, max_tokens=max_tokens)
+        model = qwen({**QWEN3_4B, "num_hidden_layers": layers}, True)
+        sampler = RowSampler(model, 3, 1.0, BF16, max_tokens=max_tokens)
         gpu.forget()
         prompts = [[4] * 6000 + [5 + n // 8] * 1500 for n in range(32)]
         episodes, found = sampler.open(prompts, range(32)), {"open": Counter(gpu.waits)}
@@ -126,13 +127,28 @@ def sample(guard, max_tokens):
         return found | {"cache": sum(x.untyped_storage().nbytes() for x in held)}
 
 
-def test_the_sampler_keeps_to_the_table_of_memory_and_waits_once_in_eight_tokens(guard, recipe):
-    found = on_fake_gpu(sample, guard, recipe.rollout.max_tokens)
+def rollout_of(recipe):
+    """The table of a rollout: bytes of the cache, and of all that a fake GPU holds."""
     table = Memory(recipe).phases()["rollout"]
-    assert found["cache"] == table["key-value cache"] == 2**30
-    assert found["largest"] == 2**29  # the keys of a layer
     not_here = ("CUDA and NCCL (an allowance)", "gradients (fp32)", "AdamW (fp32, two moments)")
     most = sum(size for term, size in table.items() if term not in not_here)
+    return table["key-value cache"], most
+
+
+@pytest.mark.proof
+def test_a_rollout_of_the_whole_model_needs_the_bytes_of_the_table(guard):
+    recipe = load_recipe("qwen3_4b_8gpu")
+    cache, most = rollout_of(recipe)
+    found = on_fake_gpu(sample, guard, recipe.rollout.max_tokens, 36)
+    assert found["cache"] == cache == 36 * 2**30
+    assert 0.95 * most < found["peak"] <= most
+
+
+def test_the_sampler_keeps_to_the_table_of_memory_and_waits_once_in_eight_tokens(guard, recipe):
+    found = on_fake_gpu(sample, guard, recipe.rollout.max_tokens)
+    cache, most = rollout_of(recipe)
+    assert found["cache"] == cache == 2**30
+    assert found["largest"] == 2**29  # the keys of a layer
     assert 0.65 * most < found["peak"] <= most
     assert found["open"] == {"row_sampler._feed": 6, "kv_cache.copy_rows": 1}
     (waits, operations), (more_waits, more_operations) = found[2], found[10]
