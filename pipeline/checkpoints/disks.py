@@ -35,14 +35,19 @@ ALSO_READ = ("kl_probe", "customers", "judges", "agents", "checkpoints/base")
 def sees_disk_of_rank_0(folder: Path, ranks: Ranks) -> tuple[str, bool]:
     """Return a folder of rank 0, and whether this rank sees a file that rank 0 makes there.
 
-    It is rank 0's `folder`, or the next folder above that exists, as an absolute path.
+    It is rank 0's `folder`, or the next folder above that exists, as an absolute path. Raises
+    UserError, on rank 0, if no file can be made there.
     """
     with ExitStack() as stack:
         name = ""
         if ranks.is_main:
             path = folder.absolute()
             above = next(at for at in (path, *path.parents) if at.exists())
-            name = stack.enter_context(NamedTemporaryFile(dir=above, prefix=".seen-")).name
+            try:
+                name = stack.enter_context(NamedTemporaryFile(dir=above, prefix=".seen-")).name
+            except OSError as error:
+                why = f"{above} takes no file ({error.strerror or error})"
+                raise UserError(f"output_dir: {why}; make room, or name another folder") from None
         name = ranks.all_gather_objects(name, "disks")[0]
         until = time.monotonic() + LATE_S
         while not (sees := os.path.exists(name)) and time.monotonic() < until:
