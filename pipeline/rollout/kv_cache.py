@@ -140,7 +140,7 @@ class RowCache(Cache):
         return mask.masked_fill_(hidden, -math.inf)
 
     def copy_rows(self, source: list[int], target: list[int], length: int) -> None:
-        """Copy the first `length` positions of the rows `source`; a GPU gets the rows once."""
+        """Copy `length` positions of the rows `source` to `target`; a GPU gets the indices once."""
         rows = torch.tensor([source, target], dtype=torch.int64).to(self.rows.device)
         for layer in self.layers:
             layer.grow()

@@ -72,7 +72,8 @@ def main(argv: list[str]) -> int:
     where = machine(options.device)
     with TemporaryDirectory(prefix="vs-trl-") as folder:
         bench = Bench(options=options, folder=Path(folder))
-        bench.model = options.model or make_model(options, bench.folder)
+        if options.parts != ["memory"]:  # which makes a model of its own
+            bench.model = options.model or make_model(options, bench.folder)
         row("measured", "ours", "TRL", "ratio (range)", "target")
         row("---", "--:", "--:", "---", "---")
         for part in (part for part in PARTS if part in options.parts):
