@@ -36,18 +36,14 @@ def sees_disk_of_rank_0(folder: Path, ranks: Ranks) -> tuple[str, bool]:
     """Return a folder of rank 0, and whether this rank sees a file that rank 0 makes there.
 
     It is rank 0's `folder`, or the next folder above that exists, as an absolute path. Raises
-    UserError, on rank 0, if no file can be made there.
+    OSError, on rank 0, if no file can be made there.
     """
     with ExitStack() as stack:
         name = ""
         if ranks.is_main:
             path = folder.absolute()
             above = next(at for at in (path, *path.parents) if at.exists())
-            try:
-                name = stack.enter_context(NamedTemporaryFile(dir=above, prefix=".seen-")).name
-            except OSError as error:
-                why = f"{above} takes no file ({error.strerror or error})"
-                raise UserError(f"output_dir: {why}; make room, or name another folder") from None
+            name = stack.enter_context(NamedTemporaryFile(dir=above, prefix=".seen-")).name
         name = ranks.all_gather_objects(name, "disks")[0]
         until = time.monotonic() + LATE_S
         while not (sees := os.path.exists(name)) and time.monotonic() < until:
@@ -73,7 +69,11 @@ def open_disk(config: Config, ranks: Ranks) -> tuple[Config, "Disk"]:
     if not ranks.is_main and (changed := ", ".join(n for n in other if n != "output_dir")):
         where = f"rank {ranks.rank} on {platform.node()}"
         print(f"{where} takes rank 0's settings, which differ: {changed}", flush=True)
-    disk = Disk(Path(config.run.output_dir or ""), ranks, config.run.gather_trajectories)
+    try:
+        disk = Disk(Path(config.run.output_dir or ""), ranks, config.run.gather_trajectories)
+    except OSError as error:
+        where = f"{Path(error.filename or '').parent} takes no file ({error.strerror})"
+        raise UserError(f"output_dir: {where}; make room, or name another folder") from None
     now: dict[str, Any] = {"output_dir": disk.folder}
     if disk.num_away:
         name, found = config.run.resume_from_checkpoint, None
