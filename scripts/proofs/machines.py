@@ -8,7 +8,8 @@ forms of launch are torchrun with a static and with a c10d rendezvous, and `acce
 `accelerate_configs/multi_node.yaml`, on 2 machines x 1 rank and 2 x 2. With `--deterministic`,
 parameters, `metrics.jsonl` and transcripts must equal, bit by bit, those of one machine with as
 many ranks. So must those of machines without a shared disk: in one go; after both were killed, and
-all of machine 1's disk was removed; and with transcripts that stay on machine 1. Ranks without a
+all of machine 1's disk was removed; and with transcripts that stay on machine 1. The run is a short
+one; `--run "--deterministic --report-to none"` plays the whole default recipe. Ranks without a
 launcher (as srun starts them) that cannot meet must end with one line on each machine, within the
 deadline: a port in use, a wrong address, a machine that never comes, a wrong network interface. The
 exit code is 1 if anything differs.
@@ -164,17 +165,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
     parser.add_argument("--apart", nargs="*", default=list(APART), choices=APART)
     parser.add_argument("--errors", nargs="*", default=list(ERRORS), choices=ERRORS)
+    parser.add_argument("--run", default=RUN, help="flags of the run; default: a short run")
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         sys.exit("machines.py: needs root, which makes network namespaces; try: sudo")
     print("  ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
     faults = 0
     for per_machine in options.ranks if options.forms or options.apart else ():
-        expected = one_machine(2 * per_machine)
+        expected = one_machine(2 * per_machine, options.run)
         cases = [(form, partial(on_two, form)) for form in options.forms]
         cases += [(f"no shared disk, {case}", partial(apart, case)) for case in options.apart]
         for name, play in cases:
-            begun, why = time.perf_counter(), play(per_machine, expected)
+            begun, why = time.perf_counter(), play(per_machine, options.run, expected)
             seconds = time.perf_counter() - begun
             verdict = why or "equal bits"
             print(f"2 x {per_machine} ranks, {name:<42}{seconds:4.0f} s  {verdict}", flush=True)
@@ -186,10 +188,10 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(faults))
 
 
-def one_machine(num_ranks: int) -> dict[str, str]:
+def one_machine(num_ranks: int, flags: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="machine-") as folder:
         env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split()]
+        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags.split()]
         command = [*run, "--num-gpus", str(num_ranks), "--output-dir", "out"]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
         if done.returncode:
@@ -206,28 +208,26 @@ def outputs(run: Path) -> dict[str, str]:
     return found
 
 
-def on_two(form: str, per_machine: int, expected: dict[str, str]) -> str:
+def on_two(form: str, per_machine: int, flags: str, expected: dict[str, str]) -> str:
     """Return what is wrong with a run on two machines that share a disk, or an empty text."""
     with tempfile.TemporaryDirectory(prefix="machines-") as name:
         out = Path(name) / "out"
-        return _finish(form, per_machine, Path(name), str(out)) or _differing(out, expected)
+        return _finish(form, per_machine, Path(name), str(out), flags) or _differing(out, expected)
 
 
-def apart(case: str, per_machine: int, expected: dict[str, str]) -> str:
+def apart(case: str, per_machine: int, flags: str, expected: dict[str, str]) -> str:
     """Return what is wrong with a run on two machines without a shared disk, or an empty text."""
     with tempfile.TemporaryDirectory(prefix="machines-") as name:
         first, second = (Path(name) / f"machine-{number}" for number in range(2))
-        more, kept = "", expected
+        more, kept = flags, expected
         if case == "killed and resumed":
-            if why := _killed(per_machine, Path(name)):
+            if why := _killed(per_machine, Path(name), flags):
                 return why
             shutil.rmtree(second)
-            more = "--resume-from-checkpoint latest"
+            more = f"{flags} --resume-from-checkpoint latest"
         if case == "transcripts stay":
-            more, own = (
-                "--no-gather-trajectories",
-                [f"rank-{per_machine + n}." for n in range(per_machine)],
-            )
+            more = f"{flags} --no-gather-trajectories"
+            own = [f"rank-{per_machine + n}." for n in range(per_machine)]
             kept = {what: of for what, of in expected.items() if not any(n in what for n in own)}
         why = _finish("static", per_machine, Path(name), "out", more)
         why = why or _differing(first / "out", kept)
@@ -244,14 +244,14 @@ def _differing(run: Path, expected: dict[str, str]) -> str:
     return f"{', '.join(other)} differ from one machine's" if other else ""
 
 
-def _killed(per_machine: int, folder: Path) -> str:
-    """Kill both machines after the checkpoint of step 2; return what is wrong, or an empty text."""
-    saved = folder / "machine-0" / "out" / "checkpoints" / "step-000002"
+def _killed(per_machine: int, folder: Path, flags: str) -> str:
+    """Kill both machines after the first checkpoint; return what is wrong, or an empty text."""
+    saved = folder / "machine-0" / "out" / "checkpoints"
     with two_machines(folder, apart=True) as machines:
-        commands = _commands("static", per_machine, machines, "out", "")
+        commands = _commands("static", per_machine, machines, "out", flags)
         for number in range(2):
             machines.start(number, commands[number], folder / f"killed-{number}")
-        while not saved.exists():
+        while not any(saved.glob("step-*[1-9]*")):
             if any(process.poll() is not None for process in machines.started):
                 return (folder / "killed-0").read_text(errors="replace")[-2500:]
             time.sleep(0.05)
@@ -268,14 +268,8 @@ def error_of(name: str) -> tuple[str, float]:
             machines.start(0, [sys.executable, "-c", listen], Path(at) / "other")
             while not (Path(at) / "other").stat().st_size:
                 time.sleep(0.05)
-        run = [
-            sys.executable,
-            str(ROOT / "pipeline" / "run.py"),
-            *RUN.split(),
-            "--output-dir",
-            "out",
-        ]
-        run += ["--timeout", str(DEADLINE_S), "--call-timeout", "5"]
+        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split()]
+        run += ["--output-dir", "out", "--timeout", str(DEADLINE_S), "--call-timeout", "5"]
         begun, started = time.perf_counter(), []
         for number in (number for number in range(2) if ERRORS[name][number]):
             of_rank = {"RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
@@ -297,20 +291,20 @@ def error_of(name: str) -> tuple[str, float]:
 
 
 def _commands(
-    form: str, per_machine: int, machines: Machines, out: str, more: str
+    form: str, per_machine: int, machines: Machines, out: str, flags: str
 ) -> list[list[str]]:
-    run = [str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", str(2 * per_machine)]
-    return launchers(form, machines, per_machine, [*run, "--output-dir", out, *more.split()])
+    run = [str(ROOT / "pipeline" / "run.py"), *flags.split(), "--num-gpus", str(2 * per_machine)]
+    return launchers(form, machines, per_machine, [*run, "--output-dir", out])
 
 
-def _finish(form: str, per_machine: int, folder: Path, out: str, more: str = "") -> str:
+def _finish(form: str, per_machine: int, folder: Path, out: str, flags: str) -> str:
     """Run on two machines to the end; return what is wrong, or an empty text.
 
     With a relative `out`, the machines share no disk.
     """
     with two_machines(folder, apart=out == "out") as machines:
         logs = [folder / f"log-{number}" for number in range(2)]
-        commands = _commands(form, per_machine, machines, out, more)
+        commands = _commands(form, per_machine, machines, out, flags)
         started = [machines.start(number, commands[number], logs[number]) for number in range(2)]
         codes = [process.wait() for process in started]
         left = sum(len(_processes_of(name)) for name in machines.names)
