@@ -113,6 +113,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     refuse_placeholders(config)
     # Rank 0 of several machines checks this when all ranks have met, so that all end.
     is_alone = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+    is_alone = is_alone and os.environ.get("PET_NNODES", "1") == "1"
     if is_first_rank and is_alone and not config.run.doctor:
         check_folder(config)
         check_name("tiny" if config.run.resume_from_checkpoint else config.model.model)
@@ -120,7 +121,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
         world = launch.resolve(config.run.num_gpus)
     if world.num_launched < world.num_ranks:
         taken = ["--model", config.model.model] if notes else []  # the same on every rank
-        return launch.start_ranks(world, [*argv, *taken], entry)
+        return launch.start_ranks(world, [*argv, *taken], entry, config.run.timeout)
     launch.use_device(world)
     run = config.run.model_copy(update={"num_gpus": world.num_ranks})
     config = config.model_copy(update={"run": run})

@@ -1,8 +1,9 @@
 """The start of the ranks of a run: `--num-gpus N` means N ranks in total, on all machines.
 
 `accelerate launch` or `torchrun` may start the ranks. If no launcher has started the ranks,
-`pipeline/run.py` starts N ranks through Accelerate. Without a GPU, or with
-ACCELERATE_USE_CPU=true, the ranks run on CPU.
+`pipeline/run.py` starts N ranks through Accelerate; on each of several machines, those of the
+machine, if torchrun's variables PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT say
+which it is. Without a GPU, or with ACCELERATE_USE_CPU=true, the ranks run on CPU.
 """
 
 import logging
@@ -38,6 +39,7 @@ class World(NamedTuple):
     rank: int
     device_type: Literal["cpu", "cuda"]
     num_launched: int  # number of processes that a launcher has started: 1 or num_ranks
+    num_machines: int = 1  # on which `start_ranks` is called
 
 
 def resolve(num_gpus: int | None) -> World:
@@ -55,9 +57,12 @@ def resolve(num_gpus: int | None) -> World:
     if num_launched == 1:
         _refuse_lost_processes(num_gpus)
         _refuse_other_number(num_gpus)
+    num_machines = _num_machines(num_ranks) if num_launched == 1 else 1
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     num_visible = 0 if on_cpu else visible_gpus()
-    num_here = num_ranks if num_launched == 1 else _integer("LOCAL_WORLD_SIZE", 1)
+    num_here = _integer("LOCAL_WORLD_SIZE", 1)
+    if num_launched == 1:
+        num_here = num_ranks // num_machines
     if 1 <= num_visible < num_here:
         gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
         raise UserError(
@@ -65,7 +70,7 @@ def resolve(num_gpus: int | None) -> World:
             f"use: {_with_ranks(num_visible)}, or set ACCELERATE_USE_CPU=true for ranks on CPU"
         )
     rank = _integer("RANK", 0) if num_launched > 1 else 0
-    return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched)
+    return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched, num_machines)
 
 
 def visible_gpus() -> int:
@@ -83,11 +88,14 @@ def use_device(world: World) -> None:
             print(f"running on CPU: {ranks}", file=sys.stderr, flush=True)
 
 
-def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int:
-    """Start `world.num_ranks` ranks with the arguments `argv`; returns the exit code of the run.
+def start_ranks(
+    world: World, argv: list[str], entry: Path | None = None, timeout_s: float = 600.0
+) -> int:
+    """Start this machine's ranks with the arguments `argv`; returns the exit code of the run.
 
     Every rank runs the script `entry` (default: `pipeline/run.py`). The function changes the
     environment and the signal handlers of this process, and returns when all ranks have ended.
+    Raises UserError or RunError if the machines do not meet within `timeout_s` seconds.
     """
     with importing():
         import psutil
@@ -95,9 +103,11 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        from pipeline.distributed.meeting import named
+
     with TemporaryDirectory(prefix="ranks-") as log_dir:
         _set_environment(world, log_dir)
-        arguments = ["--config_file", f"{CONFIGS}/multi_gpu.yaml", "--log_dir", log_dir]
+        arguments = [*_of_machines(world, timeout_s), "--log_dir", log_dir]
         arguments += ["--num_processes", str(world.num_ranks), str(entry or RUN), *argv]
         logging.disable(logging.ERROR)  # the ranks have already printed their errors
         try:
@@ -107,11 +117,9 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
         except SignalException:
             for stop in STOPS:  # a second Ctrl-C must not interrupt the code below
                 signal.signal(stop, signal.SIG_IGN)
-            file = Path(log_dir, "rank-0")  # `run.leave` writes the exit code of rank 0
-            code = file.read_text(encoding="utf-8") if file.is_file() else ""
-            if not code:
-                print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
-            return int(code or 1)
+            return _code_of_ranks(log_dir)
+        except (ConnectionError, RuntimeError) as error:
+            raise named(error, timeout_s, "machine") or error from None
         finally:
             logging.disable(logging.NOTSET)
             # If a signal comes while ranks are starting, the launcher leaves some ranks running.
@@ -119,6 +127,44 @@ def start_ranks(world: World, argv: list[str], entry: Path | None = None) -> int
                 child.kill()
                 child.wait()
     return 0
+
+
+def _of_machines(world: World, timeout_s: float) -> list[str]:
+    """Return the arguments of `accelerate launch` that tell it the machines."""
+    if world.num_machines == 1:
+        return ["--config_file", f"{CONFIGS}/multi_gpu.yaml"]
+    told = {
+        "num_machines": world.num_machines,
+        "machine_rank": _integer("PET_NODE_RANK", 0),
+        "main_process_ip": os.environ["PET_MASTER_ADDR"],
+        "main_process_port": _integer("PET_MASTER_PORT", 29500),
+        "rdzv_conf": f"timeout={round(timeout_s)}",
+    }
+    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    return ["--config_file", f"{CONFIGS}/multi_node.yaml", *words]
+
+
+def _num_machines(num_ranks: int) -> int:
+    number = _integer("PET_NNODES", 1)
+    if number == 1:
+        return 1
+    for name in ("PET_NODE_RANK", "PET_MASTER_ADDR"):
+        if not os.environ.get(name):
+            raise UserError(f"{name}: got none in the environment, but PET_NNODES is {number}")
+    if num_ranks % number:
+        raise UserError(
+            f"--num-gpus: got {num_ranks}, but PET_NNODES is {number}; "
+            f"give the number of ranks of all machines, a multiple of {number}"
+        )
+    return number
+
+
+def _code_of_ranks(log_dir: str) -> int:
+    """Return the exit code that the first rank of this machine wrote (`run.leave`), else 1."""
+    for file in sorted(Path(log_dir).glob("rank-*")):
+        return int(file.read_text(encoding="utf-8") or 1)
+    print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
+    return 1
 
 
 def _with_ranks(num_ranks: int) -> str:
@@ -198,7 +244,9 @@ def _set_environment(world: World, log_dir: str) -> None:
         environ["ACCELERATE_USE_CPU"] = "true"
         has_affinity = hasattr(os, "sched_getaffinity")  # missing on macOS
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // world.num_ranks)))
+        environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, num_cores * world.num_machines // world.num_ranks))
+        )
         # The ranks share the cores, so a waiting thread must not keep a core busy.
         environ.setdefault("OMP_WAIT_POLICY", "passive")
 

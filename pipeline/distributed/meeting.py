@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pipeline.distributed.watchdog import GRACE_S
 from pipeline.errors import RunError, UserError
@@ -41,53 +41,70 @@ def meeting(timeout_s: float) -> Iterator[None]:
 
     A rank that still waits LATE_S seconds after the deadline prints the line and exits with 1.
     """
-    timer = threading.Timer(timeout_s + LATE_S, _give_up, [timeout_s])
-    timer.daemon = True
-    timer.start()
+    why = [""]  # it cannot reach rank 0; asked before the deadline, when rank 0 is still there
+    timers = [threading.Timer(timeout_s / 2, _ask, [why])]
+    timers.append(threading.Timer(timeout_s + LATE_S, _give_up, [timeout_s, why]))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         yield
     except RuntimeError as error:
-        raise _named(error, timeout_s) or error from None
+        raise named(error, timeout_s) or error from None
     finally:
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
 
 
-def _named(error: RuntimeError, timeout_s: float) -> UserError | RunError | None:
-    environ, text = os.environ, str(error)
+def named(
+    error: Exception, timeout_s: float, kind: Literal["rank", "machine"] = "rank"
+) -> UserError | RunError | None:
+    """Return one line for a failure to meet, or None if `error` is another one.
+
+    A `rank` meets the others at MASTER_ADDR, the launcher of a `machine` at PET_MASTER_ADDR.
+    """
+    environ, text, of = os.environ, str(error), "PET_" if kind == "machine" else ""
     reason = re.sub(r"\[/\S+\] ", "", reason_of(error))  # without paths of gloo's sources
-    own = f"rank {environ.get('RANK', '0')} on {platform.node()}"
-    port = environ.get("MASTER_PORT", "?")
-    where = f"{environ.get('MASTER_ADDR', '?')}:{port}"
-    same = "the same MASTER_ADDR and MASTER_PORT on all machines"
-    if "EADDRINUSE" in text:
+    number = environ.get("PET_NODE_RANK" if of else "RANK", "0")
+    own, first = f"{kind} {number} on {platform.node()}", f"{kind} 0"
+    port = environ.get(f"{of}MASTER_PORT", "29500")
+    where = f"{environ.get(f'{of}MASTER_ADDR', '?')}:{port}"
+    same = f"the same {of}MASTER_ADDR and {of}MASTER_PORT on all machines"
+    if "EADDRINUSE" in text or "launch distributed communication on port" in text:
         why = f"{own} cannot listen on {port}, which is in use (ss -ltnp shows by what)"
-        return UserError(f"MASTER_PORT: {why}; give all machines another one")
+        return UserError(f"{of}MASTER_PORT: {why}; give all machines another one")
     if found := re.search(r"(\d+)/(\d+) clients joined", text):
-        came = f"{found[1]} of {found[2]} ranks came to {own} at {where} in {timeout_s:.0f} s"
+        came = f"{found[1]} of {found[2]} {kind}s came to {own} at {where} in {timeout_s:.0f} s"
         return RunError(f"connection: {came}; start the command on every machine, with {same}")
     if "client socket" in text:
-        why = f"{own} did not reach rank 0 at {where} in {timeout_s:.0f} s ({reason})"
-        remedy = "is rank 0 started there, and does its firewall let the port pass"
+        why = f"{own} did not reach {first} at {where} in {timeout_s:.0f} s ({reason})"
+        remedy = f"is {first} started there, and does its firewall let the port pass"
         return RunError(f"connection: {why}; give {same}; {remedy}?")
     if "wait timeout" in text:
-        why = f"{own} met rank 0 at {where}, but not all ranks came in {timeout_s:.0f} s"
+        why = f"{own} met {first} at {where}, but not all {kind}s came in {timeout_s:.0f} s"
         return RunError(
-            f"connection: {why}; rank 0 tells how many; start all machines, with {same}"
+            f"connection: {why}; {first} tells how many; start all machines, with {same}"
         )
+    if of and type(error).__name__.startswith("Dist"):
+        why = f"{own} lost {first} at {where} ({reason})"
+        return RunError(f"connection: {why}; start the command on every machine again")
     if type(error).__name__.startswith("Dist") or "gloo" in text.lower():
         why = f"{own} met the others at {where}, but does not reach them"
         return RunError(f"connection: {why} ({reason}); {INTERFACES}")
     return None
 
 
-def _give_up(timeout_s: float) -> None:
-    reason = f"gloo still waits after {timeout_s + LATE_S:.0f} s"
+def _ask(why: list[str]) -> None:
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     try:
         socket.create_connection(address, 2.0).close()
     except OSError as error:
-        reason = f"client socket: {error}"
-    line = _named(RuntimeError(reason), timeout_s)
+        why[0] = f"client socket: {error}"
+
+
+def _give_up(timeout_s: float, why: list[str]) -> None:
+    reason = why[0] or f"gloo still waits after {timeout_s + LATE_S:.0f} s"
+    line = named(RuntimeError(reason), timeout_s)
     print(f"error: {printable(str(line))}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

@@ -4,14 +4,15 @@
 
 A namespace has its own network, so launchers, store and gloo talk over a link between the two, as
 between machines; only the fabric is missing. The run folder is on a disk that both share. The
-forms of launch are torchrun with a static and with a c10d rendezvous, and `accelerate launch` with
-`accelerate_configs/multi_node.yaml`, on 2 machines x 1 rank and 2 x 2. With `--deterministic`,
-parameters, `metrics.jsonl` and transcripts must equal, bit by bit, those of one machine with as
-many ranks. So must those of machines without a shared disk: in one go; after both were killed, and
-all of machine 1's disk was removed; and with transcripts that stay on machine 1. The run is a short
-one; `--run "--deterministic --report-to none"` plays the whole default recipe. Ranks without a
-launcher (as srun starts them) that cannot meet must end with one line on each machine, within the
-deadline: a port in use, a wrong address, a machine that never comes, a wrong network interface. The
+forms of launch are torchrun with a static and with a c10d rendezvous, `accelerate launch` with
+`accelerate_configs/multi_node.yaml`, and `train` with torchrun's variables PET_NNODES and so on, on
+2 machines x 1 rank and 2 x 2. With `--deterministic`, parameters, `metrics.jsonl` and transcripts
+must equal, bit by bit, those of one machine with as many ranks. So must those of machines
+without a shared disk: in one go; after both were killed, and all of machine 1's disk was removed;
+and with transcripts that stay on machine 1. The run is a short one; `--run "--deterministic
+--report-to none"` plays the whole default recipe. Machines that cannot meet must end with one line
+each, within the deadline, with the launcher of `train` and without a launcher (as srun starts
+ranks): a port in use, a wrong address, a machine that never comes, a wrong network interface. The
 exit code is 1 if anything differs.
 """
 
@@ -49,7 +50,7 @@ ERRORS = {  # what differs on a machine: variables, None: not started; and what 
     "wrong interface": ("GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
 }
 DEADLINE_S = 15  # --timeout; ranks end GRACE_S, and where torch waits without an end LATE_S, later
-FORMS = ("static", "c10d", "accelerate")
+FORMS = ("static", "c10d", "accelerate", "train")
 LINK = "net0"  # the name of the link in both namespaces
 
 
@@ -138,6 +139,10 @@ def launchers(
     master, port = machines.addresses[0], str(free_port())
     commands = []
     for number in range(2):
+        if form == "train":
+            told = _told(number, machines, port, "PET_")
+            commands.append(["env", *told, sys.executable, *script])
+            continue
         if form == "accelerate":
             config = ROOT / "accelerate_configs" / "multi_node.yaml"
             words = ["accelerate.commands.launch", "--config_file", str(config)]
@@ -155,6 +160,15 @@ def launchers(
                 words += ["--rdzv-conf", f"is_host={number == 0}"]
         commands.append([sys.executable, "-m", *words, *script])
     return commands
+
+
+def _told(number: int, machines: Machines, port: str, of: str) -> list[str]:
+    """Return the variables of a machine's launcher (`of` is "PET_"), or of its only rank ("")."""
+    own: dict[str, int | str] = {"PET_NNODES": 2, "PET_NODE_RANK": number}
+    if not of:
+        own = {"RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    own |= {f"{of}MASTER_ADDR": machines.addresses[0], f"{of}MASTER_PORT": port}
+    return [f"{name}={value}" for name, value in own.items()]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -181,9 +195,10 @@ def main(argv: Sequence[str]) -> int:
             verdict = why or "equal bits"
             print(f"2 x {per_machine} ranks, {name:<42}{seconds:4.0f} s  {verdict}", flush=True)
             faults += bool(why)
-    for name in options.errors:
-        why, seconds = error_of(name)
-        print(f"no launcher, {name:<46}{seconds:4.0f} s  {why or 'one line'}", flush=True)
+    for name, of in ((name, of) for of in ("", "PET_") for name in options.errors):
+        why, seconds = error_of(name, of)
+        what = f"{'train' if of else 'no launcher'}, {name}"
+        print(f"{what:<59}{seconds:4.0f} s  {why or 'one line'}", flush=True)
         faults += bool(why)
     return int(bool(faults))
 
@@ -258,33 +273,36 @@ def _killed(per_machine: int, folder: Path, flags: str) -> str:
     return ""
 
 
-def error_of(name: str) -> tuple[str, float]:
-    """Return what is wrong with the lines of ranks that cannot meet, and the seconds they took."""
+def error_of(name: str, of: str) -> tuple[str, float]:
+    """Return what is wrong with the lines of machines that cannot meet, and their seconds.
+
+    `of` is "PET_" for machines with the launcher of `train`, "" for ranks without a launcher.
+    """
     with tempfile.TemporaryDirectory(prefix="machines-") as at, two_machines(Path(at)) as machines:
-        port, logs, codes = free_port(), [Path(at) / f"log-{number}" for number in range(2)], []
+        port, logs, codes = str(free_port()), [Path(at) / f"log-{n}" for n in range(2)], []
         if name == "port in use":
             listen = f"import socket; s = socket.create_server(('', {port})); "
             listen += "print(flush=True); s.accept()"
             machines.start(0, [sys.executable, "-c", listen], Path(at) / "other")
             while not (Path(at) / "other").stat().st_size:
                 time.sleep(0.05)
-        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split()]
+        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", "2"]
         run += ["--output-dir", "out", "--timeout", str(DEADLINE_S), "--call-timeout", "5"]
         begun, started = time.perf_counter(), []
         for number in (number for number in range(2) if ERRORS[name][number]):
-            of_rank = {"RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
-            of_rank |= {"MASTER_ADDR": machines.addresses[0], "MASTER_PORT": port}
-            if name == "wrong address" and number:
-                of_rank["MASTER_ADDR"] = "192.0.2.1"  # which RFC 5737 keeps for documents
+            told = _told(number, machines, port, of)
+            if name == "wrong address" and number:  # one that RFC 5737 keeps for documents
+                told.append(f"{of}MASTER_ADDR=192.0.2.1")
             if name == "wrong interface":
-                of_rank["GLOO_SOCKET_IFNAME"] = "lo"
-            words = ["env", *(f"{key}={value}" for key, value in of_rank.items()), *run]
-            started.append(machines.start(number, words, logs[number]))
+                told.append("GLOO_SOCKET_IFNAME=lo")
+            started.append(machines.start(number, ["env", *told, *run], logs[number]))
         codes = [process.wait() for process in started]
         seconds = time.perf_counter() - begun
         for text, log in zip(ERRORS[name], logs, strict=True):
             said = log.read_text(errors="replace") if text else ""
             lines = [line for line in said.splitlines() if line.startswith("error: ")]
+            if text and of:
+                text = text.replace("rank", "machine")
             if text and (len(lines) != 1 or text not in lines[0] or "Traceback" in said):
                 return f"exit codes {codes}\n{said[-2500:]}", seconds
     return "" if all(code in (1, 2) for code in codes) else f"exit codes {codes}", seconds

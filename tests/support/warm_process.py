@@ -129,7 +129,9 @@ def _run_script(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def _fork_ranks(world: launch.World, argv: list[str], entry: Path | None = None) -> int:
+def _fork_ranks(
+    world: launch.World, argv: list[str], entry: Path | None = None, timeout_s: float = 0.0
+) -> int:
     """In place of `launch.start_ranks`; who fails first says how the run ended."""
     with TemporaryDirectory(prefix="ranks-") as notes, socket.socket() as free:
         launch._set_environment(world, notes)
@@ -156,7 +158,7 @@ def _fork_ranks(world: launch.World, argv: list[str], entry: Path | None = None)
                 end = threading.Timer(END_S, tell, [signal.SIGKILL])
                 end.daemon = True
                 end.start()
-        return launch._code_of_rank_0(notes) if signal.SIGTERM in told else code
+        return launch._code_of_ranks(notes) if signal.SIGTERM in told else code
 
 
 def _fork_rank(rank: int, world: launch.World, port: int, words: list[str]) -> int:
