@@ -7,7 +7,9 @@ that has imported torch, and ranks that need not meet import nothing heavy.
 """
 
 import asyncio
+import contextlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -28,6 +30,7 @@ from pipeline.distributed import launch
 from pipeline.distributed.launch import World, resolve
 from pipeline.errors import UserError
 from scripts.proofs.ranks import FORKSERVER, play_ranks
+from scripts.proofs.serve_export import free_port
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 
@@ -167,6 +170,12 @@ def launched(rank: int, num_ranks: int, local: int) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()}
 
 
+def machine(number: int, address: str = "10.0.0.1", port: int = 29500) -> dict[str, str]:
+    """What tells a machine of two which it is, as torchrun reads it from the environment."""
+    names = {"NNODES": 2, "NODE_RANK": number, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return {f"PET_{name}": str(value) for name, value in names.items()}
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "visible", "variables", "expected"),
     [
@@ -179,12 +188,13 @@ def launched(rank: int, num_ranks: int, local: int) -> dict[str, str]:
         (2, 2, launched(1, 2, 2), (2, 1, "cuda", 2)),
         (16, 8, launched(9, 16, 8), (16, 9, "cuda", 16)),
         (2, 0, launched(0, 1, 1), (2, 0, "cpu", 1)),
+        (16, 8, machine(1), (16, 0, "cuda", 1, 2)),
+        (16, 8, machine(1) | launched(9, 16, 8), (16, 9, "cuda", 16)),
     ],
 )
 def test_the_world_is_what_was_asked_for_and_launched(gpus, num_gpus, visible, variables, expected):
     gpus(visible, **variables)
-    names = ("num_ranks", "rank", "device_type", "num_launched")
-    assert resolve(num_gpus) == World(**dict(zip(names, expected, strict=True)))
+    assert resolve(num_gpus) == World(*expected)
 
 
 NO_ROOM = ("use: python pipeline/run.py --num-gpus", "ACCELERATE_USE_CPU=true")
@@ -222,6 +232,9 @@ NO_ROOM = ("use: python pipeline/run.py --num-gpus", "ACCELERATE_USE_CPU=true")
             ("MPI started 2", "start the ranks with: python pipeline/run.py --num-gpus 2"),
         ),
         (None, 0, {"WORLD_SIZE": "two"}, ("WORLD_SIZE: got 'two'", "unset it")),
+        (3, 8, machine(1), ("--num-gpus: got 3", "PET_NNODES is 2", "a multiple of 2")),
+        (16, 4, machine(1), ("--num-gpus: got 8 ranks for this machine, but 4 GPUs",)),
+        (16, 8, machine(1) | {"PET_MASTER_ADDR": ""}, ("PET_MASTER_ADDR: got none", "is 2")),
     ],
 )
 def test_a_world_that_cannot_be_is_refused_in_one_line(gpus, num_gpus, visible, variables, words):
@@ -413,6 +426,35 @@ def test_a_signal_ends_the_ranks_too(environment, stop):
     assert launcher.returncode == 1
     said = {signal.SIGTERM: "interrupted; what was saved before stands"}
     assert launcher.stderr.splitlines()[1:] == [said.get(stop, "interrupted")]
+
+
+def start_machine(number: int, port: int, *flags: str) -> WarmLauncher:
+    Path(f"machine-{number}").mkdir()
+    with contextlib.chdir(f"machine-{number}"):
+        told = {**os.environ, **machine(number, "127.0.0.1", port)}
+        return WarmLauncher([sys.executable, RUN, "--num-gpus", "2", *flags], told)
+
+
+def test_each_of_several_machines_starts_its_ranks(environment):
+    port = free_port()
+    launchers = [start_machine(number, port) for number in range(2)]
+    for number, launcher in enumerate(launchers):
+        with contextlib.chdir(f"machine-{number}"):
+            launcher.wait()
+        assert launcher.returncode == 0, launcher.stderr
+        (fact,) = lines(launcher.stdout, "rank")
+        assert re.fullmatch(rf"rank {number} of 2/2: sum 3, cpu, \d+ threads", fact)
+
+
+def test_a_machine_that_never_comes_is_one_line(environment):
+    port = free_port()
+    launcher = start_machine(0, port, "--timeout", "1", "--call-timeout", "0.5")
+    with contextlib.chdir("machine-0"):
+        launcher.wait()
+    assert launcher.returncode == 1
+    (line,) = launcher.stderr.splitlines()
+    where = f"machine 0 on {platform.node()} at 127.0.0.1:{port} in 1 s"
+    assert line.startswith(f"error: connection: 1 of 2 machines came to {where}; start the command")
 
 
 # Ranks that others start
