@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
     "files": 375,
-    "distributed": 1092,
+    "distributed": 1157,
     "config": 1030,
     "data": 906,
     "environments": 1595,
