@@ -10,7 +10,7 @@ set -euo pipefail
 
 RECIPE=${RECIPE:-}                      # recipes/three_domain_tiny.yaml where empty
 MODEL=${MODEL:-}                        # tiny, a folder, or a hub id
-NUM_GPUS=${NUM_GPUS:-}                  # ranks; empty: one per GPU, or 2 on a CPU with 2 cores
+NUM_GPUS=${NUM_GPUS:-}                  # ranks of all machines; empty: one per GPU, or 2 on a CPU
 TASKS_PER_DOMAIN=${TASKS_PER_DOMAIN:-}  # training tasks of each domain
 GROUP_SIZE=${GROUP_SIZE:-}              # episodes of one task
 MAX_STEPS=${MAX_STEPS:-}                # optimizer steps in total
@@ -49,7 +49,7 @@ case " $* " in
     *" --tau2"* | *tau2_*) setup_env tau2 ;; # the packages that a checkout of tau2-bench imports
     *) setup_env ;;
 esac
-flag_if_set --num-gpus "${NUM_GPUS:-$(num_ranks)}"
+flag_if_set --num-gpus "${NUM_GPUS:-$(($(num_ranks) * ${PET_NNODES:-1}))}" # of all machines
 flag_if_set --config "$RECIPE"
 flag_if_set --model "$MODEL"
 flag_if_set --tasks-per-domain "$TASKS_PER_DOMAIN"
