@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
             torment(place, command, folder, options.kills, length_s, options.at_checkpoints)
     figures = figures_of(tally, options.kills)
     where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
-    print("\n".join(f"{name:<38}{value:g}" for name, value in figures.items()))
+    print("\n".join(f"{name:<41}{value:g}" for name, value in figures.items()))
     print("  ".join(f"{name} {value}" for name, value in where.items()), *tally.faults, sep="\n")
     write_json(options.json, figures, where, vars(options))
     return int(bool(tally.faults))
