@@ -241,7 +241,3 @@ def _self_sampled(name: str, task_seed: int, count: int, split: str) -> list[Tas
     prompt = ({"role": "user", "content": ""},)
     ids = (f"{split}-{task_seed}-{index}" for index in range(count))
     return [Task(domain=name, id=task_id, prompt=prompt, payload="{}") for task_id in ids]
-
-
-def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:
-    return {name: domain.environment for name, domain in domains.items()}

@@ -20,14 +20,13 @@ from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
 from pipeline.embedded.generation import IDS, Draft, generate, shares_of
 from pipeline.embedded.scripted import Branch, Case, Database, Family, ScriptedUser
-from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
 from pipeline.evaluation.baselines import baselines
 from tests.support import ROOT
 from tests.support.helpers import DOMAINS, embedded, module_of
 
-CLASSES = environments_of(embedded())
+CLASSES = {name: domain.environment for name, domain in embedded().items()}
 MODULES = {domain: module_of(domain) for domain in DOMAINS}
 in_every_domain = pytest.mark.parametrize("domain", DOMAINS)
 in_the_default_domains = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
