@@ -221,10 +221,8 @@ class Disk:
     def _write(self, name: str, start: int, content: bytes) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        with path.open("r+b") as file:
+        with path.open("ab") as file:
             file.truncate(start)
-            file.seek(start)
             file.write(content)
         return path
 

@@ -4,7 +4,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
 from pipeline.checkpoints.disks import Disk
-from pipeline.checkpoints.manifest import problem
+from pipeline.checkpoints.manifest import problem, sha256_of
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage
@@ -85,9 +85,7 @@ def _hashes(config: Config) -> dict[str, str]:
         digest, top = sha256(), Path(path)
         for file in [top] if top.is_file() else sorted(top.rglob("*")) if path else []:
             if file.is_file():
-                with file.open("rb") as content:
-                    own = file_digest(content, "sha256").digest()
-                digest.update(file.relative_to(top).as_posix().encode() + own)
+                digest.update(f"{file.relative_to(top).as_posix()} {sha256_of(file)} ".encode())
         found[name] = digest.hexdigest()
     return found
 
@@ -183,9 +181,6 @@ def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any)
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
         return  # New LoRA adapters do not change the output of a model.
-    if folder is None:
-        loaded = load_model(config.model, tokenizer, config.run.seed)
-    else:
-        loaded = load_folder(folder, config.model)
+    loaded = load_start(config, tokenizer, folder, torch.device("cpu"))[1]
     for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
         parameter.copy_(value)
