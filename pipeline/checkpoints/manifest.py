@@ -24,7 +24,7 @@ def write_manifest(folder: Path, number: int) -> None:
     files = {
         path.relative_to(folder).as_posix(): {
             "size": path.stat().st_size,
-            "sha256": sha256_of(path),
+            "sha256": hash_of(path),
         }
         for path in sorted(folder.rglob("*"))
         if path.is_file()
@@ -38,7 +38,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
-def sha256_of(path: Path) -> str:
+def hash_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -61,7 +61,7 @@ def problem(folder: Path) -> str | None:
     for name, written in manifest["files"].items():
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if sha256_of(folder / name) != written["sha256"]:
+        if hash_of(folder / name) != written["sha256"]:
             return f"{name} is not what was written (its SHA-256 differs)"
     return None
 

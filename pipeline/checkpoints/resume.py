@@ -12,7 +12,7 @@ import torch
 
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
 from pipeline.checkpoints.disks import Disk
-from pipeline.checkpoints.manifest import problem, sha256_of
+from pipeline.checkpoints.manifest import hash_of, problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage
@@ -85,7 +85,7 @@ def _hashes(config: Config) -> dict[str, str]:
         digest, top = sha256(), Path(path)
         for file in [top] if top.is_file() else sorted(top.rglob("*")) if path else []:
             if file.is_file():
-                digest.update(f"{file.relative_to(top).as_posix()} {sha256_of(file)} ".encode())
+                digest.update(f"{file.relative_to(top).as_posix()} {hash_of(file)} ".encode())
         found[name] = digest.hexdigest()
     return found
 
@@ -101,7 +101,6 @@ def load_start(
     """Return a checkpoint's state and model. If `path` is None, return {} and a new model.
 
     On a GPU, a model's weights are read to `device`.
-
     With LoRA, the frozen model has the type in which it computes, and no adapters yet.
     """
     dtype = dtype_of(config.model) if config.model.use_peft else torch.float32
@@ -175,7 +174,7 @@ def _whole(path: Path) -> Path:
 
 
 @torch.no_grad()
-def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
+def set_weights(model: Any, config: Config, tokenizer: Any, folder: Path | None) -> None:
     """Load weights or LoRA adapters from `folder` into `model`; None means the initial weights."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
