@@ -20,7 +20,6 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
-from pipeline.distributed.gradients import skip_gradient_sync
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
 from pipeline.environments.domains import Domain
 from pipeline.grpo.micro_batches import MicroBatch, cuts
@@ -67,7 +66,9 @@ def fine_tune(
             scale = (self.accelerator.num_processes if is_mean else 1) / num_items_in_batch
             losses = torch.zeros((), device=self.accelerator.device)
             for batch in (*others, last):
-                with nullcontext() if batch is last else self.accelerator.no_sync(model):
+                # If `deterministic`, each rank has all examples, so DDP sums nothing.
+                is_synced = batch is last and not deterministic
+                with nullcontext() if is_synced else self.accelerator.no_sync(model):
                     loss = model(batch) * scale
                     self.accelerator.backward(loss)
                 losses += loss.detach()
@@ -82,10 +83,6 @@ def fine_tune(
     trainer.remove_callback(PrinterCallback)
 
     class Hooks(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            if deterministic:
-                skip_gradient_sync(trainer.model_wrapped)
-
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             on_step(next((e["loss"] for e in trainer.state.log_history[::-1] if "loss" in e), None))
 
