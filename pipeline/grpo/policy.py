@@ -1,6 +1,7 @@
 """The policy: a model, its rollouts, its updater, and a probe of the weights that sample."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeline.models.allocation import give_memory_back
 from pipeline.models.capabilities import recompute_layers, refuse_mixed_up_sequences
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
-from pipeline.models.weights import has_adapters
+from pipeline.models.weights import has_adapters, trained_weights
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
@@ -97,9 +98,8 @@ class Policy:
         self.model, self._make_sampler = self._placed(model), make_sampler
         sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
         arguments = sampler, chat, environments, config.rollout, deterministic
-        rewards = load_reward_functions(config, ranks.progress)
-        faults = FaultLog(lambda: str(ranks.current), ranks.is_first)
-        progress = ranks.progress
+        progress, faults = ranks.progress, FaultLog(lambda: str(ranks.current), ranks.is_first)
+        rewards = load_reward_functions(config, progress)
         self._probe = Probe(chat, dtype_of(config.model))
         self.rollout = Rollout(*arguments, rewards=rewards, on_progress=progress, faults=faults)
 
@@ -135,12 +135,12 @@ class Policy:
         self.free_sampler()
         arguments = config.model, base, config.run.seed, dtype_of(config.model)
         self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
-        set_weights(self.model, folder, config, chat.tokenizer)
+        set_weights(self.model, config, chat.tokenizer, folder)
         self.rollout.sampler = self._sampler(chat, is_main=False)
 
     def give_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
-        self.rollout.load_weights(self.model)
+        self.rollout.sampler.load_weights(trained_weights(self.model))
         if self.updater is None:
             module = TokenLogprobs(self.model, self._config.rollout.temperature).eval()
         else:
@@ -165,9 +165,7 @@ class Policy:
         if config.grpo.padding_free:
             refuse_mixed_up_sequences(self.model)
 
-        def load(folder: Path | None) -> None:
-            set_weights(self.model, folder, config, chat.tokenizer)
-
+        load = partial(set_weights, self.model, config, chat.tokenizer)
         reference = None
         if config.grpo.beta > 0:
             if resumed is not None:
