@@ -107,11 +107,11 @@ class Trainer(BeforeGRPO):
         statistics = over_iterations(found)
         gap = statistics.get("train/sampling_logp_difference_max", 0.0)
         default = 0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3
-        if gap > (limit := settings.max_sampling_logp_difference or default):
-            if not self._warned_of_gap:
-                name = "max_sampling_logp_difference"
-                where = f"warning: step {step + 1}: train/sampling_logp_difference_max"
-                self.say(f"{where} is {gap:.2g} and above {name} {limit:g}")
+        limit = settings.max_sampling_logp_difference or default
+        if gap > limit and not self._warned_of_gap:
+            name = "max_sampling_logp_difference"
+            where = f"warning: step {step + 1}: train/sampling_logp_difference_max"
+            self.say(f"{where} is {gap:.2g} and above {name} {limit:g}")
             self._warned_of_gap = True
         return statistics
 
