@@ -91,7 +91,7 @@ class RunState:
         keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, **machine(ranks.num_ranks)})
         lock = None if opened is None else opened.lock
-        arguments = self.disk, config.run, ranks, self.state, tokenizer
+        arguments = self.disk, config.run, self.state, tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
         self.checkpointer.owners += [self.log, self.errors, self.dead, self.start]
         if opened is not None:

@@ -25,8 +25,8 @@ class Trainer(BeforeGRPO):
 
     def begin_grpo(self) -> Meter:
         """Make the Updater, and return a Meter that measures the training steps."""
-        policy, state, saved = self.policy, self.state, self._saved_state
-        self._updater = policy.make_updater(self.checkpointer, state, saved, self.stages)
+        policy = self.policy
+        self._updater = policy.make_updater(self.checkpointer, self._saved_state, self.stages)
         self.checkpointer.owners.append(self._updater)
         self.disk.drop_copies()
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])

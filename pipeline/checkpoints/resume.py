@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
+from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
 from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import hash_of, problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage
-from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
@@ -129,14 +128,12 @@ def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bo
             raise UserError(f"about: {name}: {given}; restore the data, or give --override")
 
 
-def base_of_adapters(
-    model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
-) -> str:
+def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpointer) -> str:
     """Return the folder or hub id of the base model of LoRA adapters.
 
     A base model that has no folder and no hub id is first saved in a folder.
     """
-    folder, name = checkpointer.folder, settings.model
+    folder, name, ranks = checkpointer.folder, settings.model, checkpointer.disk.ranks
     supervised = _supervised(checkpointer)
     if supervised is not None and not lora.is_adapter(supervised):  # of an earlier version
         return str(supervised.resolve())
@@ -150,10 +147,10 @@ def base_of_adapters(
 
 
 def folder_of_reference(
-    checkpointer: Checkpointer, state: TrainState, stages: Sequence[Stage], per_stage: bool
+    checkpointer: Checkpointer, stages: Sequence[Stage], per_stage: bool
 ) -> Path | None:
     """Return the checkpoint of the reference model; None if the original model is the reference."""
-    finished = [stage for stage in stages if state.evaluated(stage.name)]
+    finished = [stage for stage in stages if checkpointer.state.evaluated(stage.name)]
     if per_stage and finished:
         name = f"stage-{len(finished)}-{finished[-1].name}"
         return _whole(checkpointer.disk.fetch(f"checkpoints/{name}"))

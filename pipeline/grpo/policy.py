@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer
+from pipeline.checkpoints.checkpoint import Checkpointer, load_optimizer
 from pipeline.checkpoints.resume import (
     base_of_adapters,
     folder_of_reference,
@@ -131,7 +131,7 @@ class Policy:
     def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
         """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
         config, chat = self._config, self.rollout.chat
-        base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
+        base = base_of_adapters(self.model, config.model, checkpointer)
         self.free_sampler()
         arguments = config.model, base, config.run.seed, dtype_of(config.model)
         self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
@@ -148,11 +148,7 @@ class Policy:
         self._probe.check(self.rollout.sampler, module, self.accelerator, str(self._ranks.current))
 
     def make_updater(
-        self,
-        checkpointer: Checkpointer,
-        state: TrainState,
-        saved: Mapping[str, Any],
-        stages: Sequence[Stage],
+        self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]
     ) -> Updater:
         """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
@@ -170,7 +166,7 @@ class Policy:
         if config.grpo.beta > 0:
             if resumed is not None:
                 sync = config.grpo.reference_per_stage
-                load(folder_of_reference(checkpointer, state, stages, sync))
+                load(folder_of_reference(checkpointer, stages, sync))
             reference = Reference(module)
         if resumed is not None and (reference or config.model.use_peft):
             load(resumed)
