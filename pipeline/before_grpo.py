@@ -21,7 +21,7 @@ from pipeline.report.tables import start_block
 from pipeline.rft import examples_of, in_words, kept_of, metrics_of, settings_of_round, summary_of
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.run_state import RunState
-from pipeline.sft import fine_tune, warm_start
+from pipeline.sft import fine_tune, sft_examples
 from pipeline.tracking.progress import StageProgress, episodes_shown
 
 
@@ -81,9 +81,10 @@ class BeforeGRPO(RunState):
     def give_warm_start(self) -> None:
         """Train on demonstrations, save the first checkpoint, and load the saved model."""
         begun, config, parts, ranks = time.perf_counter(), self.config, self.parts, self.ranks
-        arguments = parts.chat, parts.domains, ranks.num_ranks
         with self._supervised("warm start", config.warm_start.steps) as on_step:
-            loss = warm_start(config, self.policy.model, *arguments, on_step, ranks.alive)
+            examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
+            arguments = parts.chat, examples, ranks.num_ranks
+            loss = fine_tune(config, self.policy.model, *arguments, on_step)
         keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
         self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
         self.log.metrics({**keys, "warm_start/loss": loss})

@@ -7,15 +7,14 @@ policy of the round before, and the tokens of an example are the sampled tokens 
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import count, islice
+from itertools import compress, islice
 from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
-from pipeline.data.rng import permutation
 from pipeline.evaluation.evaluate import grouped
 from pipeline.evaluation.transfer_metrics import succeeded
 from pipeline.rollout.trajectory import RunRecord, Trajectory
-from pipeline.sft import IGNORED, SFTExample
+from pipeline.sft import IGNORED, SFTExample, passes
 
 MOST_PER_TASK = 4  # maximum number of kept episodes of a task, so that easy tasks do not prevail
 NUM_EPOCHS = 2  # number of passes over the kept episodes of a round
@@ -41,8 +40,7 @@ def kept_of(episodes: Sequence[Trajectory], size: int, threshold: float) -> list
         different: dict[tuple[int, ...], Trajectory] = {}
         for t in episodes[i : i + size]:
             if not t.left_out and succeeded(t.reward, threshold):
-                sampled = zip(t.completion_ids, t.loss_mask, strict=True)
-                different.setdefault(tuple(i for i, is_sampled in sampled if is_sampled), t)
+                different.setdefault(tuple(compress(t.completion_ids, t.loss_mask)), t)
         for t in islice(different.values(), MOST_PER_TASK):
             kept.append(Kept(t.domain, t.task_id, t.trial, example_of(t)))
     return kept
@@ -52,10 +50,7 @@ def example_of(trajectory: Trajectory) -> SFTExample:
     """Return an episode's tokens as an example; only sampled tokens have a loss."""
     tokens = zip(trajectory.completion_ids, trajectory.loss_mask, strict=True)
     labels = [i if is_sampled else IGNORED for i, is_sampled in tokens]
-    return {
-        "input_ids": trajectory.ids,
-        "labels": [IGNORED] * len(trajectory.prompt_ids) + labels,
-    }
+    return {"input_ids": trajectory.ids, "labels": [IGNORED] * len(trajectory.prompt_ids) + labels}
 
 
 def examples_of(kept: Sequence[Kept], batch_size: int, *key: int | str) -> list[SFTExample]:
@@ -66,8 +61,8 @@ def examples_of(kept: Sequence[Kept], batch_size: int, *key: int | str) -> list[
     """
     ordered = sorted(kept, key=lambda one: one[:3])
     num_steps = -(-NUM_EPOCHS * len(ordered) // batch_size)
-    order = (i for epoch in count() for i in permutation(len(ordered), *key, epoch))
-    return [ordered[i].example for i in islice(order, num_steps * batch_size)]
+    order = islice(passes(len(ordered), *key), num_steps * batch_size)
+    return [ordered[i].example for i in order]
 
 
 def settings_of_round(config: Config, num_examples: int) -> Config:

@@ -4,10 +4,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.disks import open_disk
 from pipeline.checkpoints.resume import load_start, open_together, refuse_other_facts
 from pipeline.checkpoints.transcripts import save_transcripts
@@ -66,9 +65,10 @@ class RunState:
         self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
         config, self.disk = open_disk(config, ranks)
         self.config, self.folder, self.parts = config, self.disk.folder, validate(config)
-        opened, resumed = open_together(config, self.disk, self.parts.tokenizer, self.parts.about)
+        tokenizer = self.parts.tokenizer
+        opened, resumed = open_together(config, self.disk, tokenizer, self.parts.about)
         watchdog.can_resume = resumed is not None
-        self._saved_state, model = self.load_start(resumed)
+        self._saved_state, model = load_start(config, tokenizer, resumed, accelerator.device)
         self.disk.refuse_other_weights(model)
         refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
@@ -91,7 +91,7 @@ class RunState:
         keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, **machine(ranks.num_ranks)})
         lock = None if opened is None else opened.lock
-        arguments = self.disk, config.run, ranks, self.state, self.parts.tokenizer
+        arguments = self.disk, config.run, self.state, tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
         self.checkpointer.owners += [self.log, self.errors, self.dead, self.start]
         if opened is not None:
@@ -102,10 +102,6 @@ class RunState:
         self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
         self._rewards: dict[str, float] = {}  # the latest mean reward of each domain
         self._on_batch, self._warned_of_gap = on_batch, False
-
-    def load_start(self, resumed: Path | None) -> tuple[SavedState, Any]:
-        """Return the saved state and the model with which this run starts."""
-        return load_start(self.config, self.parts.tokenizer, resumed, self.accelerator.device)
 
     @property
     def stages(self) -> list[Stage]:

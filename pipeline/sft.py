@@ -9,10 +9,9 @@ the demonstrations (`warm_start.rule_share`), so that GRPO can improve the polic
 trains on examples that are no demonstrations.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import groupby, pairwise
+from itertools import count, groupby, islice, pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
-from pipeline.distributed.gradients import skip_gradient_sync
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
 from pipeline.environments.domains import Domain
 from pipeline.grpo.micro_batches import MicroBatch, cuts
@@ -35,25 +33,6 @@ SFTExample = dict[str, list[int]]  # has the keys `input_ids` and `labels`
 IGNORED = -100  # label of tokens without a loss, as in transformers
 
 
-def warm_start(
-    config: Config,
-    model: Any,
-    chat: Chat,
-    domains: Mapping[str, Domain],
-    num_ranks: int,
-    on_step: Callable[[float | None], None],
-    alive: Callable[[], None] = lambda: None,
-) -> float:
-    """Train `model` in place and return the mean loss of the last eighth of the steps.
-
-    Every rank must call this function after creating the Accelerator. `on_step` is called after
-    each optimizer step with the last logged loss, a mean over an eighth of the steps, or with None.
-    `alive` is called after each encoded demonstration.
-    """
-    examples = sft_examples(config, chat, domains, alive)
-    return fine_tune(config, model, chat, examples, num_ranks, on_step)
-
-
 def fine_tune(
     config: Config,
     model: Any,
@@ -64,8 +43,10 @@ def fine_tune(
 ) -> float:
     """Train `model` in place on examples in their order, with the settings of the warm start.
 
-    `examples` are the examples of all steps, `warm_start.batch_size` for each step. Arguments
-    and result are else those of `warm_start`. Afterwards, `model` returns losses instead of logits.
+    Every rank must call this function after creating the Accelerator. `examples` are the examples
+    of all steps, `warm_start.batch_size` for each step. `on_step` is called after each optimizer
+    step with the last logged loss, a mean over an eighth of the steps, or with None. Returns the
+    mean loss of the last eighth of the steps. Afterwards, `model` returns losses instead of logits.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -79,14 +60,15 @@ def fine_tune(
     class Trainer(SFTTrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             model.eval()  # without dropout, whose masks would depend on the number of ranks
-            batches = list(_micro_batches(self._prepare_inputs(inputs), budget))
+            *others, last = _micro_batches(self._prepare_inputs(inputs), budget)
             # DDP averages over the ranks, whose labels `num_items_in_batch` counts.
             is_mean = self.args.average_tokens_across_devices
             scale = (self.accelerator.num_processes if is_mean else 1) / num_items_in_batch
             losses = torch.zeros((), device=self.accelerator.device)
-            for batch in batches:
-                is_last = batch is batches[-1]
-                with nullcontext() if is_last else self.accelerator.no_sync(model):
+            for batch in (*others, last):
+                # If `deterministic`, each rank has all examples, so DDP sums nothing.
+                is_synced = batch is last and not deterministic
+                with nullcontext() if is_synced else self.accelerator.no_sync(model):
                     loss = model(batch) * scale
                     self.accelerator.backward(loss)
                 losses += loss.detach()
@@ -101,10 +83,6 @@ def fine_tune(
     trainer.remove_callback(PrinterCallback)
 
     class Hooks(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            if deterministic:
-                skip_gradient_sync(trainer.model_wrapped)
-
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             on_step(next((e["loss"] for e in trainer.state.log_history[::-1] if "loss" in e), None))
 
@@ -127,7 +105,6 @@ def _micro_batches(inputs: Mapping[str, torch.Tensor], budget: int) -> Iterator[
         yield MicroBatch(
             input_ids=ids,
             position_ids=None,
-            tree=None,
             lengths=torch.tensor([lengths[i] for i in order[first:end]]),
             rows=rows,
             columns=columns,
@@ -206,9 +183,9 @@ def sft_examples(
     Each domain gives the same number of examples. A file with fewer demonstrations is read in
     passes, each in an order of its own. `alive` is called after each demonstration.
     """
-    examples, passes = dict[str, list[SFTExample]](), dict[str, Iterator[int]]()
+    examples, repeated = dict[str, list[SFTExample]](), dict[str, Iterator[int]]()
     positions = list[tuple[str, int]]()
-    count, seed = config.warm_start.steps * config.warm_start.batch_size, config.run.seed
+    total, seed = config.warm_start.steps * config.warm_start.batch_size, config.run.seed
     sources, per_domain = sources_of(config, domains)
     for domain in sources:
         own = examples[domain.name] = []
@@ -217,19 +194,19 @@ def sft_examples(
             alive()
         size = len(own)
         if domain.name in config.data.demonstrations:
-            passes[domain.name], size = _passes(size, seed, domain.name), per_domain
+            repeated[domain.name] = passes(size, seed, "warm start", domain.name)
+            size = per_domain
         positions += [(domain.name, index) for index in range(size)]
-    size, epochs = len(positions), range(count // len(positions) + 1)
-    order = [positions[i] for e in epochs for i in permutation(size, seed, "warm start", e)]
+    order = islice(passes(len(positions), seed, "warm start"), total)
     return [
-        examples[name][next(passes[name]) if name in passes else index]
-        for name, index in order[:count]
+        examples[name][next(repeated[name]) if name in repeated else index]
+        for name, index in (positions[i] for i in order)
     ]
 
 
-def _passes(size: int, seed: int, name: str) -> Iterator[int]:
-    for number in itertools.count():
-        yield from permutation(size, seed, "warm start", name, number)
+def passes(size: int, *key: int | str) -> Iterator[int]:
+    """Yield the numbers below `size` again and again, each time in a random order of its own."""
+    return (i for number in count() for i in permutation(size, *key, number))
 
 
 def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> SFTExample:

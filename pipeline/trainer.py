@@ -26,28 +26,25 @@ class Trainer(BeforeGRPO):
     def begin_grpo(self) -> Meter:
         """Make the Updater, and return a Meter that measures the training steps."""
         policy = self.policy
-        updater = policy.make_updater(self.checkpointer, self.state, self._saved_state, self.stages)
-        self.checkpointer.owners.append(updater)
+        self._updater = policy.make_updater(self.checkpointer, self._saved_state, self.stages)
+        self.checkpointer.owners.append(self._updater)
         self.disk.drop_copies()
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
-        meter = Meter(self.ranks, policy.rollout, updater, policy.model, self.config.model)
+        arguments = policy.rollout, self._updater, policy.model, self.config.model
+        meter = Meter(self.ranks, *arguments)
         gc.freeze()  # exempts long-lived objects from garbage collection
         return meter
 
     def begin_stage(self, stage: Stage) -> int:
         """Prepare a stage; return the index of the stage's next step among all steps of the run."""
         is_inside = self.state.step > stage.first_step
-        assert self.policy.updater is not None
-        reference = self.policy.updater.reference
-        if reference is not None:
+        if (reference := self._updater.reference) is not None:
             if self.config.grpo.reference_per_stage and not is_inside:
                 reference.refresh()
             when = f"of the reference policy in stage {stage.name}"
             self.ranks.check_same_parameters(reference.parameters.items(), when)
-        self.records = []
-        if is_inside:
-            self.records = self.disk.read_records(stage.name)
-        else:
+        self.records = self.disk.read_records(stage.name) if is_inside else []
+        if not is_inside:
             self.errors.load_state_dict({})
             self.dead.load_state_dict({})
             stages, evaluations = self.stages[: stage.index + 1], self.state.evaluations
@@ -85,8 +82,7 @@ class Trainer(BeforeGRPO):
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
         batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
-        if self.language_models:
-            self.check_language_models()
+        self.check_language_models()
         return batch
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
@@ -99,24 +95,23 @@ class Trainer(BeforeGRPO):
         self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
     ) -> dict[str, float]:
         """Train on the batch, load the weights into the sampler, return all ranks' statistics."""
-        step, updater, settings = self.state.step, self.policy.updater, self.config.grpo
-        assert updater is not None
+        step, settings = self.state.step, self.config.grpo
         done = step - stage.first_step
         learning_rate = learning_rate_at(done, stage.num_steps, self._peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
             found = [
-                updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
+                self._updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
                 for _ in range(settings.num_iterations)
             ]
             self.policy.give_weights()
         statistics = over_iterations(found)
         gap = statistics.get("train/sampling_logp_difference_max", 0.0)
         default = 0.5 if self.accelerator.mixed_precision == "bf16" else 1e-3
-        if gap > (limit := settings.max_sampling_logp_difference or default):
-            if not self._warned_of_gap:
-                name = "max_sampling_logp_difference"
-                where = f"warning: step {step + 1}: train/sampling_logp_difference_max"
-                self.say(f"{where} is {gap:.2g} and above {name} {limit:g}")
+        limit = settings.max_sampling_logp_difference or default
+        if gap > limit and not self._warned_of_gap:
+            name = "max_sampling_logp_difference"
+            where = f"warning: step {step + 1}: train/sampling_logp_difference_max"
+            self.say(f"{where} is {gap:.2g} and above {name} {limit:g}")
             self._warned_of_gap = True
         return statistics
 
@@ -132,8 +127,7 @@ class Trainer(BeforeGRPO):
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        logged = {} if rewards is None else self._logged("train/")
-        self.log.metrics({**logged, **keys, **statistics, **metrics})
+        self.log.metrics({**self._logged("train/"), **keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         self.dead.add(stage, metrics)
         self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
@@ -167,12 +161,10 @@ class Trainer(BeforeGRPO):
             return
         begun, seed = time.perf_counter(), self.config.run.seed
         tasks = [task for tasks in self.parts.validation.values() for task in tasks]
-        updater = self.policy.updater
-        assert updater is not None
         with self.ranks.phase("validate", stage.name, step):
             records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
             self.check_language_models()
-            kl = self.kl_probe.divergences(updater)
+            kl = self.kl_probe.divergences(self._updater)
         rewards, keys = scored(records), {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})
         threshold = self.config.evaluation.success_threshold

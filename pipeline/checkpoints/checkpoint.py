@@ -24,7 +24,6 @@ from pipeline.checkpoints.manifest import write_manifest
 from pipeline.checkpoints.run_folder import FORMAT, FULL
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.gradients import consolidated_state_dict
-from pipeline.distributed.ranks import Ranks
 from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
@@ -137,7 +136,6 @@ class Checkpointer:
         self,
         disk: Disk,
         settings: RunSettings,
-        ranks: Ranks,
         state: TrainState,
         tokenizer: Any,
         *,
@@ -147,7 +145,7 @@ class Checkpointer:
         self.disk, self.run_folder, self.resumed = disk, disk.folder, resumed
         self.folder = self.run_folder / "checkpoints"
         self.owners: list[Any] = [state]
-        self._settings, self._ranks, self._state = settings, ranks, state
+        self._settings, self._ranks, self.state = settings, disk.ranks, state
         self._tokenizer, self._lock = tokenizer, lock
         self.unsynced: list[Path] = []  # files to flush to disk before the next checkpoint
         self._saved = None if resumed is None else state.position
@@ -155,26 +153,26 @@ class Checkpointer:
         self._warned = False
         name = state.best.get("checkpoint")
         # Later checkpoints may have replaced it.
-        if name and not ranks.all_gather_objects((self.folder / name).is_dir(), "best")[0]:
-            if ranks.is_main:
+        if name and not disk.ranks.all_gather_objects((self.folder / name).is_dir(), "best")[0]:
+            if disk.ranks.is_main:
                 print(f"warning: keep_best: {name} is gone; the best from now on is kept")
             state.best = {}
 
     @property
     def wall_s(self) -> float:
         """The seconds that the run has taken, including the time before a resume."""
-        return self._state.wall_s + time.perf_counter() - self._begun
+        return self.state.wall_s + time.perf_counter() - self._begun
 
     @property
     def is_current(self) -> bool:
         """Whether the last checkpoint holds all finished steps and evaluations."""
-        return self._saved == self._state.position
+        return self._saved == self.state.position
 
     @property
     def is_due(self) -> bool:
         """Whether to save a checkpoint now, because of `save_steps` or `save_minutes`."""
         steps, minutes = self._settings.save_steps, self._settings.save_minutes
-        due = steps > 0 and self._state.step % steps == 0
+        due = steps > 0 and self.state.step % steps == 0
         if minutes is not None:
             late = self._ranks.is_main and time.perf_counter() - self._saved_at > 60 * minutes
             due = self._ranks.max(float(due or late)) > 0
@@ -209,10 +207,10 @@ class Checkpointer:
         moments = None if optimizer is None else consolidated_state_dict(optimizer, rank)
         if self._ranks.is_main:
             path = self.write(name, model, moments)
-            kept = {path.name, self._state.best.get("checkpoint")}
+            kept = {path.name, self.state.best.get("checkpoint")}
             manifest.prune(self.folder, self._settings.save_total_limit, kept)
         self._ranks.barrier(f"checkpoint {name}")
-        self._saved, self._saved_at = self._state.position, time.perf_counter()
+        self._saved, self._saved_at = self.state.position, time.perf_counter()
         seconds, limit_s = self._saved_at - begun, float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
         is_launched = self._ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
         if is_launched and seconds > limit_s and not self._warned:
@@ -223,7 +221,7 @@ class Checkpointer:
 
     def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:
         """Write a checkpoint with the `state_dict()` of all `owners`. Only rank 0 calls `write`."""
-        self._state.wall_s, self._begun = self.wall_s, time.perf_counter()
+        self.state.wall_s, self._begun = self.wall_s, time.perf_counter()
         state: SavedState = {}
         for owner in self.owners:
             part = owner.state_dict()

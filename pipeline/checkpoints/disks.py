@@ -192,21 +192,20 @@ class Disk:
         if not self.num_away:
             return own
         parts: list[tuple[str, int, bytes]] = []
-        if self.is_away:
-            if transcripts is not None:
-                content = transcripts.read_bytes()
-                name = transcripts.relative_to(self.folder).as_posix()
-                parts.append((name, 0, content if self._gathers else without_messages(content)))
-                if self._gathers:
-                    transcripts.unlink()
-                    own = []
-            for path in self._own_files():
-                with path.open("rb") as file:
-                    sent = self._sent.get(path, 0)
-                    file.seek(sent)
-                    if new := file.read():
-                        parts.append((path.relative_to(self.folder).as_posix(), sent, new))
-                        self._sent[path] = sent + len(new)
+        if self.is_away and transcripts is not None:
+            content = transcripts.read_bytes()
+            name = transcripts.relative_to(self.folder).as_posix()
+            parts.append((name, 0, content if self._gathers else without_messages(content)))
+            if self._gathers:
+                transcripts.unlink()
+                own = []
+        for path in self._own_files():
+            with path.open("rb") as file:
+                sent = self._sent.get(path, 0)
+                file.seek(sent)
+                if new := file.read():
+                    parts.append((path.relative_to(self.folder).as_posix(), sent, new))
+                    self._sent[path] = sent + len(new)
         nothing = [b""] * (len(self._every) - 1)
         arrived = self.ranks.exchange([pickle.dumps(parts) if parts else b"", *nothing])
         for message in filter(None, arrived) if self.ranks.is_main else ():
@@ -221,10 +220,8 @@ class Disk:
     def _write(self, name: str, start: int, content: bytes) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        with path.open("r+b") as file:
+        with path.open("ab") as file:
             file.truncate(start)
-            file.seek(start)
             file.write(content)
         return path
 

@@ -22,7 +22,10 @@ PREVIOUS = ".previous"  # suffix of the name of a checkpoint that a save replace
 def write_manifest(folder: Path, number: int) -> None:
     """Write the manifest of a folder's files. Later checkpoints of a run have a larger `number`."""
     files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        path.relative_to(folder).as_posix(): {
+            "size": path.stat().st_size,
+            "sha256": hash_of(path),
+        }
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -35,7 +38,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def hash_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -58,7 +61,7 @@ def problem(folder: Path) -> str | None:
     for name, written in manifest["files"].items():
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if _sha256(folder / name) != written["sha256"]:
+        if hash_of(folder / name) != written["sha256"]:
             return f"{name} is not what was written (its SHA-256 differs)"
     return None
 

@@ -4,19 +4,18 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
+from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
 from pipeline.checkpoints.disks import Disk
-from pipeline.checkpoints.manifest import problem
+from pipeline.checkpoints.manifest import hash_of, problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage
-from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
@@ -85,9 +84,7 @@ def _hashes(config: Config) -> dict[str, str]:
         digest, top = sha256(), Path(path)
         for file in [top] if top.is_file() else sorted(top.rglob("*")) if path else []:
             if file.is_file():
-                with file.open("rb") as content:
-                    own = file_digest(content, "sha256").digest()
-                digest.update(file.relative_to(top).as_posix().encode() + own)
+                digest.update(f"{file.relative_to(top).as_posix()} {hash_of(file)} ".encode())
         found[name] = digest.hexdigest()
     return found
 
@@ -103,7 +100,6 @@ def load_start(
     """Return a checkpoint's state and model. If `path` is None, return {} and a new model.
 
     On a GPU, a model's weights are read to `device`.
-
     With LoRA, the frozen model has the type in which it computes, and no adapters yet.
     """
     dtype = dtype_of(config.model) if config.model.use_peft else torch.float32
@@ -132,14 +128,12 @@ def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bo
             raise UserError(f"about: {name}: {given}; restore the data, or give --override")
 
 
-def base_of_adapters(
-    model: Any, settings: ModelSettings, ranks: Ranks, checkpointer: Checkpointer
-) -> str:
+def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpointer) -> str:
     """Return the folder or hub id of the base model of LoRA adapters.
 
     A base model that has no folder and no hub id is first saved in a folder.
     """
-    folder, name = checkpointer.folder, settings.model
+    folder, name, ranks = checkpointer.folder, settings.model, checkpointer.disk.ranks
     supervised = _supervised(checkpointer)
     if supervised is not None and not lora.is_adapter(supervised):  # of an earlier version
         return str(supervised.resolve())
@@ -153,10 +147,10 @@ def base_of_adapters(
 
 
 def folder_of_reference(
-    checkpointer: Checkpointer, state: TrainState, stages: Sequence[Stage], per_stage: bool
+    checkpointer: Checkpointer, stages: Sequence[Stage], per_stage: bool
 ) -> Path | None:
     """Return the checkpoint of the reference model; None if the original model is the reference."""
-    finished = [stage for stage in stages if state.evaluated(stage.name)]
+    finished = [stage for stage in stages if checkpointer.state.evaluated(stage.name)]
     if per_stage and finished:
         name = f"stage-{len(finished)}-{finished[-1].name}"
         return _whole(checkpointer.disk.fetch(f"checkpoints/{name}"))
@@ -177,15 +171,12 @@ def _whole(path: Path) -> Path:
 
 
 @torch.no_grad()
-def set_weights(model: Any, folder: Path | None, config: Config, tokenizer: Any) -> None:
+def set_weights(model: Any, config: Config, tokenizer: Any, folder: Path | None) -> None:
     """Load weights or LoRA adapters from `folder` into `model`; None means the initial weights."""
     if config.model.use_peft:
         if folder is not None and lora.is_adapter(folder):
             lora.load(model, folder)
         return  # New LoRA adapters do not change the output of a model.
-    if folder is None:
-        loaded = load_model(config.model, tokenizer, config.run.seed)
-    else:
-        loaded = load_folder(folder, config.model)
+    loaded = load_start(config, tokenizer, folder, torch.device("cpu"))[1]
     for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
         parameter.copy_(value)

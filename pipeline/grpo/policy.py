@@ -1,13 +1,14 @@
 """The policy: a model, its rollouts, its updater, and a probe of the weights that sample."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer
+from pipeline.checkpoints.checkpoint import Checkpointer, load_optimizer
 from pipeline.checkpoints.resume import (
     base_of_adapters,
     folder_of_reference,
@@ -27,7 +28,7 @@ from pipeline.models.allocation import give_memory_back
 from pipeline.models.capabilities import recompute_layers, refuse_mixed_up_sequences
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
-from pipeline.models.weights import has_adapters
+from pipeline.models.weights import has_adapters, trained_weights
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
@@ -97,9 +98,8 @@ class Policy:
         self.model, self._make_sampler = self._placed(model), make_sampler
         sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
         arguments = sampler, chat, environments, config.rollout, deterministic
-        rewards = load_reward_functions(config, ranks.progress)
-        faults = FaultLog(lambda: str(ranks.current), ranks.is_first)
-        progress = ranks.progress
+        progress, faults = ranks.progress, FaultLog(lambda: str(ranks.current), ranks.is_first)
+        rewards = load_reward_functions(config, progress)
         self._probe = Probe(chat, dtype_of(config.model))
         self.rollout = Rollout(*arguments, rewards=rewards, on_progress=progress, faults=faults)
 
@@ -131,16 +131,16 @@ class Policy:
     def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
         """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
         config, chat = self._config, self.rollout.chat
-        base = base_of_adapters(self.model, config.model, self._ranks, checkpointer)
+        base = base_of_adapters(self.model, config.model, checkpointer)
         self.free_sampler()
         arguments = config.model, base, config.run.seed, dtype_of(config.model)
         self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
-        set_weights(self.model, folder, config, chat.tokenizer)
+        set_weights(self.model, config, chat.tokenizer, folder)
         self.rollout.sampler = self._sampler(chat, is_main=False)
 
     def give_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
-        self.rollout.load_weights(self.model)
+        self.rollout.sampler.load_weights(trained_weights(self.model))
         if self.updater is None:
             module = TokenLogprobs(self.model, self._config.rollout.temperature).eval()
         else:
@@ -148,11 +148,7 @@ class Policy:
         self._probe.check(self.rollout.sampler, module, self.accelerator, str(self._ranks.current))
 
     def make_updater(
-        self,
-        checkpointer: Checkpointer,
-        state: TrainState,
-        saved: Mapping[str, Any],
-        stages: Sequence[Stage],
+        self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]
     ) -> Updater:
         """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
         config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
@@ -165,14 +161,12 @@ class Policy:
         if config.grpo.padding_free:
             refuse_mixed_up_sequences(self.model)
 
-        def load(folder: Path | None) -> None:
-            set_weights(self.model, folder, config, chat.tokenizer)
-
+        load = partial(set_weights, self.model, config, chat.tokenizer)
         reference = None
         if config.grpo.beta > 0:
             if resumed is not None:
                 sync = config.grpo.reference_per_stage
-                load(folder_of_reference(checkpointer, state, stages, sync))
+                load(folder_of_reference(checkpointer, stages, sync))
             reference = Reference(module)
         if resumed is not None and (reference or config.model.use_peft):
             load(resumed)

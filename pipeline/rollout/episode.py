@@ -21,8 +21,6 @@ UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under thi
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """A request for one episode of a task."""
-
     task: Task
     trial: int
     key: int  # 64-bit key that selects the episode's random numbers

@@ -114,7 +114,6 @@ class RowCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all keys and values."""
         made = [layer for layer in self.layers if layer.is_initialized]
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in made)
 

@@ -17,7 +17,6 @@ from pipeline.environments import customers, tools
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.timeouts import Calls, Guard
 from pipeline.models.allocation import give_memory_back, is_out_of_memory
-from pipeline.models.weights import trained_weights
 from pipeline.rollout.episode import Episode, answer, reward
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest
 from pipeline.rollout.rewards import Completion, RewardFunctions
@@ -73,9 +72,6 @@ class Rollout:
         self._until = time.monotonic() + (self.limits.rollout_timeout or math.inf)
         groups = groupby(requests, lambda request: self.deterministic and request.task.key)
         return [t for _, group in groups for t in self._collect(list(group), greedy)]
-
-    def load_weights(self, model: Any) -> None:
-        self.sampler.load_weights(trained_weights(model))
 
     def _collect(self, requests: Sequence[RolloutRequest], greedy: bool) -> list[Trajectory]:
         """Run and score episodes, at most `max_concurrent_episodes` at the same time."""

@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 from pipeline.models.allocation import LARGE, empty_caches
 from pipeline.models.capabilities import widest
 from pipeline.rollout.kv_cache import ROWS, RowCache
-from pipeline.rollout.sequences import (
-    Ids,
-    ModelSampler,
-    passes,
-    shared_prefixes,
-    streams_of,
-)
+from pipeline.rollout.sequences import Ids, ModelSampler, passes, shared_prefixes, streams_of
 from pipeline.rollout.trajectory import Sampled
 
 MIN_PREFIX = 64  # minimum number of tokens of a common prefix that is computed only once

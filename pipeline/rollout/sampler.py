@@ -102,11 +102,10 @@ def make_sampler(
     limits = chat.end_of_turn_id, settings.temperature, dtype, settings.top_k, settings.top_p
     if why is None:
         return row_sampler(model, *limits, other_stops=stops, max_tokens=settings.max_tokens)
-    sampler = GenerateSampler(model, *limits, other_stops=stops)
     if is_main:
         print(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
             f"start again, which is slower than one cache over all turns; {why}",
             flush=True,
         )
-    return sampler
+    return GenerateSampler(model, *limits, other_stops=stops)

@@ -5,7 +5,7 @@ Letters in shapes: B sequences, T tokens, V entries of the vocabulary.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ PASS_TOKENS = 128  # cost of starting a forward pass, as a number of tokens with
 Ids = tuple[int, ...]
 Keys = NDArray[np.uint64]  # keys of streams of random numbers
 Positions = NDArray[np.int64]  # positions in streams of random numbers
-Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
@@ -59,7 +58,7 @@ def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
     return [prefix for prefix in prefixes if len(prefix) >= at_least]
 
 
-def num_common(a: Tokens, b: Tokens) -> int:
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
     known, most = 0, min(len(a), len(b))
     while known < most:  # bisection, because Python compares slices faster than single tokens

@@ -54,12 +54,9 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
                     fault(kind)
 
             ranks.on_phase = on_phase
-            super().__init__(config, accelerator, ranks, watchdog)
-
-        def load_start(self, resumed: Path | None) -> Any:
             if phase == "start" and once():
                 fault(kind)
-            return super().load_start(resumed)
+            super().__init__(config, accelerator, ranks, watchdog)
 
         def begin_grpo(self) -> Any:
             meter = super().begin_grpo()

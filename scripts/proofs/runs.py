@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from pipeline.config.cli import parse
 from pipeline.data.rng import stream_key, uniforms
+from pipeline.models.weights import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import cumulative
@@ -157,7 +158,7 @@ def _run_on_this_rank(
             gap = np.linalg.norm(found - theirs) / np.linalg.norm(theirs)
             played.update_gap = max(played.update_gap, float(gap))
             vector_to_parameters(torch.from_numpy(theirs), policy.model.parameters())
-            policy.rollout.load_weights(policy.model)
+            policy.rollout.sampler.load_weights(trained_weights(policy.model))
         elif trainer.ranks.is_main:
             np.save(trainer.folder / f"parameters-{step}.npy", found)
 

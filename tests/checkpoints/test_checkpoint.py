@@ -595,9 +595,7 @@ def test_frozen_weights_are_hashed_once_and_what_is_trained_in_each_checkpoint(
     )
     frozen = [p for p in model.parameters() if not p.requires_grad]
     adapters = [p for p in model.parameters() if p.requires_grad]
-    checkpointer = Checkpointer(
-        Disk(tmp_path, ranks), RunSettings(), ranks, TrainState(), tokenizer()
-    )
+    checkpointer = Checkpointer(Disk(tmp_path, ranks), RunSettings(), TrainState(), tokenizer())
     (tmp_path / ".lock").touch()
     read = []
     for step in range(3):

@@ -76,10 +76,10 @@ def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(tmp_path, capsys):
     ranks = Ranks(0, 1, 60)
     best = tmp_path / "checkpoints" / "step-000004"
     best.mkdir(parents=True)
-    Checkpointer(Disk(tmp_path, ranks), RunSettings(), ranks, state, None)
+    Checkpointer(Disk(tmp_path, ranks), RunSettings(), state, None)
     assert state.best["step"] == 4 and not capsys.readouterr().out
     best.rmdir()
-    Checkpointer(Disk(tmp_path, ranks), RunSettings(), ranks, state, None)
+    Checkpointer(Disk(tmp_path, ranks), RunSettings(), state, None)
     assert state.best == {}
     says(capsys.readouterr().out, "keep_best", "step-000004 is gone")
 

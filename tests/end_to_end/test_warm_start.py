@@ -26,13 +26,7 @@ from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.rollout.rollout import Rollout, RolloutRequest
-from pipeline.sft import (
-    IGNORED,
-    encode,
-    sft_examples,
-    share_steps,
-    warm_start,
-)
+from pipeline.sft import IGNORED, encode, fine_tune, sft_examples, share_steps
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, tokenizer
 from tests.support.messages import refusal, says
@@ -355,7 +349,8 @@ def train_in_parts(budget, use_peft):
     grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": budget})
     settings = settings.model_copy(update={"grpo": grpo})
     with Logits(size) as logits:
-        warm_start(settings, model, chat(), embedded("airline"), 1, lambda _: None)
+        examples = sft_examples(settings, chat(), embedded("airline"))
+        fine_tune(settings, model, chat(), examples, 1, lambda _: None)
     assert accelerator.num_processes == 1
     return {name: p.detach().numpy() for name, p in model.named_parameters()}, logits.most
 
@@ -386,14 +381,8 @@ def train_on_this_rank(deterministic):
     settings = config(steps=3, batch_size=4, rule_share=1.0)
     run = settings.run.model_copy(update={"deterministic": deterministic})
     settings = settings.model_copy(update={"run": run})
-    loss = warm_start(
-        settings,
-        model,
-        chat(),
-        embedded(*DEFAULT_DOMAINS),
-        ranks.num_ranks,
-        steps.append,
-    )
+    examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
+    loss = fine_tune(settings, model, chat(), examples, ranks.num_ranks, steps.append)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert steps[-1] is not None

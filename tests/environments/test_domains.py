@@ -21,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
-from pipeline.sft import IGNORED, encode, sft_examples, warm_start
+from pipeline.sft import IGNORED, encode, fine_tune, sft_examples
 from scripts.bench.common import save_tasks
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
@@ -422,9 +422,8 @@ def warm_started(config) -> tuple[float, float, list[str]]:
             tiny_model(parts.tokenizer, 0),
         )
         count = accelerator.num_processes
-        losses.append(
-            warm_start(settings, model, parts.chat, parts.domains, count, lambda loss: None)
-        )
+        examples = sft_examples(settings, parts.chat, parts.domains)
+        losses.append(fine_tune(settings, model, parts.chat, examples, count, lambda loss: None))
     return losses[0], losses[1], [task.id for task in parts.train["bank"]]
 
 
