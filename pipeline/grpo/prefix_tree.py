@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,14 +34,19 @@ CHUNK = 512  # maximum number of queries that need a mask of their own
 SIMILAR = 1.5  # maximum ratio of the lengths of any two paths in one attention call
 
 
-def shared_row(
-    sequences: Sequence[list[int]],
-) -> tuple[list[int], list[int], list[list[int]], PrefixTree]:
-    """Return a row with the tokens of `sequences`, in which each common prefix is only once.
+class SharedRow(NamedTuple):
+    """One row that contains the tokens of several sequences, but each common prefix only once."""
 
-    Returns the row's token ids, the position of each token within its sequence, the path of each
-    sequence (the indices of its tokens in the row), and the tree of the paths. The sequences must
-    be in lexicographic order: of those before sequence i, sequence i - 1 shares most with it.
+    ids: list[int]
+    positions: list[int]  # position of each token within its sequence
+    paths: list[list[int]]  # for each sequence, the indices of its tokens in the row
+    tree: PrefixTree
+
+
+def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
+    """Return the row of `sequences`, which must be in lexicographic order.
+
+    Among the sequences before sequence i, sequence i - 1 shares the longest prefix with sequence i.
     """
     row: list[int] = []
     positions: list[int] = []
@@ -57,7 +62,7 @@ def shared_row(
         leaves.append((first, paths[-1]))
         row += ids[common:]
         positions += range(common, len(ids))
-    return row, positions, paths, _tree(leaves, len(row))
+    return SharedRow(row, positions, paths, _tree(leaves, len(row)))
 
 
 def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
@@ -164,7 +169,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The paths of sequences through a shared row, in blocks of paths with similar lengths.
+    """The paths of sequences through a `SharedRow`, in blocks of paths with similar lengths.
 
     The paths of a block are padded on the right to equal lengths. A sequence that is a prefix of
     another sequence has no path in a block.

@@ -19,10 +19,10 @@ from scripts.proofs.grid import in_float64, make_trajectory, small_model
 
 
 def test_a_common_beginning_stands_in_the_row_once():
-    ids, positions, paths, _ = shared_row([[1, 2, 3], [1, 2, 3, 4], [1, 2, 5], [1, 2, 5], [6]])
-    assert ids == [1, 2, 3, 4, 5, 6]
-    assert positions == [0, 1, 2, 3, 2, 0]
-    assert paths == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4], [5]]
+    row = shared_row([[1, 2, 3], [1, 2, 3, 4], [1, 2, 5], [1, 2, 5], [6]])
+    assert row.ids == [1, 2, 3, 4, 5, 6]
+    assert row.positions == [0, 1, 2, 3, 2, 0]
+    assert row.paths == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4], [5]]
 
 
 def episodes(seed=0, num_groups=5, size=4):
@@ -42,18 +42,18 @@ def episodes(seed=0, num_groups=5, size=4):
 
 def test_every_token_gets_its_output_from_a_path_that_leads_to_it():
     sequences = sorted(row.ids for row in episodes())
-    ids, _, paths, tree = shared_row(sequences)
+    row = shared_row(sequences)
     beginnings = {tuple(ids[: i + 1]) for ids in sequences for i in range(len(ids))}
-    assert len(ids) == len(beginnings) < 0.7 * sum(map(len, sequences))
-    assert tree.queries[tree.outputs].tolist() == list(range(len(ids)))
+    assert len(row.ids) == len(beginnings) < 0.7 * sum(map(len, sequences))
+    assert row.tree.queries[row.tree.outputs].tolist() == list(range(len(row.ids)))
     before = {}  # what each token of the row attends to
-    keys, queries = iter(tree.keys.tolist()), iter(tree.queries.tolist())
-    for count, num_queries, num_keys in tree.blocks:
+    keys, queries = iter(row.tree.keys.tolist()), iter(row.tree.queries.tolist())
+    for count, num_queries, num_keys in row.tree.blocks:
         for _ in range(count):
             path = [next(keys) for _ in range(num_keys)]
             for at in range(num_keys - num_queries, num_keys):
                 before.setdefault(next(queries), []).append(path[: at + 1])
-    for path in paths:
+    for path in row.paths:
         assert all(path[: i + 1] in before[at] for i, at in enumerate(path))
 
 
@@ -131,9 +131,8 @@ def test_a_long_path_needs_no_mask_of_all_its_pairs(shared, monkeypatch):
     """Two paths of 1,500 tokens; with a common prefix, the second one has fewer queries."""
     torch.manual_seed(0)
     prompt, masks, shapes = [1] * shared, [], set()
-    sequences = [prompt + [token] * (1500 - shared) for token in (2, 3)]
-    ids, _, paths, tree = shared_row(sequences)
-    states = torch.randn(3, 1, 2, len(ids), 4, dtype=torch.float64)
+    row = shared_row([prompt + [2] * (1500 - shared), prompt + [3] * (1500 - shared)])
+    states = torch.randn(3, 1, 2, len(row.ids), 4, dtype=torch.float64)
 
     def noted(q, k, v, mask, **options):
         shapes.add((q.shape[2], k.shape[2]))
@@ -142,12 +141,12 @@ def test_a_long_path_needs_no_mask_of_all_its_pairs(shared, monkeypatch):
         return scaled_dot_product_attention(q, k, v, mask, **options)
 
     monkeypatch.setattr(prefix_tree, "scaled_dot_product_attention", noted)
-    output, _ = attend(torch.nn.Module(), *states, None, tree=tree)
+    output, _ = attend(torch.nn.Module(), *states, None, tree=row.tree)
     chunks = {(512, 812), (512, 1324), (176, 1500)} if shared else set()
     assert shapes == {(1500, 1500), *chunks}
     assert len({mask.untyped_storage().data_ptr() for mask in masks}) == (shared > 0)
     assert all(mask.untyped_storage().nbytes() == 8 * 512 * 1500 for mask in masks)
-    for path in paths:
+    for path in row.paths:
         alone = [x[:, :, path] for x in states]
         expected = scaled_dot_product_attention(*alone, is_causal=True)[0].transpose(0, 1)
         assert torch.allclose(output[0, path], expected, rtol=0, atol=1e-12)
@@ -173,6 +172,6 @@ def test_a_model_that_does_not_tell_its_layers_of_the_tree_is_refused():
 
 
 def test_attention_with_more_to_it_is_refused():
-    states, tree = torch.zeros(1, 2, 1, 4), shared_row([[1]])[-1]
+    states, tree = torch.zeros(1, 2, 1, 4), shared_row([[1]]).tree
     with pytest.raises(UserError, match="this model's attention has softcap; set it false"):
         attend(torch.nn.Module(), states, states, states, None, tree=tree, softcap=50.0)
