@@ -22,6 +22,7 @@ from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
 from pipeline.environments.domains import Domain
+from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import MicroBatch, cuts
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.budget import memory_of, token_budget
@@ -197,6 +198,8 @@ def sft_examples(
             repeated[domain.name] = passes(size, seed, "warm start", domain.name)
             size = per_domain
         positions += [(domain.name, index) for index in range(size)]
+    if not positions:
+        raise UserError("demonstrations: got none for the warm start; give --warm-start-steps 0")
     order = islice(passes(len(positions), seed, "warm start"), total)
     return [
         examples[name][next(repeated[name]) if name in repeated else index]

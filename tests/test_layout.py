@@ -16,37 +16,37 @@ PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
     "files": 375,
-    "distributed": 1157,
+    "distributed": 1150,
     "config": 1030,
     "data": 906,
-    "environments": 1595,
+    "environments": 1590,
     "embedded": 1093,
     "endpoints": 425,
     "customers": 245,
     "tau2": 1385,
     "chat": 665,
     "models": 1085,
-    "rollout": 1710,
-    "checkpoints": 1099,
-    "grpo": 1446,
-    "sft": 255,
+    "rollout": 1695,
+    "checkpoints": 1088,
+    "grpo": 1440,
+    "sft": 235,
     "evaluation": 1495,
-    "rft": 130,
+    "rft": 120,
     "preflight": 1390,
     "doctor": 300,
     "tracking": 1060,
     "plots": 585,
     "report": 886,
     "export": 505,
-    "run_state": 215,
+    "run_state": 206,
     "before_grpo": 195,
-    "trainer": 210,
+    "trainer": 200,
     "train": 165,
     "run": 180,
     "commands": 1010,
     "__main__": 20,
 }
-MOST_LINES_OF_A_ROOM = 1710
+MOST_LINES_OF_A_ROOM = 1695
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_THE_LOOP = 40
 # What a reader of the algorithm reads. Samplers other than the row sampler do not count.
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5155
+MOST_LINES_OF_THE_CORE = 5121
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "restarts")]

@@ -49,13 +49,6 @@ def sum_gradients(module: Any) -> Any:
     return module
 
 
-def skip_gradient_sync(module: Any) -> None:
-    if isinstance(module, DistributedDataParallel):
-        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-
-        module.register_comm_hook(None, noop_hook)
-
-
 def add_up(bucket: dist.GradBucket) -> Any:
     """Start the all-reduce of the gradients in DDP's `bucket`; returns a future of the sums."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)

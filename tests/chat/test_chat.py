@@ -10,12 +10,20 @@ from tokenizers import AddedToken
 
 from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import STUB, Parsed, parse_hermes
-from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.support.helpers import DOMAINS, call, chat, embedded, module_of, say, tokenizer
+from tests.support.helpers import (
+    DOMAINS,
+    call,
+    chat,
+    embedded,
+    environments_of,
+    module_of,
+    say,
+    tokenizer,
+)
 
 CLASSES = environments_of(embedded())
 TOOLS = tool_schemas(CLASSES["airline"])

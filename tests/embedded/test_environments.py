@@ -24,9 +24,9 @@ from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
 from pipeline.evaluation.baselines import baselines
 from tests.support import ROOT
-from tests.support.helpers import DOMAINS, embedded, module_of
+from tests.support.helpers import DOMAINS, embedded, environments_of, module_of
 
-CLASSES = {name: domain.environment for name, domain in embedded().items()}
+CLASSES = environments_of(embedded())
 MODULES = {domain: module_of(domain) for domain in DOMAINS}
 in_every_domain = pytest.mark.parametrize("domain", DOMAINS)
 in_the_default_domains = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)

@@ -17,7 +17,7 @@ from pipeline.config.settings import (
 )
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.demonstrations import read_demonstrations
-from pipeline.environments.domains import Domain, environments_of
+from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
@@ -28,7 +28,16 @@ from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.sft import IGNORED, encode, fine_tune, sft_examples, share_steps
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, say, tokenizer
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    call,
+    chat,
+    embedded,
+    environments_of,
+    say,
+    tokenizer,
+)
 from tests.support.messages import refusal, says
 
 DOMAINS = embedded()

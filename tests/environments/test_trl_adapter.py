@@ -12,12 +12,11 @@ from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config.settings import DEFAULT_DOMAINS
-from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import tiny_model
 from scripts.bench.trl_adapter import factories, outcome_reward, rows_without_user
-from tests.support.helpers import call, chat, embedded, say, tokenizer
+from tests.support.helpers import call, chat, embedded, environments_of, say, tokenizer
 
 CLASSES = environments_of(embedded(*DEFAULT_DOMAINS))
 MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in DEFAULT_DOMAINS}

@@ -16,7 +16,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.environments.domains import environments_of
 from pipeline.grpo.algorithm import grpo_loss
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.policy import Policy
@@ -30,7 +29,7 @@ from pipeline.rollout.sampler import make_sampler
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.fake_gpu import DEVICE, build_guard, fake_gpu
-from tests.support.helpers import chat, embedded, module_of, tokenizer
+from tests.support.helpers import chat, embedded, environments_of, module_of, tokenizer
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.chat.template import Chat
 from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.embedded.generation import IDS
-from pipeline.environments.domains import Domain, environments_of
+from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from tests.support import ROOT
-from tests.support.helpers import DOMAINS, Desk, embedded, module_of, tokenizer
+from tests.support.helpers import DOMAINS, Desk, embedded, environments_of, module_of, tokenizer
 
 CLASSES = environments_of(embedded())
 ALL_WORDS = tiny_tokenizer(embedded().values())

@@ -10,7 +10,6 @@ import torch
 from pipeline.chat.template import Chat
 from pipeline.config.settings import ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
-from pipeline.environments.domains import environments_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
@@ -29,6 +28,7 @@ from tests.support.helpers import (
     call,
     chat,
     embedded,
+    environments_of,
     make_task,
     module_of,
     say,

@@ -47,6 +47,10 @@ def embedded(*names: str) -> dict[str, Domain]:
     return load_domains(DataSettings(domains=list(names or DOMAINS), environments=own))
 
 
+def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:
+    return {name: domain.environment for name, domain in domains.items()}
+
+
 def make_task(name: str = "t1", request: str = "hello", **fields: Any) -> Task:
     prompt = ({"role": "system", "content": "desk"}, {"role": "user", "content": request})
     return Task(**{"domain": "desk", "id": name, "prompt": prompt, "payload": "{}", **fields})
