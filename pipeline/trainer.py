@@ -82,7 +82,8 @@ class Trainer(BeforeGRPO):
         """Collect this rank's rollouts for a step."""
         rollout, config = self.policy.rollout, self.config
         batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
-        self.check_language_models()
+        if self.language_models:
+            self.check_language_models()
         return batch
 
     def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
@@ -127,7 +128,8 @@ class Trainer(BeforeGRPO):
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        self.log.metrics({**self._logged("train/"), **keys, **statistics, **metrics})
+        logged = {} if rewards is None else self._logged("train/")
+        self.log.metrics({**logged, **keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         self.dead.add(stage, metrics)
         self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}

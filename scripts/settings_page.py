@@ -46,6 +46,8 @@ this page from the code. `three-domain-grpo train --help` prints the same list.
 VARIABLES = {  # environment variables besides those of run_ddp.sh
     "`ACCELERATE_USE_CPU=true`": "run on CPU although the machine has GPUs",
     "`CUDA_VISIBLE_DEVICES`": "the GPUs that a run may use",
+    "`PET_NNODES`, `PET_NODE_RANK`": "number of machines, and which of them this is, from 0",
+    "`PET_MASTER_ADDR`, `PET_MASTER_PORT`": "machine 0, as the others reach it; port: 29500",
     "`OMP_NUM_THREADS`": "threads per rank on CPU; default: cores divided by ranks",
     "`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`": "seconds from SIGTERM to SIGKILL; default: 20",
     "`HF_TOKEN`": "access to private models and datasets of the hub",

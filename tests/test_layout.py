@@ -40,7 +40,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "export": 505,
     "run_state": 206,
     "before_grpo": 195,
-    "trainer": 200,
+    "trainer": 202,
     "train": 165,
     "run": 180,
     "commands": 1010,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5121
+MOST_LINES_OF_THE_CORE = 5123
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "restarts")]
