@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
     "files": 375,
-    "distributed": 1150,
+    "distributed": 1148,
     "config": 1030,
     "data": 906,
     "environments": 1590,

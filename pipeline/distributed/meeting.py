@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -41,19 +42,14 @@ def meeting(timeout_s: float) -> Iterator[None]:
 
     A rank that still waits LATE_S seconds after the deadline prints the line and exits with 1.
     """
-    why = [""]  # it cannot reach rank 0; asked before the deadline, when rank 0 is still there
-    timers = [threading.Timer(timeout_s / 2, _ask, [why])]
-    timers.append(threading.Timer(timeout_s + LATE_S, _give_up, [timeout_s, why]))
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
+    ended = threading.Event()
+    threading.Thread(target=_give_up, args=(timeout_s, ended), daemon=True).start()
     try:
         yield
     except RuntimeError as error:
         raise named(error, timeout_s) or error from None
     finally:
-        for timer in timers:
-            timer.cancel()
+        ended.set()
 
 
 def named(
@@ -94,17 +90,19 @@ def named(
     return None
 
 
-def _ask(why: list[str]) -> None:
+def _give_up(timeout_s: float, ended: threading.Event) -> None:
+    until, reached = time.monotonic() + timeout_s + LATE_S, False
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    try:
-        socket.create_connection(address, 2.0).close()
-    except OSError as error:
-        why[0] = f"client socket: {error}"
-
-
-def _give_up(timeout_s: float, why: list[str]) -> None:
-    reason = why[0] or f"gloo still waits after {timeout_s + LATE_S:.0f} s"
-    line = named(RuntimeError(reason), timeout_s)
-    print(f"error: {printable(str(line))}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+    reason = f"gloo still waits after {timeout_s + LATE_S:.0f} s"
+    while not ended.wait(min(1.0, max(0.0, until - time.monotonic()))):
+        if not reached:  # asked early, because rank 0 may give up before this rank
+            try:
+                socket.create_connection(address, 2.0).close()
+                reached = True
+            except OSError as error:
+                why = f"client socket: {error}"
+        if time.monotonic() >= until:
+            line = named(RuntimeError(reason if reached else why), timeout_s)
+            print(f"error: {printable(str(line))}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
