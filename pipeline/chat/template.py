@@ -18,6 +18,7 @@ from typing import Any
 from transformers.utils.chat_parsing import parse_response
 
 from pipeline.chat import template_checks as checks
+from pipeline.chat.fitting import EVERYTHING, TOOLS, Needs, fit_template
 from pipeline.chat.template_checks import ASKED, STUB_TURN
 from pipeline.chat.text import (
     GUARD,
@@ -83,8 +84,10 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
 class Chat:
     """A tokenizer's chat template and tool-call format.
 
-    Raises UserError if the chat template is missing or fails a check in `template_checks.py`. Warns
-    if the template drops earlier thoughts, drops tool calls, or changes some arguments.
+    `needs` says what the run's conversations have; a template is checked for nothing else. `notes`
+    has what `fit_template` changed. Raises UserError if the template fails a check in
+    `template_checks.py`. Warns if the template drops earlier thoughts, drops tool calls, or changes
+    some arguments.
     """
 
     def __init__(
@@ -92,11 +95,20 @@ class Chat:
         tokenizer: Any,
         template_kwargs: dict[str, Any] | None = None,
         tool_call_format: str = "auto",
+        *,
+        needs: Needs = EVERYTHING,
+        chat_template: str | None = None,
+        system_prompt: str | None = None,
     ) -> None:
-        if not tokenizer.chat_template:
-            missing = "its tokenizer has no chat template"
-            raise UserError(f"model: {missing}; use a chat model or set tokenizer.chat_template")
         self.tokenizer, self._kwargs = tokenizer, template_kwargs or {}
+        self.notes = fit_template(
+            tokenizer,
+            self._template,
+            needs=needs,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+            tools_as_text=tool_call_format == "text",
+        )
         self.cache = TokenCache(MAX_CACHED_TOKENS)
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
         self._special_ids = set(added) - {tokenizer.unk_token_id}
@@ -107,23 +119,27 @@ class Chat:
         self._line_break: list[int] = []
         ids, line_break = self._encode("\n<"), self._encode("\n")
         self._line_break = [] if ids == line_break + self._encode("<") else line_break
-        self.end_of_turn = checks.end_of_turn_of(self._template, self._special)
+        is_closed = needs.tools or needs.replies  # else the model's own token may end a message
+        own_end = "" if is_closed else tokenizer.eos_token or ""
+        self.end_of_turn = checks.end_of_turn_of(self._template, self._special, own_end)
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
-        checks.check_deltas(self._template, self._after_stub)
         self._opening = self._template([ASKED], add_generation_prompt=True)
         self._reader: ResponseTemplate | None = None  # without a reader, `parse_hermes` reads calls
         self._prefix = ""  # the generation prompt if the response template needs it, else ""
-        if tool_call_format == "auto":
+        if tool_call_format == "auto" and TOOLS not in tokenizer.chat_template:
             self._find_reader()
-        self._renders_calls = "probe_tool" in self._template([ASKED, checks.CALL])
+        if needs.tools or needs.replies:
+            checks.check_deltas(self._template, self._after_stub, needs.tools)
+            checks.warn_of_lost_thoughts(self._template, self._opening)
+        self._renders_calls = needs.tools and "probe_tool" in self._template([ASKED, checks.CALL])
         if self._renders_calls:
             checks.check_calls(self._read_back, self._reader is not None, tool_call_format)
-        elif not self._reader and tool_call_format == "auto":
+        elif needs.tools and not self._reader and tool_call_format == "auto":
             checks.warn_once(
                 "the chat template leaves tool calls out and the tokenizer has no response template"
-                ": calls are read as Hermes; set tool_call_format: hermes to silence this"
+                ": calls are read as Hermes; set tool_call_format: text to write them, too, or "
+                "hermes to silence this"
             )
-        checks.warn_of_lost_thoughts(self._template, self._opening)
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation and of the next assistant message's header."""
@@ -206,7 +222,9 @@ class Chat:
             roles = ", ".join(message["role"] for message in messages)
             reason = " ".join(str(error).split()) or type(error).__name__
             fault = f"refuses a conversation of {roles} ({reason})"
-            raise UserError(f"model: its chat template {fault}; use a model for tools") from None
+            raise UserError(
+                f"model: its chat template {fault}; give another --chat-template"
+            ) from None
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:

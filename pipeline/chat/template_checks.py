@@ -53,6 +53,7 @@ _CONVERSATIONS: dict[str, list[Message]] = {
     **{what: [ASKED, answer] for what, answer in _ANSWERS.items()},
     **{f"{what} after many turns": [*_LONG, answer] for what, answer in _ANSWERS.items()},
 }
+_TALK = [_POLICY, ASKED, _REQUEST, _ANSWER]  # messages of domains without tools
 _REPLIES: list[list[Message]] = [
     [{"role": "user", "content": "probe_reply"}],
     [_RESULT],
@@ -88,34 +89,39 @@ _RARE_CALLS = {  # If a template cannot write a call of this table, the run only
 }
 
 
-def end_of_turn_of(render: Render, special: Special) -> str:
-    """Return the special token that closes an assistant message."""
+def end_of_turn_of(render: Render, special: Special, default: str) -> str:
+    """Return the special token that closes an assistant message, or else `default`.
+
+    Raises UserError if there is neither.
+    """
     text = render(STUB_TURN)
     token = special.tokens.search(text, text.rindex(STUB) if STUB in text else len(text))
-    if not token:
+    if not token and not default:
         fault = "does not close an assistant message with a special token"
-        raise UserError(f"model: its chat template {fault}")
-    return token.group()
+        raise UserError(f"model: its chat template {fault}; give --chat-template plain")
+    return token.group() if token else default
 
 
-def check_deltas(render: Render, after_stub: Callable[[str], str]) -> None:
-    """Raise UserError if the template ignores tools or if earlier messages alter a reply's text."""
-    offered = render([ASKED], tools=_TOOLS)
-    answered = render([ASKED, _ANSWER, _RESULT])
-    if "probe_tool" not in offered or "probe_result" not in answered:
-        remedy = "use a model whose template renders them"
-        raise UserError(f"model: its chat template ignores tools or their results; {remedy}")
-    for replies in _REPLIES:
+def check_deltas(render: Render, after_stub: Callable[[str], str], has_tools: bool) -> None:
+    """Raise UserError if earlier messages alter a reply's text; `has_tools`: also a result's."""
+    conversations = {
+        what: talk
+        for what, talk in _CONVERSATIONS.items()
+        if has_tools or all(message in _TALK for message in talk)
+    }
+    for replies in _REPLIES if has_tools else _REPLIES[:1]:
         delta = after_stub(render([*STUB_TURN, *replies], add_generation_prompt=True))
         is_whole = all(reply["content"] in delta for reply in replies)
-        for tools, (what, before) in product((None, _TOOLS), _CONVERSATIONS.items()):
+        offers = (None, _TOOLS) if has_tools else (None,)
+        for tools, (what, before) in product(offers, conversations.items()):
             if replies[0]["role"] == "user" and "tool_calls" in before[-1]:
                 continue
             text = render([*before, *replies], tools=tools, add_generation_prompt=True)
             if not (is_whole and text.endswith(delta)):
                 what = "tools" if tools and what == "another answer" else what
                 fault = f"renders a reply differently after other conversations ({what})"
-                raise UserError(f"model: its chat template {fault}; use another template")
+                remedy = "give --tool-call-format text, or another --chat-template"
+                raise UserError(f"model: its chat template {fault}; {remedy}")
 
 
 def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) -> None:
@@ -129,7 +135,7 @@ def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) ->
             remedy = f"set tool_call_format: hermes if it reads them, {remedy}"
         raise UserError(
             f"model: its chat template writes tool calls that are not read back {reader} "
-            f"({unread}); {remedy}, or use another template"
+            f"({unread}); {remedy}, or give --tool-call-format text, or another --chat-template"
         )
     if lost := [problem.partition(":")[0] for problem in _unread(read_back, _RARE_CALLS)]:
         warn_once(

@@ -9,6 +9,7 @@ import regex  # type: ignore[import-untyped]  # the engine of transformers' resp
 from transformers.utils.chat_parsing import parse_response, response_templates
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
+from pipeline.chat.fitting import body_of
 from pipeline.data.tasks import Message
 from pipeline.files.untrusted import is_plain, parse_json
 
@@ -88,10 +89,12 @@ def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
         from trl import chat_template_utils as known
 
         template = tokenizer.chat_template
+        body = body_of(template)  # TRL compares whole templates
+        tokenizer.chat_template = body
         try:
             # TRL has no response templates for the training variants of its chat templates.
             for name, text in vars(known).items():
-                if name.endswith("_training_chat_template") and text == template:
+                if name.endswith("_training_chat_template") and text == body:
                     tokenizer.chat_template = getattr(known, name.replace("_training_", "_"), text)
             known.add_response_schema(tokenizer)
         except ValueError:

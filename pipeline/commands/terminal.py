@@ -24,6 +24,7 @@ from pipeline.files.console import styled
 from pipeline.files.untrusted import printable, shown
 from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
 from pipeline.models.rotary import fix_rotary
+from pipeline.preflight.prepare import needs_of
 from pipeline.preflight.tasks import task_sets
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest
@@ -63,7 +64,8 @@ def load_rollout(checkpoint: RunCheckpoint, domain: Domain, human: bool) -> Roll
     config, limits = checkpoint.config, checkpoint.config.rollout
     settings = config.model.model_copy(update={"model": str(checkpoint.path)})
     tokenizer = load_tokenizer(settings)
-    chat = Chat(tokenizer, settings.chat_template_kwargs, settings.tool_call_format)
+    kwargs, calls = settings.chat_template_kwargs, settings.tool_call_format
+    chat = Chat(tokenizer, kwargs, calls, needs=needs_of([domain]))  # the template was fitted
     model = load_folder(checkpoint.path, settings)
     fix_rotary(model, limits.max_tokens)
     dtype = torch.bfloat16 if uses_bf16(settings) else torch.float32

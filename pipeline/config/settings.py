@@ -35,13 +35,24 @@ class ModelSettings(Section):
     model: str = field("tiny", "`tiny` (made by the pipeline), a folder, a run, or a hub id")
     trust_remote_code: bool = field(False, "run code that comes with the model")
     attn_implementation: str = field("sdpa", "attention implementation of transformers")
+    chat_template: Text | None = field(
+        None, "instead of the model's: a file, text or plain (ours), or a name of TRL's"
+    )
     chat_template_kwargs: dict[str, Any] = field({}, "for the template: {enable_thinking: false}")
-    tool_call_format: Literal["auto", "hermes"] = field("auto", "the syntax of tool calls")
+    system_prompt: Text | None = field(None, "system message of prompts that have none")
+    tool_call_format: Literal["auto", "hermes", "text"] = field(
+        "auto", "the syntax of tool calls; text: written by a block of ours, read as hermes"
+    )
     mixed_precision: Literal["auto", "bf16", "no"] = field("auto", "auto: bf16 on CUDA, else fp32")
     use_peft: bool = field(False, "freeze the model and train LoRA adapters (PEFT)")
     lora_r: PositiveInt = field(16, "rank of the LoRA matrices")
     lora_alpha: PositiveInt = field(32, "LoRA's scale is lora_alpha / lora_r")
     lora_target_modules: list[str] = field(["all-linear"], "layers that get LoRA", min_length=1)
+
+    @field_validator("chat_template")
+    @classmethod
+    def _whole_path(cls, value: str | None) -> str | None:
+        return str(Path(value).resolve()) if value and Path(value).is_file() else value
 
 
 class EnvironmentFactory(Section):

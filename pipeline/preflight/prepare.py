@@ -1,12 +1,13 @@
 """Preparation of a run without its model: tasks, environments, tokenizer, chat format, stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import resumable
@@ -17,6 +18,7 @@ from pipeline.data.shares import TaskMixture, mixtures, num_drawn
 from pipeline.data.tasks import Task
 from pipeline.environments.demonstrations import has_demonstrations, words_of_demonstrations
 from pipeline.environments.domains import Domain, generated, load_domains
+from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baseline_calls
@@ -94,7 +96,15 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     resumed = resumable(config)
     tiny = load_tokenizer(ModelSettings(), domains.values()) if with_tiny_tokenizer else None
     tokenizer = _tokenizer(config, domains, resumed) if tiny is None else tiny
-    chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_call_format)
+    chat = Chat(
+        tokenizer,
+        config.model.chat_template_kwargs,
+        config.model.tool_call_format,
+        needs=needs_of(domains.values()),
+        chat_template=config.model.chat_template,
+        system_prompt=config.model.system_prompt,
+    )
+    notes += chat.notes
     for name, of in sets.items():
         tokens = max(map(chat.num_content_tokens, of.texts), default=0)
         if tokens > (most := limits.max_tool_result_tokens):
@@ -123,6 +133,16 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
                 f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
             )
     return prepared
+
+
+def needs_of(domains: Iterable[Domain]) -> Needs:
+    """Return what conversations in these domains need of a chat template."""
+    environments = [domain.environment for domain in domains]
+    return Needs(
+        tools=any(map(tool_schemas, environments)),
+        # An environment of a user's may make a `user` who answers in any method.
+        replies=any(kind is not SingleTurnEnvironment for kind in environments),
+    )
 
 
 def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[Path]) -> Any:

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import trl
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import STUB, Parsed, parse_hermes
 from pipeline.environments.experts import run_expert
@@ -462,23 +465,6 @@ def test_qwen3s_pieces_are_the_conversation_rendered_at_once():
 
 
 REFUSED = {
-    "none": (None, "its tokenizer has no chat template; use a chat model or set tokenizer."),
-    "ignores tools": (
-        CHAT_TEMPLATE.replace("{{ tool.function.name }}", ""),
-        "its chat template ignores tools or their results; use a model whose template renders",
-    ),
-    "ignores results": (
-        CHAT_TEMPLATE.replace(
-            "{{ message.content }}",
-            "{% if message.role != 'tool' %}{{ message.content }}{% endif %}",
-        ),
-        "its chat template ignores tools or their results; use a model whose template renders",
-    ),
-    "refuses tools": (
-        CHAT_TEMPLATE
-        + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}",
-        "its chat template refuses a conversation of user, assistant, tool (no); use a model",
-    ),
     "does not close": (
         CHAT_TEMPLATE.replace("<|im_end|>\n{%- endfor -%}", "\n\n{%- endfor -%}"),
         "its chat template does not close an assistant message with a special token",
@@ -492,9 +478,124 @@ REFUSED = {
             "{%- if add_generation_prompt -%}",
             "{%- if add_generation_prompt -%}{{ messages[-3].content }}",
         ),
-        "its chat template renders a reply differently after other conversations",
+        "its chat template refuses a conversation of user (list object has no element -3)",
     ),
 }
+
+
+IGNORANT = {
+    "tools": CHAT_TEMPLATE.replace("{{ tool.function.name }}", ""),
+    "results": CHAT_TEMPLATE.replace(
+        "{{ message.content }}",
+        "{% if message.role != 'tool' %}{{ message.content }}{% endif %}",
+    ),
+    "raises": CHAT_TEMPLATE
+    + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}",
+}
+BLOCK = """<|im_start|>system
+airline
+
+You can call these tools:
+find_line(customer: K07 or K08, seats: integer): Find it.
+pay()
+To call a tool, write:
+<tool_call>
+{"name": "TOOL", "arguments": {"NAME": "VALUE"}}
+</tool_call><|im_end|><|im_start|>user
+cancel K07<|im_end|><|im_start|>assistant
+"""
+WHOLE_SYSTEM = "{{ message.content.split('\n')[0] }}", "{{ message.content }}"
+
+
+def tool(name, description, **properties):
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("name", IGNORANT)
+def test_a_template_without_tools_gets_a_block_of_them(name):
+    made = Chat(other_tokenizer(IGNORANT[name].replace(*WHOLE_SYSTEM)))
+    assert ["block of tools" in note for note in made.notes] == [True]
+    customer, seats = {"type": "string", "enum": ["K07", "K08"]}, {"type": "integer"}
+    tools = [
+        tool("find_line", "Find it.\nMore.", customer=customer, seats=seats),
+        tool("pay", ""),
+    ]
+    assert made.tokenizer.decode(made.prompt_ids(ASKED, tools)) == BLOCK
+    results = [{"role": "tool", "name": "pay", "content": text} for text in ("a", "b")]
+    assert made.tokenizer.decode(made.reply_ids(results)) == (
+        "<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n"
+        "</tool_response><|im_end|><|im_start|>assistant\n"
+    )
+    said = made.message_ids({**call("find_line", customer="K07"), "content": "One moment."})
+    assert made.tokenizer.decode(said) == "One moment.\n" + CALL + "<|im_end|>"
+    assert made.parse(said) == Parsed(content="One moment.", calls=[FOUND])
+
+
+def test_a_model_without_a_template_continues_texts_or_gets_roles_as_words():
+    alone = Needs(tools=False, replies=False)
+    asked = [{"role": "user", "content": "3 + 4 ="}]
+    made = Chat(other_tokenizer(None), needs=alone)
+    assert "--chat-template text" in made.notes[0]
+    assert made.tokenizer.decode(made.prompt_ids(asked, [])) == "3 + 4 ="
+    assert made.tokenizer.decode(made.message_ids(say(" 7"))) == " 7<|im_end|>"
+    made = Chat(other_tokenizer(None))
+    assert "--chat-template plain" in made.notes[0]
+    assert made.tokenizer.decode(made.prompt_ids(asked, [])) == "User: 3 + 4 =\nAssistant:"
+    said = made.message_ids(call("find_line", customer="K07"))
+    assert made.parse(said) == Parsed(content="", calls=[FOUND])
+    reply = made.reply_ids([{"role": "user", "content": "Sure?"}])
+    assert made.tokenizer.decode(reply) == "\nUser: Sure?\nAssistant:"
+
+
+def test_a_text_begins_as_the_tokenizer_begins_it():
+    beginning = other_tokenizer(None)
+    beginning.add_special_tokens({"bos_token": "<bos>"})
+    post = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", beginning.bos_token_id)])
+    beginning.backend_tokenizer.post_processor = post
+    made = Chat(beginning, needs=Needs(tools=False, replies=False))
+    assert made.tokenizer.decode(made.prompt_ids([ASKED[1]], [])) == "<bos>cancel K07"
+
+
+def test_a_system_prompt_stands_before_prompts_without_one_and_stays_with_the_tokenizer(tmp_path):
+    whole = CHAT_TEMPLATE.replace(*WHOLE_SYSTEM)
+    prompt = 'Say "{{ x }}"\nin \U0001f600 and \\n.'
+    made = Chat(other_tokenizer(whole), system_prompt=prompt)
+    head = f"<|im_start|>system\n{prompt}<|im_end|>"
+    ids = made.prompt_ids(ASKED[1:], [])
+    assert made.tokenizer.decode(ids).startswith(head)
+    assert made.tokenizer.decode(made.prompt_ids(ASKED, [])).startswith("<|im_start|>system\nairl")
+    made.tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert Chat(loaded).prompt_ids(ASKED[1:], []) == ids
+    other = Chat(loaded, system_prompt="Other.")
+    assert other.tokenizer.decode(other.prompt_ids(ASKED[1:], [])).startswith(
+        "<|im_start|>system\nOther.<|im_end|>"
+    )
+
+
+def test_a_template_without_a_system_message_puts_it_before_the_request():
+    refusing = CHAT_TEMPLATE.replace(
+        "{%- if message.role == 'system' -%}",
+        "{%- if message.role == 'system' -%}{{ raise_exception('no') }}",
+    )
+    made = Chat(other_tokenizer(refusing), needs=Needs(tools=False))
+    assert made.tokenizer.decode(made.prompt_ids(ASKED, [])) == (
+        "<|im_start|>user\nairline\n\ncancel K07<|im_end|><|im_start|>assistant\n"
+    )
+
+
+def test_a_template_is_named_or_a_file(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(CHAT_TEMPLATE, encoding="utf-8")
+    by_file = Chat(other_tokenizer(None), chat_template=str(file))
+    assert by_file.tokenizer.chat_template == CHAT_TEMPLATE
+    by_name = Chat(other_tokenizer(None), chat_template="qwen2_5")
+    theirs = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
+    assert by_name.tokenizer.chat_template == theirs.read_text(encoding="utf-8")
+    with pytest.raises(UserError, match=r"chat_template: got 'qwen2_55'.*did you mean qwen2_5\?"):
+        Chat(other_tokenizer(None), chat_template="qwen2_55")
 
 
 @pytest.mark.parametrize("name", REFUSED)

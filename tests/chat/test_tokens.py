@@ -18,6 +18,7 @@ from packaging.version import Version
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
@@ -483,23 +484,22 @@ WORK = [
     *("qwen3_5_nothink", "qwen3_5_nothink_training", "qwen3_6", "qwen3_6_training"),
     *("qwen3_5_think", "qwen3_5_think_training"),
 ]
-IGNORES = "ignores tools or their results"
-REFUSES = "refuses a conversation of user, assistant"
 OPEN_END = "does not close an assistant message with a special token"
 DEPENDS = "renders a reply differently after other conversations"
+# Templates without tools, or without results, get a block of tools.
+BLOCK = [
+    *("cohere", "cohere_training", "cohere2", "cohere2_training", "gemma", "gemma_training"),
+    *("gemma3", "gemma3_training", "llama3", "llama3_training", "phi3", "phi3_training"),
+    *("deepseek_r1_distill", "deepseek_r1_distill_training", "phi3_5", "phi3_5_training"),
+    *("deepseekv3", "deepseekv3_training", "qwen2_5_vl", "qwen2_5_vl_training"),
+    *("idefics3", "idefics3_training", "smolvlm", "smolvlm_training"),
+]
+# ... and some work with the block alone, which `tool_call_format: text` asks for.
+WITH_TEXT = ["diffusion_gemma", "diffusion_gemma_training", "gemma4", "gemma4_v3", "gemma4_v4"]
+WITH_TEXT += ["gemma4_v5"]
 REFUSED = {
-    **dict.fromkeys(["cohere", "cohere_training", "gemma", "gemma_training"], REFUSES),
-    **dict.fromkeys(["gemma3", "gemma3_training", "gptoss", "gptoss_training"], REFUSES),
-    **dict.fromkeys(["llava_next", "llava_next_training"], REFUSES),
-    **dict.fromkeys(["cohere2", "cohere2_training", "llama3", "llama3_training"], IGNORES),
-    **dict.fromkeys(["deepseek_r1_distill", "deepseek_r1_distill_training"], IGNORES),
-    **dict.fromkeys(["deepseekv3", "deepseekv3_training"], IGNORES),
-    **dict.fromkeys(["diffusion_gemma", "diffusion_gemma_training"], IGNORES),
-    **dict.fromkeys(["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"], IGNORES),
-    **dict.fromkeys(["phi3", "phi3_training", "phi3_5", "phi3_5_training"], IGNORES),
-    **dict.fromkeys(["qwen2_5_vl", "qwen2_5_vl_training"], IGNORES),
-    **dict.fromkeys(["glm4moe", "idefics3", "idefics3_training"], OPEN_END),
-    **dict.fromkeys(["smolvlm", "smolvlm_training"], OPEN_END),
+    **dict.fromkeys(["gptoss", "gptoss_training", *WITH_TEXT], DEPENDS),
+    **dict.fromkeys(["llava_next", "llava_next_training", "glm4moe"], OPEN_END),
     "glm4moe_training": DEPENDS,  # an answer ends with <|user|>, a call with <|observation|>
 }
 
@@ -518,9 +518,10 @@ def is_twin(reasons, name):
     return name.endswith("_training") and reasons.get(name[:-9], ...) == reasons[name]
 
 
-@pytest.mark.parametrize("name", each(dict.fromkeys(WORK)))
+@pytest.mark.parametrize("name", each(dict.fromkeys(WORK + BLOCK)))
 def test_a_reply_to_a_real_call_is_rendered_as_after_the_stub(name):
     made = shipped(name)
+    assert any("block of tools" in note for note in made.notes) == (name in BLOCK)
     asked = [{"role": "system", "content": "x"}, {"role": "user", "content": "cancel K07"}]
     result = {"role": "tool", "name": "find_line", "content": "K09"}
     for replies in ([result], [result, {**result, "content": "K10"}], [asked[1]]):
@@ -544,10 +545,29 @@ def test_a_shipped_template_that_rollouts_cannot_use_is_refused_in_one_line(name
 def test_every_shipped_template_works_or_is_refused():
     """The tables name those of one version of TRL; another may ship more."""
     names = {path.stem for path in TEMPLATES.glob("*.jinja")}
-    assert names >= {*WORK, *REFUSED} or IS_OLD
-    for name in names - {*WORK, *REFUSED}:
+    assert names >= {*WORK, *BLOCK, *REFUSED} or IS_OLD
+    for name in names - {*WORK, *BLOCK, *REFUSED}:
         with suppress(UserError):
             shipped(name)
+
+
+@pytest.mark.parametrize("name", WITH_TEXT)
+def test_tools_as_text_serve_templates_whose_own_tools_cannot(name):
+    made = Chat(tokenizer_of(template_of(name)), tool_call_format="text")
+    said = made.message_ids(call("book", code="007"))
+    assert made.parse(said).calls == [("book", {"code": "007"})]
+
+
+def test_every_shipped_template_answers_a_task_without_tools():
+    """Nothing is asked of a template but a prompt and the end of the answer."""
+    alone = Needs(tools=False, replies=False)
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made = Chat(tokenizer_of(path.read_text(encoding="utf-8")), needs=alone)
+        ids = made.prompt_ids([{"role": "user", "content": "3 + 4 ="}], [])
+        assert "3 + 4 =" in made.tokenizer.decode(ids), path.stem
+        assert made.tokenizer.convert_ids_to_tokens(made.end_of_turn_id) == made.end_of_turn
 
 
 ROLE = "{{ message.role }}"
@@ -581,7 +601,7 @@ def test_a_template_whose_replies_depend_on_earlier_text_is_refused(what):
     template = CHAT_TEMPLATE.replace(*DEPENDENT[what])
     with pytest.raises(UserError) as caught:
         Chat(tokenizer_of(template), tool_call_format="hermes")
-    says(str(caught.value), "chat template", f"({what})", "use another template")
+    says(str(caught.value), "chat template", f"({what})", "--chat-template")
 
 
 def test_a_call_that_another_token_ends_is_refused():
@@ -595,8 +615,8 @@ def test_a_call_that_another_token_ends_is_refused():
 
 
 def test_a_template_that_fails_in_its_own_code_is_refused_in_one_line():
-    template = CHAT_TEMPLATE + "{% if tools %}{{ 1 + 'x' }}{% endif %}"
-    with pytest.raises(UserError, match=r"refuses a conversation of user \(unsupported operand"):
+    template = CHAT_TEMPLATE + "{{ 1 + 'x' }}"
+    with pytest.raises(UserError, match=r"refuses a conversation of user, assistant \(unsupported"):
         Chat(tokenizer_of(template), tool_call_format="hermes")
 
 
@@ -655,7 +675,7 @@ def test_every_template_that_is_let_in_reads_its_own_calls(name):
 @pytest.mark.parametrize("name", WITHOUT_CALLS)
 def test_a_template_that_leaves_calls_out_says_how_they_are_read(name):
     (warning,) = told(name)
-    says(warning, "leaves tool calls out", "tool_call_format: hermes")
+    says(warning, "leaves tool calls out", "tool_call_format: text", "hermes to silence")
     text = '<tool_call>\n{"name": "book", "arguments": {"code": "007"}}\n</tool_call><|im_end|>'
     made = shipped(name)
     assert made.parse(made.tokenizer(text)["input_ids"]).calls == [("book", {"code": "007"})]
@@ -664,8 +684,8 @@ def test_a_template_that_leaves_calls_out_says_how_they_are_read(name):
 UNREAD = ("chat template", "not read back", "one with arguments")
 NO_HERMES = ("as Hermes", "not JSON: Expecting value")
 ONE_FOUND = ("as Hermes", "0 found of 1")
-GIVE_A_READER = ("set tokenizer.response_template", "use another template")
-LEAVE_AT_AUTO = ("leave tool_call_format at auto", "use another template")
+GIVE_A_READER = ("set tokenizer.response_template", "give --tool-call-format text")
+LEAVE_AT_AUTO = ("leave tool_call_format at auto", "give --tool-call-format text")
 
 
 @pytest.mark.parametrize(
