@@ -5,6 +5,7 @@ A stage consists of steps (rollouts and an update) and an evaluation; see `Train
 """
 
 import json
+import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +27,7 @@ from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, UserError
 from pipeline.export.hub import push_after_training
 from pipeline.files.console import command, may_fail
+from pipeline.models.fitting import fitted
 from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.report.tables import final_table
 from pipeline.report.write import write_report
@@ -106,6 +108,9 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
 
     `make_training` has the signature of `Training`.
     """
+    config, lines = fitted(config)
+    for line in lines if os.environ.get("RANK", "0") == "0" else ():
+        print(line, flush=True)
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
         try:

@@ -52,6 +52,7 @@ COMMANDS = {
         "write an evaluation's episodes for the tools of τ²-bench",
         "pipeline.commands.export_tau2:main",
     ),
+    "convert": Command("FILE OUT", "make a model folder of a GGUF file"),
     "make-tiny": Command("DEMONSTRATIONS OUT", "make a tiny model for domains of your own"),
 }
 

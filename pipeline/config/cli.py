@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -13,10 +14,11 @@ from pipeline.config.settings import MAX_SEED, Config
 from pipeline.config.trl_names import instead
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command
-from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
+from pipeline.files.layout import RUN_SETTINGS, is_toy, run_of_checkpoint
 from pipeline.files.untrusted import one_line, shown
 
 DEFAULT_RECIPE = "three_domain_tiny"
+RECIPE_OF_A_MODEL = "pretrained"  # of a model that is no toy
 MOST_USED = ["model", "domains", "num_gpus", "max_steps", "num_generations", "learning_rate"]
 MOST_USED += ["output_dir", "resume_from_checkpoint", "check"]
 ABOUT = """\
@@ -34,7 +36,8 @@ examples:
 def parse(argv: list[str]) -> Config:
     """Return the settings from a recipe and from the flags, which override the recipe.
 
-    Without `--config`, a resumed run uses `config.yaml` from the run folder. Raises UserError for a
+    Without `--config`, a resumed run uses `config.yaml` from the run folder, and a pretrained model
+    the recipe `pretrained`. Raises UserError for a
     mistake, and SystemExit(0) after printing the help.
     """
     parser = build_parser(Config())
@@ -42,7 +45,7 @@ def parse(argv: list[str]) -> Config:
     given = vars(namespace)
     source, wants_help = given.pop("config"), given.pop("help")
     if wants_help:
-        build_parser(recipe.load_recipe(source or DEFAULT_RECIPE)).print_help()
+        build_parser(recipe.load_recipe(source or _default(given))).print_help()
         sys.exit(0)
     if unknown:
         raise UserError(one_line(_unknown_argument(unknown[0], parser)))
@@ -50,7 +53,7 @@ def parse(argv: list[str]) -> Config:
     resumed = Path(folder) if folder and checkpoint else run_of_checkpoint(checkpoint)
     if source is None and resumed is not None and (resumed / RUN_SETTINGS).is_file():
         source = resumed / RUN_SETTINGS
-    path = recipe.find_recipe(source or DEFAULT_RECIPE)
+    path = recipe.find_recipe(source or _default(given))
     tree, flags = recipe.read_recipe(path), dict[tuple[str, ...], str]()
     if resumed is not None:
         tree["run"]["output_dir"] = str(resumed)
@@ -59,6 +62,11 @@ def parse(argv: list[str]) -> Config:
         tree[section][name] = _value(text, SETTINGS[section, name].annotation)
         flags[section, name] = flag(section, name)
     return recipe.resolve(path, tree, flags)
+
+
+def _default(given: Mapping[str, str]) -> str:
+    """Return the recipe for flags without `--config`."""
+    return DEFAULT_RECIPE if is_toy(given.get("model.model", "tiny")) else RECIPE_OF_A_MODEL
 
 
 def flag(section: str, name: str) -> str:

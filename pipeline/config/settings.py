@@ -43,7 +43,9 @@ class ModelSettings(Section):
     tool_call_format: Literal["auto", "hermes", "text"] = field(
         "auto", "the syntax of tool calls; text: written by a block of ours, read as hermes"
     )
-    mixed_precision: Literal["auto", "bf16", "no"] = field("auto", "auto: bf16 on CUDA, else fp32")
+    mixed_precision: Literal["auto", "bf16", "no"] = field(
+        "auto", "auto: bf16 on CUDA, and for pretrained models on CPUs that multiply bf16"
+    )
     use_peft: bool = field(False, "freeze the model and train LoRA adapters (PEFT)")
     lora_r: PositiveInt = field(16, "rank of the LoRA matrices")
     lora_alpha: PositiveInt = field(32, "LoRA's scale is lora_alpha / lora_r")
@@ -152,7 +154,7 @@ class WarmStartSettings(Section):
 
     steps: NonNegativeInt = field(440, "optimizer steps; 0 skips the warm start")
     batch_size: PositiveInt = field(32, "demonstrations per step, over all ranks")
-    learning_rate: PositiveFloat = field(2e-3, "peak learning rate")
+    learning_rate: PositiveFloat | None = field(None, "peak; null: what suits the model")
     warmup_steps: NonNegativeInt = field(30, "steps of linear warm-up")
     rule_share: Share = field(0.3, "share of decisions that follow the rule")
 
@@ -162,7 +164,7 @@ class RFTSettings(Section):
 
     rft_rounds: NonNegativeInt = field(0, "rounds of training on own successes, before GRPO")
     rft_tasks: PositiveInt = field(100, "training tasks per domain and round")
-    rft_learning_rate: PositiveFloat = field(2e-4, "peak learning rate")
+    rft_learning_rate: PositiveFloat | None = field(None, "peak; null: what suits the model")
 
 
 class CurriculumSettings(Section):
@@ -211,7 +213,7 @@ class GRPOSettings(Section):
 
     use_grpo: bool = field(True, "train with GRPO; --no-grpo: evaluate only")
     max_steps: NonNegativeInt = field(120, "steps of all stages together")
-    learning_rate: PositiveFloat = field(3e-4, "peak learning rate")
+    learning_rate: PositiveFloat | None = field(None, "peak; null: what suits the model")
     stage_lr_decay: Literal["linear", "cosine", "constant"] = field("linear", "after warm-up")
     min_lr_rate: Share = field(0.1, "share of the peak rate at a stage's end")
     stage_warmup_steps: NonNegativeInt = field(5, "steps of linear warm-up of each stage")
@@ -348,6 +350,7 @@ class Config(Section):
         `sqrt` is from Krizhevsky 2014 (arXiv 1404.5997, section 5) and, for Adam, from Malladi et
         al. 2022 (arXiv 2205.10287).
         """
+        assert self.grpo.learning_rate is not None, "the settings were not fitted to the model"
         if self.grpo.scale_lr == "none":
             return self.grpo.learning_rate
         assert self.grpo.reference_tasks_per_step is not None

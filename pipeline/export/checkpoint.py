@@ -13,8 +13,7 @@ from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
-from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
-from pipeline.models.files import ADAPTER_CONFIG
+from pipeline.files.layout import ADAPTER_CONFIG, RUN_SETTINGS, run_of_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

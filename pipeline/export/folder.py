@@ -11,8 +11,9 @@ from pipeline.errors import UserError
 from pipeline.export.card import model_card
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.durable import sync
+from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import reason_of
-from pipeline.models.files import ADAPTER_CONFIG, HUB_ID
+from pipeline.models.files import HUB_ID
 
 OF_THE_RUN = ("optimizer.pt", "state.json")  # files of a checkpoint that are no part of a model
 

@@ -1,10 +1,15 @@
-"""Names of files in a run folder, and folders that come with the package."""
+"""Names of files in a run folder and a model folder, and folders that come with the package."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
 RUN_SETTINGS = "config.yaml"
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
+
+ADAPTER_CONFIG = "adapter_config.json"
+TOY_BYTES = 80 << 20  # of 20 million weights in float32
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -23,3 +28,20 @@ def run_of_checkpoint(name: str | None) -> Path | None:
     path = Path(name or "")
     is_path = path.parent.name == "checkpoints" and path.is_dir()
     return path.parent.parent if is_path else None
+
+
+def is_toy(model: str) -> bool:
+    """Return whether a model is `tiny`, or a folder or a run with weights of less than TOY_BYTES.
+
+    Settings that suit the tiny model suit a toy. A model on the hub is none.
+    """
+    path = Path(model)
+    if model == "tiny" or not path.is_dir():
+        return model == "tiny"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # loading says it
+        base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        return is_toy(str(base["base_model_name_or_path"]))
+    checkpoints = [of for of in path.glob("checkpoints/*") if any(of.glob("*.safetensors"))]
+    if checkpoints and not (path / "config.json").is_file():
+        return is_toy(str(checkpoints[-1]))
+    return sum(file.stat().st_size for file in path.glob("*.safetensors")) < TOY_BYTES

@@ -87,7 +87,7 @@ class Updater:
         make = sharded_adamw if settings.shard_optimizer else torch.optim.AdamW
         self.optimizer = make(
             self.parameters,
-            lr=settings.learning_rate,
+            lr=0.0,  # each step sets its own
             betas=(settings.adam_beta1, settings.adam_beta2),
             weight_decay=settings.weight_decay,
             fused=True,

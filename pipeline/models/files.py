@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.files.console import command
+from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import one_line, parse_json, read_file
 
-ADAPTER_CONFIG = "adapter_config.json"
 _MAX_JSON_BYTES = 64 << 20
 HUB_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w.-]{1,96})?")
 
@@ -18,17 +19,26 @@ def problem_of_name(name: str) -> str:
     if os.path.isdir(name):
         has_config = any(Path(name, part).is_file() for part in ("config.json", ADAPTER_CONFIG))
         return "" if has_config else "a folder without config.json"
+    if name.endswith(".gguf") and os.path.isfile(name):
+        return "a GGUF file"
     if os.path.lexists(name):
         return "which is no folder"
     return "" if HUB_ID.fullmatch(name) else "there is no such folder"
+
+
+def remedy_of(name: str) -> str:
+    """Return what to do if `name` cannot be loaded as a model."""
+    if name.endswith(".gguf"):
+        return f"give the folder that `{command('convert')} {name} FOLDER` makes"
+    return "give a folder made by save_pretrained"
 
 
 def check_name(name: str) -> None:
     """Raise UserError unless the name is `tiny`, a model's folder or a hub id; reads no file."""
     if name != "tiny" and (problem := problem_of_name(name)):
         raise UserError(
-            f"model: got {name!r}, but it cannot be loaded ({problem}); give a folder made by "
-            "save_pretrained, or the id of a model on the hub"
+            f"model: got {name!r}, but it cannot be loaded ({problem}); {remedy_of(name)}, or the "
+            "id of a model on the hub"
         )
 
 

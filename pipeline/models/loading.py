@@ -15,7 +15,7 @@ from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import printable, reason_of, shown
 from pipeline.models import lora
-from pipeline.models.files import problem_of_name
+from pipeline.models.files import problem_of_name, remedy_of
 from pipeline.models.lora import quiet
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
@@ -162,7 +162,7 @@ def _from_files(
     load: Callable[..., Any], name: str, what: str, settings: ModelSettings, **options: Any
 ) -> Any:
     """Call `load`, for example a method `from_pretrained`; raises UserError if `load` fails."""
-    reason, remedy = problem_of_name(name), "give a folder made by save_pretrained"
+    reason, remedy = problem_of_name(name), remedy_of(name)
     options["trust_remote_code"] = settings.trust_remote_code
     if not reason:
         try:

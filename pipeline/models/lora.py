@@ -24,8 +24,9 @@ from transformers.utils import logging
 
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import UserError
+from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import printable, reason_of
-from pipeline.models.files import ADAPTER_CONFIG, read_json
+from pipeline.models.files import read_json
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -12,6 +12,7 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import recompute_layers, why_generate
+from pipeline.models.fitting import fitted
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 from pipeline.preflight.prepare import Prepared, prepare
@@ -52,7 +53,8 @@ def main(config: Config) -> int:
     a recipe for another machine, so memory and disk of this machine do not count.
     """
     check_folder(config)
-    lines = [f"recipe {config.recipe}: model {config.model.model}"]
+    config, chosen = fitted(config)
+    lines = [f"recipe {config.recipe}: model {config.model.model}", *chosen]
     try:
         parts = prepare(config)
     except UserError as error:

@@ -1,0 +1,100 @@
+"""Fills settings that a recipe leaves open with values that suit the model.
+
+A learning rate that suits half a million weights ruins a pretrained model within a few steps.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pipeline.config.settings import Config
+from pipeline.files.layout import is_toy
+from pipeline.models.loading import empty_model, on_gpu
+
+LARGE = 1_000_000_000  # number of weights from which on a model gets the rates of published runs
+FAR = 5.0  # a learning rate above FAR times the suitable one gets a warning
+
+
+class Rates(NamedTuple):
+    """Peak learning rates of GRPO, the warm start and rejection fine-tuning."""
+
+    grpo: float
+    warm_start: float
+    rft: float
+
+
+TOY = Rates(grpo=3e-4, warm_start=2e-3, rft=2e-4)
+# Full fine-tuning of large models: GRPO of DeepSeekMath (arXiv 2402.03300, 4.2), DAPO (2503.14476,
+# 4.1) and TRL; supervised: TRL's SFTConfig. Of small ones: measured with SmolLM2-135M
+# (docs/results/real_models.md). LoRA: about ten times as much (Schulman et al. 2025, "LoRA Without
+# Regret").
+FULL = Rates(grpo=1e-6, warm_start=2e-5, rft=5e-6)
+FULL_SMALL = Rates(grpo=1e-5, warm_start=1e-4, rft=2e-5)
+LORA = Rates(grpo=1e-5, warm_start=2e-4, rft=5e-5)
+LORA_SMALL = Rates(grpo=1e-4, warm_start=5e-4, rft=2e-4)
+
+
+def suitable_rates(config: Config, num_weights: int) -> tuple[Rates, str]:
+    """Return the learning rates that suit a model, and what they suit in words."""
+    if is_toy(config.model.model):
+        return TOY, "a tiny model"
+    size = f"{num_weights / 1e6:,.0f} M weights"
+    small, large = (LORA_SMALL, LORA) if config.model.use_peft else (FULL_SMALL, FULL)
+    how = "LoRA on" if config.model.use_peft else "full fine-tuning of"
+    return small if num_weights < LARGE else large, f"{how} {size}"
+
+
+def fitted(config: Config) -> tuple[Config, list[str]]:
+    """Return `config` without open learning rates or precision, and lines for the user.
+
+    Raises UserError if the model's configuration cannot be loaded.
+    """
+    toy = is_toy(config.model.model)
+    num_weights = 0 if toy else int(empty_model(config).num_parameters())
+    rates, what = suitable_rates(config, num_weights)
+    lines = list[str]()
+    model = config.model
+    if model.mixed_precision == "auto" and not toy and not on_gpu() and cpu_multiplies_bf16():
+        model = model.model_copy(update={"mixed_precision": "bf16"})
+        lines.append("precision: bf16, which this CPU multiplies; --mixed-precision no is fp32")
+    settings = {
+        "learning_rate": (config.grpo.learning_rate, rates.grpo, config.grpo.use_grpo),
+        "warm_start.learning_rate": (
+            config.warm_start.learning_rate,
+            rates.warm_start,
+            config.grpo.use_grpo and config.warm_start.steps > 0,
+        ),
+        "rft_learning_rate": (
+            config.rft.rft_learning_rate,
+            rates.rft,
+            config.grpo.use_grpo and config.rft.rft_rounds > 0,
+        ),
+    }
+    lines += _lines(settings, what)
+    grpo, warm_start, rft = (given or suits for given, suits, _ in settings.values())
+    update = {
+        "model": model,
+        "grpo": config.grpo.model_copy(update={"learning_rate": grpo}),
+        "warm_start": config.warm_start.model_copy(update={"learning_rate": warm_start}),
+        "rft": config.rft.model_copy(update={"rft_learning_rate": rft}),
+    }
+    return config.model_copy(update=update), lines
+
+
+def _lines(settings: dict[str, tuple[float | None, float, bool]], what: str) -> Iterator[str]:
+    used = {name: (given, suits) for name, (given, suits, is_used) in settings.items() if is_used}
+    for name, (given, suits) in used.items():
+        source = f"suits {what}" if given is None else "given by the recipe or a flag"
+        yield f"{name}: {given or suits:g} ({source})"
+    for name, (given, suits) in used.items():
+        if given is not None and given > FAR * suits:
+            yield (
+                f"warning: {name} {given:g} is {given / suits:,.0f} times what suits {what} "
+                f"({suits:g}); a policy may break within a few steps"
+            )
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Return whether the CPU has instructions for products of bf16 numbers."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
