@@ -5,7 +5,6 @@ A stage consists of steps (rollouts and an update) and an evaluation; see `Train
 """
 
 import json
-import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -109,8 +108,6 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
     `make_training` has the signature of `Training`.
     """
     config, lines = fitted(config)
-    for line in lines if os.environ.get("RANK", "0") == "0" else ():
-        print(line, flush=True)
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
         try:
@@ -118,6 +115,8 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
         except OSError as error:
             fault = full_disk(folder_of(config), error, "start again in another folder")
             raise fault or error from None
+        for line in lines:
+            training.say(line)
         with training.log:
             try:
                 code = training.run()

@@ -94,7 +94,7 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
     settings, limits = config.grpo, config.rollout
     size = limits.num_generations  # G, the number of episodes per task
     policy = TokenLogprobs(model, limits.temperature).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
     for step in range(1, steps + 1):
         chosen = random.Random(step).sample(tasks, limits.tasks_per_step)
         requests = [

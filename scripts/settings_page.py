@@ -34,7 +34,8 @@ this page from the code. `three-domain-grpo train --help` prints the same list.
 - A **recipe** (a YAML file, `--config RECIPE`) gives settings by section, and a **flag** overrides
   the recipe. A setting that a recipe does not name has the default.
 - The column "default" also has the value of the recipe `{RECIPE}`, if the recipe sets
-  another one. A run without `--config` uses this recipe.
+  another one. A run without `--config` uses this recipe, or, with a
+  pretrained model, the recipe `pretrained`.
 - A recipe of your own has the names of sections and settings as keys, as the files in `recipes/`
   show. The name of a setting is its flag with underscores (in `warm_start` without the prefix).
 - The flag of a **switch** has no value; `--no-FLAG` turns a switch off (`--no-peft` and `--no-grpo`

@@ -102,6 +102,7 @@ OWN = {
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}""",
 }
 
+Probe = tuple[Sequence[Message], dict[str, Any], str]  # messages, options, a text to be rendered
 _ASKED: Message = {"role": "user", "content": "probe_user"}
 _SYSTEM: Message = {"role": "system", "content": "probe_system"}
 _FUNCTION = {
@@ -152,7 +153,7 @@ def fit_template(
         )
         notes.append("the system prompt stands before prompts that have none of their own")
 
-    def fits(*probes: tuple[Sequence[Message], dict[str, Any], str]) -> bool:
+    def fits(*probes: Probe) -> bool:
         tokenizer.chat_template = before + MARK + template if before else template
         try:
             return all(text in render(list(talk), **options) for talk, options, text in probes)
@@ -160,8 +161,11 @@ def fit_template(
             return False
 
     offered = [{"type": "function", "function": _FUNCTION}]
-    tools = ([_ASKED], {"tools": offered}, "probe_tool"), (_CALLED, {}, "probe_result")
-    system = ([_SYSTEM, _ASKED], {}, "probe_system")
+    tools: list[Probe] = [
+        ([_ASKED], {"tools": offered}, "probe_tool"),
+        (_CALLED, {}, "probe_result"),
+    ]
+    system: Probe = ([_SYSTEM, _ASKED], {}, "probe_system")
     is_text = TOOLS in before
     if needs.tools and not is_text and (tools_as_text or not fits(*tools)):
         before += TOOLS
@@ -216,7 +220,7 @@ def named_template(name: str, tokenizer: Any) -> str:
             raise UserError(f"chat_template: {shown(name)} cannot be read ({error})") from None
     if name in OWN:
         begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-        return "{{- bos_token }}" * begins + OWN[name]
+        return f"{'{{- bos_token }}' if begins else ''}{OWN[name]}"
     spec = find_spec("trl")
     folder = Path(str(spec and spec.origin)).parent / "chat_templates"
     known = {path.stem: path for path in sorted(folder.glob("*.jinja"))}

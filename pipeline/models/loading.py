@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.environments.domains import Domain
@@ -21,8 +21,13 @@ from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
 # Sizes of hub models, copied from config.json. With SHAPES, `--check` estimates the memory of the
 # shipped recipes without the hub.
-_QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
 SHAPES: dict[str, dict[str, Any]] = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": {
+        **{"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "head_dim": 64},
+        **{"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+        **{"num_key_value_heads": 3, "tie_word_embeddings": True},
+    },
     "Qwen/Qwen3-0.6B": {
         **{**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
         **{"num_attention_heads": 16, "tie_word_embeddings": True},
@@ -124,7 +129,7 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
     except UserError:
         if name not in SHAPES:
             raise
-        shape = Qwen3Config(**SHAPES[name])
+        shape = AutoConfig.for_model(**SHAPES[name])
 
     def make(_: str, local_files_only: bool, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(shape, **options)

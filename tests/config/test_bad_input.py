@@ -587,21 +587,9 @@ MODELS = [
         ("tokenizer", "without config.json", "save_pretrained"),
     ),
     (
-        "no chat template",
-        without("chat_template.jinja"),
-        ("no chat template", "set tokenizer.chat_template"),
-    ),
-    (
         "a chat template that is broken",
         holding("chat_template.jinja", "{% for x in %}"),
         ("chat template refuses",),
-    ),
-    (
-        "a chat template that ignores tools",
-        holding(
-            "chat_template.jinja", "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-        ),
-        ("ignores tools", "use a model"),
     ),
     ("a pickle only", pickled, ("no file named model.safetensors", "save_pretrained")),
     ("no weights", without("model.safetensors"), ("no file named model.safetensors", "save_pre")),

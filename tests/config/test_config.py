@@ -155,6 +155,7 @@ def test_the_shipped_recipes_are_what_their_names_say():
         "evaluate_only",
         "forgetting",
         "mixed",
+        "pretrained",
         "qwen3_0.6b_1gpu",
         "qwen3_4b_8gpu",
         "qwen3_4b_tau2_8gpu",
@@ -229,7 +230,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         *("learning-rate", "output-dir", "resume-from-checkpoint", "check"),
     ]
     assert max(map(len, text.splitlines())) <= 100
-    assert "--learning-rate X               peak learning rate [1e-05]" in text
+    assert "--learning-rate X               peak; null: what suits the model [1e-05]" in text
     assert "--domains A,B                   domains, in the order of the stages [airline," in text
 
 

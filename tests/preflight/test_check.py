@@ -127,7 +127,7 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
 
 def test_an_unknown_hub_model_is_refused():
     message = refusal(check.main, config(model={"model": "nobody/nothing"}))
-    says(message, "model: ", "'nobody/nothing'", "tokenizer cannot be loaded")
+    says(message, "model: ", "'nobody/nothing'", "configuration cannot be loaded")
 
 
 def test_check_writes_nothing(tmp_path, monkeypatch, capsys):

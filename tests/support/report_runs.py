@@ -84,7 +84,7 @@ def make_run(
     kind = "mixed" if tuple(stages) == ("mixed",) else "sequential"
     tree = {
         "data": {"domains": list(domains), "environments": names},
-        "grpo": {"use_grpo": bool(stages), "max_steps": 10 * len(stages)},
+        "grpo": {"use_grpo": bool(stages), "max_steps": 10 * len(stages), "learning_rate": 3e-4},
         "curriculum": {"curriculum": kind},
     }
     for section, values in (settings or {}).items():

@@ -43,7 +43,8 @@ def times(step: int, seconds: float = 0.5) -> dict[str, Any]:
 
 
 def config(**tracking: object) -> Config:
-    return Config.model_validate({"tracking": {"report_to": ["wandb"], **tracking}})
+    tree = {"grpo": {"learning_rate": 3e-4}, "tracking": {"report_to": ["wandb"], **tracking}}
+    return Config.model_validate(tree)
 
 
 def write(log: RunLog, *lines: dict[str, Any]) -> None:
