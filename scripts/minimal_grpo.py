@@ -91,7 +91,7 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
     Each step samples a group of G episodes per task, computes the advantages of each group from
     its rewards, and updates the policy once.
     """
-    settings, limits = config.grpo, config.rollout
+    limits = config.rollout
     size = limits.num_generations  # G, the number of episodes per task
     policy = TokenLogprobs(model, limits.temperature).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
