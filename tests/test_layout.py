@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pipeline"
 ROOMS = {  # a room imports only rooms before it; the number is its budget in lines
     "errors": 60,
     "files": 375,
-    "distributed": 1148,
+    "distributed": 1150,
     "config": 1030,
     "data": 906,
     "environments": 1590,
@@ -29,7 +29,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "rollout": 1695,
     "checkpoints": 1088,
     "grpo": 1440,
-    "sft": 235,
+    "sft": 200,
     "evaluation": 1495,
     "rft": 120,
     "preflight": 1390,
