@@ -9,7 +9,6 @@ from itertools import chain
 from pipeline.data.curriculum import tasks_of_source
 from pipeline.data.shares import num_drawn
 from pipeline.data.tasks import Task
-from pipeline.distributed.ranks import Interrupted
 from pipeline.endpoints.language_model import LanguageModel, told_once
 from pipeline.evaluation.agents import AgentRollout, evaluate_agent
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
@@ -79,17 +78,17 @@ class BeforeGRPO(RunState):
             self.say(f"agent {name}: success sampled  {rates_in_words(entry['success'])}")
 
     def give_warm_start(self) -> None:
-        """Train on demonstrations, save the first checkpoint, and load the saved model."""
+        """Train on demonstrations, and save the first checkpoint."""
         begun, config, parts, ranks = time.perf_counter(), self.config, self.parts, self.ranks
         with self._supervised("warm start", config.warm_start.steps) as on_step:
             examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
-            arguments = parts.chat, examples, ranks.num_ranks
-            loss = fine_tune(config, self.policy.model, *arguments, on_step)
+            arguments = self.accelerator, ranks, self.policy.model, examples, on_step
+            loss = fine_tune(config, *arguments)
         keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
         self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
         self.log.metrics({**keys, "warm_start/loss": loss})
         self.state.stage = "warm_start"
-        self._save_and_load("warm-start")
+        self._save_and_give("warm-start")
 
     def give_rft(self) -> None:
         """Do the rounds of RFT that are missing, with a checkpoint after each, and evaluate.
@@ -102,7 +101,7 @@ class BeforeGRPO(RunState):
             if not self.checkpointer.is_current:
                 self.save("rft")
             self._rft_round(number)
-            self._save_and_load("rft")
+            self._save_and_give("rft")
         if not self.state.evaluated("rft"):
             self.evaluate("rft")
 
@@ -123,9 +122,9 @@ class BeforeGRPO(RunState):
             examples = examples_of(kept, config.warm_start.batch_size, config.run.seed, name)
             config = settings_of_round(config, len(examples))
             entry["steps"] = config.warm_start.steps
-            arguments = self.parts.chat, examples, ranks.num_ranks
+            arguments = self.accelerator, ranks, self.policy.model, examples
             with self._supervised(f"rft round {number}", entry["steps"]) as on_step:
-                entry["loss"] = fine_tune(config, self.policy.model, *arguments, on_step)
+                entry["loss"] = fine_tune(config, *arguments, on_step)
         self.say(in_words(entry))
         self.state.rft.append(entry)
         keys = {"kind": "rft", "stage": "rft", "step": 0}
@@ -133,23 +132,15 @@ class BeforeGRPO(RunState):
         self.log.metrics({**self._logged("rft/"), **keys, **metrics_of(entry)})
 
     @contextmanager
-    def _supervised(self, name: str, num_steps: int) -> Iterator[Callable[[float | None], None]]:
+    def _supervised(self, name: str, num_steps: int) -> Iterator[Callable[[float], None]]:
         """Show the progress of supervised training; yields a function to call after each step."""
         progress = StageProgress(name, num_steps, is_main=self.ranks.is_main)
-        self.policy.free_sampler()
-
-        def on_step(loss: float | None) -> None:
-            progress.step({"loss": loss})
-            self.ranks.alive()
-            if self.ranks.stop_wanted:  # interrupted supervised training saves no checkpoint
-                raise Interrupted
-
         with progress, self.ranks.phase(name):
-            yield on_step
+            yield lambda loss: progress.step({"loss": loss})
 
-    def _save_and_load(self, name: str) -> None:
+    def _save_and_give(self, name: str) -> None:
         self.save(name)
-        self.policy.reload(self.disk.fetch(f"checkpoints/{name}"), self.checkpointer)
+        self.policy.give_weights()
 
     def training_tasks(self, count: int, part: int, *key: int | str) -> list[Task]:
         """Return at most `count` training tasks of each domain that a stage trains.

@@ -1,7 +1,8 @@
-"""The warm start: a short supervised stage on demonstrations, with TRL's SFTTrainer.
+"""The warm start: a short supervised stage on demonstrations, with the Updater of GRPO.
 
-With LoRA, it trains the adapters. As in the update of GRPO, a backward pass has a micro-batch,
-and logits come in chunks (`grpo/token_logprobs.py`).
+With LoRA, it trains the adapters. As in the update of GRPO, a micro-batch computes common prefixes
+once, a step that runs out of memory is repeated in smaller micro-batches, and steps that are not
+finite are skipped.
 
 All ranks of the run take part in the warm start. `chat/template.py` makes the tokens of both
 demonstrations and rollouts. The expert of a domain follows the domain's rules in only a share of
@@ -9,161 +10,125 @@ the demonstrations (`warm_start.rule_share`), so that GRPO can improve the polic
 trains on examples that are no demonstrations.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from itertools import count, groupby, islice, pairwise
+from dataclasses import fields
+from itertools import count, groupby, islice
+from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, WarmStartSettings
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
+from pipeline.distributed.ranks import Ranks
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
-from pipeline.grpo.micro_batches import MicroBatch, cuts
+from pipeline.grpo.algorithm import TokenStats
+from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.budget import memory_of, token_budget
+from pipeline.grpo.updater import Updater
+from pipeline.models.allocation import give_memory_back
 from pipeline.models.capabilities import recompute_layers
-from pipeline.models.loading import on_gpu, uses_bf16
-from pipeline.models.lora import base_model
+from pipeline.rollout.trajectory import Trajectory
 
 SFTExample = dict[str, list[int]]  # has the keys `input_ids` and `labels`
 IGNORED = -100  # label of tokens without a loss, as in transformers
+MIN_LR_RATE = 0.1  # share of the peak learning rate at the end
+OPTIMIZER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "weight_decay": 0.01, "max_grad_norm": 1.0}
 
 
 def fine_tune(
     config: Config,
+    accelerator: Any,
+    ranks: Ranks,
     model: Any,
-    chat: Chat,
     examples: Sequence[SFTExample],
-    num_ranks: int,
-    on_step: Callable[[float | None], None],
+    on_step: Callable[[float], None] = lambda _: None,
 ) -> float:
     """Train `model` in place on examples in their order, with the settings of the warm start.
 
-    Every rank must call this function after creating the Accelerator. `examples` are the examples
-    of all steps, `warm_start.batch_size` for each step. `on_step` is called after each optimizer
-    step with the last logged loss, a mean over an eighth of the steps, or with None. Returns the
-    mean loss of the last eighth of the steps. Afterwards, `model` returns losses instead of logits.
+    Every rank must call this function with the same `examples`: those of all steps,
+    `warm_start.batch_size` for each step. `on_step` is called with the loss of each optimizer step,
+    a mean over tokens. Returns the mean loss of the last eighth of the steps. Raises Interrupted on
+    all ranks, within a micro-batch, if a signal has come; the model is then useless.
     """
-    from datasets import Dataset
-    from transformers import PrinterCallback, TrainerCallback
-    from trl import SFTTrainer
-
-    size, deterministic = config.warm_start.batch_size, config.run.deterministic
-    budget = token_budget(config, base_model(model), memory_of(next(model.parameters()).device))
+    settings, losses = config.warm_start, list[float]()
+    changed = {**OPTIMIZER, "loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0}
+    config = config.model_copy(update={"grpo": config.grpo.model_copy(update=changed)})
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)
-
-    class Trainer(SFTTrainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            model.eval()  # without dropout, whose masks would depend on the number of ranks
-            *others, last = _micro_batches(self._prepare_inputs(inputs), budget)
-            # DDP averages over the ranks, whose labels `num_items_in_batch` counts.
-            is_mean = self.args.average_tokens_across_devices
-            scale = (self.accelerator.num_processes if is_mean else 1) / num_items_in_batch
-            losses = torch.zeros((), device=self.accelerator.device)
-            for batch in (*others, last):
-                # If `deterministic`, each rank has all examples, so DDP sums nothing.
-                is_synced = batch is last and not deterministic
-                with nullcontext() if is_synced else self.accelerator.no_sync(model):
-                    loss = model(batch) * scale
-                    self.accelerator.backward(loss)
-                losses += loss.detach()
-            return losses
-
-    trainer = Trainer(
-        model=model,
-        args=_arguments(config, size if deterministic else -(-size // num_ranks)),
-        train_dataset=Dataset.from_list(share_steps(examples, size, num_ranks, deterministic)),
-        processing_class=chat.tokenizer,
-    )
-    trainer.remove_callback(PrinterCallback)
-
-    class Hooks(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            on_step(next((e["loss"] for e in trainer.state.log_history[::-1] if "loss" in e), None))
-
-    trainer.add_callback(Hooks())
-    module = TokenLogprobs(model, temperature=1.0, trains_entropy=False)
-    model.forward = lambda batch: -module(batch)[0].sum()
-    trainer.train()
-    return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
+    module = TokenLogprobs(model, temperature=1.0, trains_entropy=False).eval()  # without dropout
+    options: dict[str, Any] = {"decays_vectors": False, "leaves_out": lambda: ranks.stop_wanted}
+    updater = Updater(accelerator, module, ranks, config, 0, loss=supervised_loss, **options)
+    for step in range(settings.steps):
+        batch = examples[step * settings.batch_size : (step + 1) * settings.batch_size]
+        group = config.rollout.num_generations if config.run.deterministic else 0
+        mine = [trajectory_of(example) for example in share_of(batch, ranks, group)]
+        rate = learning_rate_at(step, settings)
+        statistics = updater.update_policy(mine, [0.0] * len(mine), rate)
+        ranks.agree("step of supervised training")
+        losses.append(statistics.get("train/loss", 0.0))
+        on_step(losses[-1])
+    del updater, module
+    model.zero_grad()  # frees the gradients
+    accelerator.free_memory()
+    give_memory_back()
+    return fmean(losses[-max(1, settings.steps // 8) :])
 
 
-def _micro_batches(inputs: Mapping[str, torch.Tensor], budget: int) -> Iterator[MicroBatch]:
-    """Yield a step's padded examples in micro-batches of at most `budget` tokens."""
-    lengths = inputs["attention_mask"].sum(1).tolist()
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for first, end in pairwise([0, *cuts([lengths[i] for i in order], budget, False)]):
-        part = order[first:end], slice(lengths[order[first]])
-        ids, labels = inputs["input_ids"][part], inputs["labels"][part]
-        rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
-        unused = labels.new_zeros(0, dtype=torch.float32)
-        yield MicroBatch(
-            input_ids=ids,
-            position_ids=None,
-            lengths=torch.tensor([lengths[i] for i in order[first:end]]),
-            rows=rows,
-            columns=columns,
-            sequences=rows,
-            targets=labels[rows, columns + 1],
-            old_logprobs=unused,
-            advantages=unused,
-            weights=unused,
-        )
+def supervised_loss(
+    logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch, *_: Any
+) -> tuple[torch.Tensor, TokenStats]:
+    """Return the cross entropy, with the signature of `grpo_loss`; the other statistics are 0."""
+    loss = -(logprobs * batch.weights).sum()
+    zeros = dict.fromkeys((field.name for field in fields(TokenStats)), torch.zeros_like(loss))
+    return loss, TokenStats(**zeros | {"loss": loss.detach()})
 
 
-def _arguments(config: Config, num_examples: int) -> Any:
-    """Return SFTTrainer's arguments; each rank trains on `num_examples` examples per step."""
-    from trl import SFTConfig
+def learning_rate_at(done: int, settings: WarmStartSettings) -> float:
+    """Return the learning rate after `done` steps: `cosine_with_min_lr` of transformers.
 
-    settings = config.warm_start
-    new, old = "activation_checkpointing", "gradient_checkpointing"  # transformers 5.23 has both
-    recomputing: Any = {new if new in SFTConfig.__dataclass_fields__ else old: False}
-    arguments = SFTConfig(
-        output_dir=str(config.run.output_dir),
-        max_steps=settings.steps,
-        per_device_train_batch_size=num_examples,
-        average_tokens_across_devices=not config.run.deterministic,
-        train_sampling_strategy="sequential",
-        learning_rate=settings.learning_rate,
-        warmup_steps=settings.warmup_steps,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        adam_beta2=0.98,
-        weight_decay=0.01,
-        bf16=uses_bf16(config.model),
-        use_cpu=not on_gpu(),
-        **recomputing,
-        save_strategy="no",
-        logging_steps=max(1, settings.steps // 8),
-        disable_tqdm=True,
-        seed=config.run.seed,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        remove_unused_columns=False,
-        dataloader_pin_memory=on_gpu(),
-        ddp_find_unused_parameters=False,
-        accelerator_config={"use_configured_state": True},
-    )
-    arguments._n_gpu = 1  # prevents DataParallel if a rank sees several GPUs
-    return arguments
-
-
-def share_steps(
-    examples: Sequence[SFTExample], batch_size: int, num_ranks: int, deterministic: bool
-) -> list[SFTExample]:
-    """Return the examples in the order in which SFTTrainer gives examples to the ranks.
-
-    Padding examples fill up each step, so that all ranks get equal numbers of examples. If
-    `deterministic`, each rank gets all examples, so that sums do not depend on the number of ranks.
+    As in transformers, the first step of the warm-up has the rate 0.
     """
-    steps = [list(examples[i : i + batch_size]) for i in range(0, len(examples), batch_size)]
-    padding = [{"input_ids": [0], "labels": [IGNORED]}] * (-batch_size % num_ranks)
-    return [e for s in steps for e in (s * num_ranks if deterministic else s + padding)]
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    assert peak is not None, "the settings were not fitted to the model"
+    if done < warmup:
+        return peak * done / warmup
+    share = (done - warmup) / max(1, settings.steps - warmup)
+    return peak * (MIN_LR_RATE + (1 - MIN_LR_RATE) * (1 + math.cos(math.pi * share)) / 2)
+
+
+def share_of(examples: Sequence[SFTExample], ranks: Ranks, group: int = 0) -> list[SFTExample]:
+    """Return this rank's examples of a step: neighbours in lexicographic order.
+
+    With `group`, the ranks take turns in groups of `group` examples, as an Updater that is
+    `deterministic` sums them.
+    """
+    ordered = sorted(examples, key=itemgetter("input_ids"))
+    if not group:
+        first, end = (len(ordered) * i // ranks.num_ranks for i in (ranks.rank, ranks.rank + 1))
+        return ordered[first:end]
+    mine = range(group * ranks.rank, len(ordered), group * ranks.num_ranks)
+    return [example for i in mine for example in ordered[i : i + group]]
+
+
+def trajectory_of(example: SFTExample) -> Trajectory:
+    """Return an example as an episode, whose sampled tokens are those with a label."""
+    ids, is_sampled = example["input_ids"], [label != IGNORED for label in example["labels"]]
+    first = max(1, is_sampled.index(True) if any(is_sampled) else len(ids))
+    return Trajectory(
+        domain="supervised training",
+        task_id="",
+        prompt_ids=ids[:first],
+        completion_ids=ids[first:],
+        loss_mask=is_sampled[first:],
+        logprobs=[0.0] * len(ids[first:]),
+    )
 
 
 def sources_of(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:

@@ -31,5 +31,5 @@ def pin(mixed_precision: str) -> None:
     """Set the precision of a run before the Accelerator is made, whatever the launcher has set."""
     import torch
 
-    os.environ["ACCELERATE_MIXED_PRECISION"] = mixed_precision  # SFTTrainer reads this variable.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mixed_precision  # for Accelerators of others
     torch.set_float32_matmul_precision("highest")  # overrides TORCH_ALLOW_TF32_CUBLAS_OVERRIDE

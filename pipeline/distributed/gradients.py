@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def sum_gradients(module: Any) -> Any:
     The loss is already divided by the number of tokens of all ranks, so no average is needed.
     """
     if isinstance(module, DistributedDataParallel):
-        wrapped: Any = module
+        wrapped: Any = proxy(module)  # The hook must not keep the module, and its buckets, alive.
         wrapped.add_up = add_up  # a benchmark may replace this attribute
         wrapped.register_comm_hook(None, lambda _, bucket: wrapped.add_up(bucket))
     return module
@@ -56,7 +57,7 @@ def add_up(bucket: dist.GradBucket) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def sharded_adamw(parameters: Iterable[torch.Tensor], **settings: Any) -> torch.optim.Optimizer:
+def sharded_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
     """AdamW with moments sharded over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1)."""
     if not dist.is_initialized():
         return torch.optim.AdamW(parameters, **settings)

@@ -12,7 +12,6 @@ from pipeline.checkpoints.checkpoint import Checkpointer, load_optimizer
 from pipeline.checkpoints.resume import (
     base_of_adapters,
     folder_of_reference,
-    load_start,
     set_weights,
 )
 from pipeline.config.settings import Config
@@ -24,7 +23,6 @@ from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.allocation import give_memory_back
 from pipeline.models.capabilities import recompute_layers, refuse_mixed_up_sequences
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
@@ -111,28 +109,11 @@ class Policy:
         dtype = dtype_of(self._config.model)
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
-    def free_sampler(self) -> None:
-        """Free the sampler's memory; until `reload` or `attach`, the policy cannot sample."""
-        vars(self.rollout).pop("sampler", None)
-
-    def reload(self, folder: Path, checkpointer: Checkpointer) -> None:
-        """Take model and sampler from a checkpoint; the old model is freed first."""
-        self.model = None
-        self.free_sampler()
-        give_memory_back()
-        chat, device = self.rollout.chat, self.accelerator.device
-        self.model = self._placed(load_start(self._config, chat.tokenizer, folder, device)[1])
-        if self._config.model.use_peft:
-            self.attach(checkpointer, folder)
-        else:
-            self.rollout.sampler = self._sampler(chat, is_main=False)  # prints no second warning
-        self.give_weights()
-
     def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
         """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
         config, chat = self._config, self.rollout.chat
         base = base_of_adapters(self.model, config.model, checkpointer)
-        self.free_sampler()
+        vars(self.rollout).pop("sampler", None)  # frees its memory
         arguments = config.model, base, config.run.seed, dtype_of(config.model)
         self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
         set_weights(self.model, config, chat.tokenizer, folder)

@@ -6,6 +6,7 @@ skip an optimizer step whose loss or gradient is not finite.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ class Updater:
     """Trains the policy on trajectories.
 
     `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
-    required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`.
+    required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`. Weight decay leaves
+    out norms and biases unless `decays_vectors`. While `leaves_out` returns True, steps leave out
+    their micro-batches; the caller must then discard the parameters on all ranks.
     """
 
     def __init__(
@@ -70,9 +73,11 @@ class Updater:
         reference: Reference | None = None,
         *,
         loss: Callable[..., tuple[torch.Tensor, TokenStats]] = grpo_loss,
+        decays_vectors: bool = True,
+        leaves_out: Callable[[], bool] = lambda: False,
     ) -> None:
         self.accelerator, self.ranks = accelerator, ranks
-        self.reference, self.loss = reference, loss
+        self.reference, self.loss, self._leaves_out = reference, loss, leaves_out
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
         self.settings = settings = config.grpo
@@ -86,7 +91,7 @@ class Updater:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         make = sharded_adamw if settings.shard_optimizer else torch.optim.AdamW
         self.optimizer = make(
-            self.parameters,
+            _groups(self.parameters, decays_vectors),
             lr=0.0,  # each step sets its own
             betas=(settings.adam_beta1, settings.adam_beta2),
             weight_decay=settings.weight_decay,
@@ -222,7 +227,7 @@ class Updater:
         while True:
             batches, stats = self._cut(items), list[TokenStats]()
             try:
-                for batch in batches:
+                for batch in takewhile(lambda _: not self._leaves_out(), batches):
                     with self._saving_memory():
                         stats.append(self._backward_one(batch, num_tokens))
             except (RuntimeError, MemoryError) as error:
@@ -234,7 +239,7 @@ class Updater:
             else:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
-                return list(zip(batches, stats, strict=True))
+                return list(zip(batches, stats, strict=False))
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
             self._zero_gradients()
             allocation.give_memory_back()
@@ -314,3 +319,12 @@ class Updater:
             at = "" if step is None else f"step {step}: "
             why = "the loss or gradient was not finite, so the update was skipped"
             print(f"warning: {at}{why} {suspects}", flush=True)
+
+
+def _groups(parameters: Sequence[torch.Tensor], decays_vectors: bool) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: one, and a second for norms and biases without decay."""
+    vectors = [] if decays_vectors else [p for p in parameters if p.dim() < 2]
+    if not vectors:
+        return [{"params": [*parameters]}]
+    matrices = [p for p in parameters if p.dim() > 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -123,7 +123,7 @@ def recompute_layers(model: Any) -> None:
             f"gradient_checkpointing: got true, but {type(model).__name__} has no layers that can "
             "be computed again; set it false"
         )
-    for layer in layers:
+    for layer in (layer for layer in layers if not isinstance(layer.forward, partial)):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 

@@ -167,12 +167,18 @@ class Memory:
         trained = groups * limits.num_generations * limits.max_tokens  # tokens of a rank and step
         tokens = max(limits.max_tokens, min(self._budget(config), trained))
         terms = self._activations(tokens, grpo.gradient_checkpointing)
-        if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys and values
-            copied = max(0, min(tokens * KEYS_PER_TOKEN, trained) - tokens)
-            layers = 1 if grpo.gradient_checkpointing else self.shape.num_hidden_layers
-            size = self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape)
-            terms["keys and values of common prefixes"] = float(copied * size)
+        terms |= self._gathered(tokens, trained, config)
         return terms | self._output_layer(tokens, not config.model.use_peft)
+
+    def _gathered(self, tokens: int, trained: int, config: Config) -> Terms:
+        """Attention copies keys and values of common prefixes, of at most `trained` tokens."""
+        grpo = config.grpo
+        if not grpo.share_prefixes or grpo.padding_free:
+            return {}
+        copied = max(0, min(tokens * KEYS_PER_TOKEN, trained) - tokens)
+        layers = 1 if grpo.gradient_checkpointing else self.shape.num_hidden_layers
+        size = self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape)
+        return {"keys and values of common prefixes": float(copied * size)}
 
     def _budget(self, config: Config) -> int:
         is_away = self.has_gpu and not self.is_here
@@ -206,20 +212,13 @@ class Memory:
         return {"moments on the way to rank 0": moments}
 
     def _warm_start(self, config: Config) -> Terms:
-        """Each rank keeps the whole optimizer state; no sampler is there."""
-        trained, whole = 4.0 * self.num_trained, not config.model.use_peft
         examples = -(-config.warm_start.batch_size // self.num_ranks)
         longest = config.rollout.max_tokens
         tokens = max(longest, min(self._budget(config), examples * longest))
-        terms = {
-            "weights of the sampler": 0.0,
-            "LoRA adapters (fp32)": trained * config.model.use_peft,
-            # SFTTrainer keeps gradients beside DDP's buckets.
-            "gradients of the warm start": trained * (2 if self.num_ranks > 1 else 1),
-            "AdamW of the warm start": 2 * trained,
-        }
+        terms = self._trained(config) | {"reference policy (fp32)": 0.0}
         terms |= self._activations(tokens, config.grpo.gradient_checkpointing)
-        return terms | self._output_layer(tokens, whole)
+        terms |= self._gathered(tokens, examples * longest, config)
+        return terms | self._output_layer(tokens, not config.model.use_peft)
 
     @property
     def _intermediate(self) -> int:

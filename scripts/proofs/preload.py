@@ -13,7 +13,6 @@ try:
         import matplotlib.backends.backend_agg  # noqa: F401
         import peft  # noqa: F401
         import torch.distributed.optim  # noqa: F401
-        import trl.trainer.sft_trainer  # noqa: F401
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         import pipeline.run  # noqa: F401

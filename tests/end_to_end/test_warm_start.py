@@ -1,12 +1,17 @@
 """The warm start: its rows are what the policy will see, with labels on what it says."""
 
+import gc
+import inspect
 import json
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from transformers import get_scheduler
 
 from pipeline.config.settings import (
     DEFAULT_DOMAINS,
@@ -15,7 +20,7 @@ from pipeline.config.settings import (
     ModelSettings,
     RolloutSettings,
 )
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
@@ -26,7 +31,7 @@ from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.rollout.rollout import Rollout, RolloutRequest
-from pipeline.sft import IGNORED, encode, fine_tune, sft_examples, share_steps
+from pipeline.sft import IGNORED, encode, fine_tune, learning_rate_at, sft_examples, share_of
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (
     Desk,
@@ -311,57 +316,45 @@ def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
 # Training
 
 
-def test_a_steps_rows_are_padded_to_equal_shares_of_the_ranks():
-    rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 7)]
-    padding = {"input_ids": [0], "labels": [IGNORED]}
-    assert share_steps(rows, 3, 1, False) == rows
-    assert share_steps(rows, 3, 2, False) == [*rows[:3], padding, *rows[3:], padding]
-    assert share_steps(rows, 2, 3, False) == [
-        *rows[:2],
-        padding,
-        *rows[2:4],
-        padding,
-        *rows[4:],
-        padding,
-    ]
+@pytest.mark.parametrize(
+    ("group", "shares"), [(0, ["a", "bc", "de"]), (1, ["ad", "be", "c"]), (2, ["ab", "cd", "e"])]
+)
+def test_neighbours_of_a_step_come_to_the_same_rank(group, shares):
+    """So that it computes their common prefixes once; in groups, the ranks take turns."""
+    rows = [{"input_ids": [ord(name)], "labels": [IGNORED]} for name in "ecadb"]
+    everyone = [share_of(rows, SimpleNamespace(rank=rank, num_ranks=3), group) for rank in range(3)]
+    assert ["".join(chr(row["input_ids"][0]) for row in of) for of in everyone] == shares
 
 
-def test_a_deterministic_steps_rows_come_once_for_every_rank():
-    rows = [{"input_ids": [n], "labels": [n]} for n in range(1, 5)]
-    assert share_steps(rows, 2, 1, True) == rows
-    assert share_steps(rows, 2, 2, True) == [*rows[:2], *rows[:2], *rows[2:], *rows[2:]]
-
-
-class Logits(TorchDispatchMode):
-    """The most rows of a tensor with an entry for each token of the vocabulary."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.most = size, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        is_logits = isinstance(out, torch.Tensor) and out.shape[-1:] == (self.size,)
-        if is_logits and out.shape[:-1] != (128,):  # the output layer's weight, transposed
-            self.most = max(self.most, out.numel() // self.size)
-        return out
+def test_the_learning_rate_is_that_of_transformers():
+    settings = config(steps=9, warmup_steps=3, learning_rate=2e-3).warm_start
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
+    options = {"scheduler_specific_kwargs": {"min_lr_rate": 0.1}}
+    schedule = get_scheduler("cosine_with_min_lr", optimizer, 3, 9, **options)
+    for step in range(9):
+        assert learning_rate_at(step, settings) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
 
 
 def train_in_parts(budget, use_peft):
     """A warm start with micro-batches of `budget` tokens, and logits in chunks of 16 tokens."""
-    accelerator, model = Accelerator(), tiny_model(tokenizer(), seed=1)
-    settings = config(steps=2, batch_size=4)
+    accelerator, model, chunks = Accelerator(), tiny_model(tokenizer(), seed=1), []
+    settings, logits_of = config(steps=2, batch_size=4), token_logprobs.logits_of
     if use_peft:
         model = lora.attach(model, ModelSettings(lora_r=2), "base", 0)
-    size = model.get_input_embeddings().num_embeddings
-    token_logprobs.LOGITS_PER_CHUNK = 16 * size
+
+    def watched(head, hidden, weight):
+        chunks.append(len(hidden))
+        return logits_of(head, hidden, weight)
+
+    token_logprobs.logits_of = watched
+    token_logprobs.LOGITS_PER_CHUNK = 16 * model.get_input_embeddings().num_embeddings
     grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": budget})
     settings = settings.model_copy(update={"grpo": grpo})
-    with Logits(size) as logits:
-        examples = sft_examples(settings, chat(), embedded("airline"))
-        fine_tune(settings, model, chat(), examples, 1, lambda _: None)
-    assert accelerator.num_processes == 1
-    return {name: p.detach().numpy() for name, p in model.named_parameters()}, logits.most
+    examples = sft_examples(settings, chat(), embedded("airline"))
+    fine_tune(settings, accelerator, Ranks(0, 1, 60), model, examples)
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}, max(chunks)
 
 
 @pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
@@ -391,10 +384,13 @@ def train_on_this_rank(deterministic):
     run = settings.run.model_copy(update={"deterministic": deterministic})
     settings = settings.model_copy(update={"run": run})
     examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
-    loss = fine_tune(settings, model, chat(), examples, ranks.num_ranks, steps.append)
+    loss = fine_tune(settings, accelerator, ranks, model, examples, steps.append)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert steps[-1] is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    left = [m for m in gc.get_objects() if isinstance(m, DistributedDataParallel | AdamW)]
+    assert left == []  # with the buckets of gradients and the moments
+    assert loss == steps[-1]  # the last eighth of the steps
     return flat.numpy(), loss, len(steps)
 
 
@@ -406,7 +402,7 @@ def played(num_ranks, deterministic):
 
 
 def test_any_number_of_ranks_warm_starts_alike():
-    """4 rows a step on 3 ranks: shares of 2, one of them of padding only."""
+    """4 rows a step on 3 ranks: shares of 1, 1 and 2."""
     alone, *three = played(1, False) + played(3, False)
     before = torch.cat([p.detach().flatten() for p in tiny_model(tokenizer(), seed=1).parameters()])
     moved = (torch.from_numpy(alone[0]) - before).norm()
@@ -422,3 +418,31 @@ def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks():
     for parameters, loss, _ in three:
         assert (parameters == alone[0]).all()
         assert loss == alone[1]
+
+
+def stopped(at: str):
+    """A warm start of two examples a step, in micro-batches of one, that a signal stops."""
+    accelerator, model, seen = Accelerator(), tiny_model(tokenizer(), seed=1), []
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    settings = config(steps=3, batch_size=2 * ranks.num_ranks)
+    grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": 1})
+    settings = settings.model_copy(update={"grpo": grpo})
+    alive = ranks.alive
+
+    def watched():
+        if inspect.stack()[1].function == "_backward_one":
+            seen.append(ranks.rank)
+            ranks.stop_wanted |= at == f"rank {ranks.rank}, micro-batch {len(seen)}"
+        alive()
+
+    ranks.alive = watched
+    examples, steps = sft_examples(settings, chat(), embedded("airline")), []
+    with pytest.raises(Interrupted):
+        fine_tune(settings, accelerator, ranks, model, examples, steps.append)
+    return len(seen), len(steps)
+
+
+def test_a_signal_stops_a_warm_start_within_a_micro_batch():
+    """On all ranks: the rank with the signal leaves out the rest of its step."""
+    assert play_ranks(stopped, 1, "rank 0, micro-batch 3") == [(3, 1)]
+    assert play_ranks(stopped, 2, "rank 1, micro-batch 3") == [(4, 1), (3, 1)]

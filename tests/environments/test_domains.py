@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from pipeline.checkpoints.manifest import write_manifest
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
+from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.demonstrations import demonstrations_of
 from pipeline.environments.domains import generated
@@ -421,9 +422,8 @@ def warm_started(config) -> tuple[float, float, list[str]]:
             config.model_copy(update={"warm_start": warm}),
             tiny_model(parts.tokenizer, 0),
         )
-        count = accelerator.num_processes
         examples = sft_examples(settings, parts.chat, parts.domains)
-        losses.append(fine_tune(settings, model, parts.chat, examples, count, lambda loss: None))
+        losses.append(fine_tune(settings, accelerator, Ranks(0, 1, 60), model, examples))
     return losses[0], losses[1], [task.id for task in parts.train["bank"]]
 
 

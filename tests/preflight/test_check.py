@@ -263,17 +263,17 @@ def test_full_training_in_bf16_casts_weights_and_a_sharded_optimizer_leaves_each
     assert shared["checkpoint"] == {**whole["checkpoint"], moments: 4_022_468_096, **on_the_way}
 
 
-def test_a_warm_start_trains_what_the_run_trains_without_a_sampler():
+def test_a_warm_start_trains_what_the_run_trains_without_a_reference():
     warm_start = with_settings(load_recipe(QWEN), warm_start={"steps": 1})
     need = Memory(warm_start).phases()["warm start"]
     adapters = need["LoRA adapters (fp32)"]
-    assert need["gradients of the warm start"] == 2 * adapters  # and DDP's buckets
-    assert need["AdamW of the warm start"] == 2 * adapters
+    assert need["gradients (fp32)"] == need["adapters of the sampler (fp32)"] == adapters
+    assert need["AdamW (fp32, two moments)"] == 2 * adapters
     assert need["weights (bf16)"] == 2 * 4_022_468_096
-    assert not {"key-value cache", "adapters of the sampler (fp32)"} & need.keys()
+    assert not {"key-value cache", "reference policy (fp32)"} & need.keys()
     whole = Memory(with_settings(warm_start, model={"use_peft": False})).phases()["warm start"]
-    assert whole["AdamW of the warm start"] == 8 * 4_022_468_096
-    assert "weights of the sampler" not in whole
+    assert whole["AdamW (fp32, two moments)"] == 8 * 4_022_468_096
+    assert whole["weights of the sampler"] == 2 * 4_022_468_096
 
 
 def with_settings(settings: Config, **sections) -> Config:
