@@ -25,14 +25,14 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "customers": 245,
     "tau2": 1385,
     "chat": 665,
-    "models": 1085,
-    "rollout": 1695,
+    "models": 1250,
+    "rollout": 1850,
     "checkpoints": 1088,
-    "grpo": 1440,
+    "grpo": 1470,
     "sft": 235,
     "evaluation": 1495,
     "rft": 120,
-    "preflight": 1390,
+    "preflight": 1420,
     "doctor": 300,
     "tracking": 1060,
     "plots": 585,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5123
+MOST_LINES_OF_THE_CORE = 5450
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "restarts")]
