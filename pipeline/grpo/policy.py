@@ -123,7 +123,8 @@ class Policy:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
         self.rollout.sampler.load_weights(trained_weights(self.model))
         if self.updater is None:
-            module = TokenLogprobs(self.model, self._config.rollout.temperature).eval()
+            temperature, longest = self._config.rollout.temperature, self._config.rollout.max_tokens
+            module = TokenLogprobs(self.model, temperature, max_tokens=longest).eval()
         else:
             module = self.updater.module
         self._probe.check(self.rollout.sampler, module, self.accelerator, str(self._ranks.current))
@@ -137,8 +138,12 @@ class Policy:
             self.attach(checkpointer)
         if config.grpo.gradient_checkpointing:
             recompute_layers(self.model)
-        arguments = self.model, config.rollout.temperature, config.grpo.entropy_coef > 0
-        module = TokenLogprobs(*arguments).eval()  # without dropout
+        module = TokenLogprobs(
+            self.model,
+            config.rollout.temperature,
+            config.grpo.entropy_coef > 0,
+            config.rollout.max_tokens,
+        ).eval()  # without dropout
         if config.grpo.padding_free:
             refuse_mixed_up_sequences(self.model)
 

@@ -89,13 +89,14 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
     return PrefixTree(tensor(keys), tensor(queries), tensor(outputs), tuple(blocks))
 
 
-def follow_prefixes(model: Any) -> bool:
+def follow_prefixes(model: Any, max_tokens: int = 0) -> bool:
     """Make the model's attention use prefix trees; return False if the model cannot use trees.
 
     All layers of the model must have full attention, computed by scaled_dot_product_attention.
+    Windows of at least `max_tokens` tokens, the length of the longest sequence, are full attention.
     """
     config, can_switch = model.config, getattr(model, "_supports_attention_backend", False)
-    if unserved(config.get_text_config()) is not None or not can_switch:
+    if unserved(config.get_text_config(), max_tokens) is not None or not can_switch:
         return False
     if config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)
@@ -119,8 +120,11 @@ def attend(
         if attention_mask is not None and attention_mask.numel() == 0:
             raise UserError("share_prefixes: the layers of this model get no tree; set it false")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    special = ("softcap", "position_bias", "s_aux", "sliding_window")
+    special = ("softcap", "position_bias", "s_aux")
     used = [name for name in special if settings.get(name) is not None]
+    window = settings.get("sliding_window")
+    if window is not None and window < max(keys for _, _, keys in tree.blocks):
+        used.append("sliding_window")
     if used:
         raise UserError(f"share_prefixes: this model's attention has {used[0]}; set it false")
     queries = tree.queries, [count * queries for count, queries, _ in tree.blocks]

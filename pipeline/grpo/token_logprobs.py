@@ -23,14 +23,17 @@ class TokenLogprobs(nn.Module):
 
     To save memory, the module computes logits in chunks, only at positions before sampled tokens.
     The backward pass computes the logits of each chunk again. Entropies have gradients, which need
-    a second tensor of the logits' size, if `trains_entropy` is True.
+    a second tensor of the logits' size, if `trains_entropy` is True. `max_tokens` is the maximum
+    number of tokens of a sequence (0: not known).
     """
 
-    def __init__(self, model: Any, temperature: float, trains_entropy: bool = True) -> None:
+    def __init__(
+        self, model: Any, temperature: float, trains_entropy: bool = True, max_tokens: int = 0
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature, self.trains_entropy = temperature, trains_entropy
-        self.shares_prefixes = follow_prefixes(model)
+        self.shares_prefixes = follow_prefixes(model, max_tokens)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the targets' log-probabilities and entropies at the targets, each [N], in nats."""

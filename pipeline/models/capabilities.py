@@ -16,14 +16,22 @@ from pipeline.chat.template import Chat
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of, shown
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Architectures whose sliding layers differ from full attention by the window alone. Others also
+# have attention sinks, soft caps, or layers that share keys and values.
+PLAIN_WINDOWS = {
+    *("gemma3_text", "ministral", "mistral", "mixtral", "olmo3", "phi3", "smollm3", "starcoder2"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+}
 
-def why_generate(model: Any) -> str | None:
+
+def why_generate(model: Any, max_tokens: int = 0) -> str | None:
     """Return why a model needs transformers' `generate`, or None if the row sampler suffices.
 
-    The check reads no weights. Raises UserError if neither `generate` nor the row sampler can
-    sample the model.
+    `max_tokens` is the maximum number of tokens of an episode (0: not known). The check reads no
+    weights. Raises UserError if neither `generate` nor the row sampler can sample the model.
     """
-    why = unserved(model.config.get_text_config())
+    why = unserved(model.config.get_text_config(), max_tokens)
     if why is None and getattr(model, "_is_stateful", False):
         raise UserError(
             f"model: got {type(model).__name__}, which is recurrent and names no kinds of layers; "
@@ -32,11 +40,22 @@ def why_generate(model: Any) -> str | None:
     return why
 
 
-def unserved(config: Any) -> str | None:
-    """Return why the row sampler cannot run a model; None if all layers have full attention."""
-    window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    return None if kinds == {"full_attention"} else f"its layers are {', '.join(sorted(kinds))}"
+def unserved(config: Any, max_tokens: int = 0) -> str | None:
+    """Return why the row sampler cannot run a model; None if all layers have full attention.
+
+    In sequences of at most `max_tokens` tokens (0: of any length), a layer whose sliding window is
+    not shorter has full attention.
+    """
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+    why = f"its layers are {', '.join(sorted(kinds))}"
+    if kinds == {FULL}:
+        return None
+    if not window or not kinds <= {FULL, SLIDING} or config.model_type not in PLAIN_WINDOWS:
+        return why
+    if 0 < max_tokens <= window:
+        return None
+    return f"{why}; with max_tokens up to its window of {window}, one cache would do"
 
 
 @torch.no_grad()

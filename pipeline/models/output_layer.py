@@ -6,11 +6,15 @@ otherwise than in the sampler. Both therefore multiply bf16 numbers and add in f
 Letters in shapes: N hidden states, H hidden size, V entries of the vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+COLUMNS = 4096  # columns that a CPU converts to float32 at once; they stay in the cache
 
 
 def weight_of_logits(head: nn.Module) -> torch.Tensor | None:
@@ -47,11 +51,37 @@ def _frozen_logits(head: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply matrices of equal dtypes with a float32 result."""
+    """Multiply matrices [M, K] and [K, N] of equal dtypes with a float32 result.
+
+    CPUs have no product of bf16 matrices in float32. Every bf16 number is a float32 number, so the
+    product of converted matrices is the same. A matrix that is as wide as the vocabulary is
+    converted in parts, because fresh memory for all of it takes longer than the product.
+    """
     with torch.autocast(a.device.type, enabled=False):
         if a.device.type == "cuda":
             return torch.mm(a, b, out_dtype=torch.float32)
-        return a.float() @ b.float()
+        product = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+        converted = a.float()
+        with _bf16_units(a.dtype):
+            for part, columns in zip(product.split(COLUMNS, 1), b.split(COLUMNS, 1), strict=True):
+                torch.mm(converted, columns.float(), out=part)
+        return product
+
+
+@contextmanager
+def _bf16_units(dtype: torch.dtype) -> Iterator[None]:
+    """Let a CPU that has units for bf16 multiply float32 matrices there, if `dtype` is bf16.
+
+    The units multiply numbers that bf16 can hold without rounding, and add in float32.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 class _Product(torch.autograd.Function):

@@ -92,7 +92,7 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")
-    why = why_generate(model)
+    why = why_generate(model, config.rollout.max_tokens)
     is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # tried once per machine
     return why, try_architecture(config, model) if is_tried else []
 

@@ -37,6 +37,7 @@ from pipeline.rollout.trajectory import Trajectory
 MOST_NATS = 5e-4  # largest log-probability change that float32 rounding explains
 MOST_NATS_OF_GENERATE = 0.05  # the same bound if transformers' `generate` samples
 MOST_PARAMETERS = 300_000_000  # maximum number of parameters of the small model
+LONGEST = 64  # no conversation of the trial has more tokens
 TURNS, REPLY, MESSAGE = 3, 5, 6  # turns; tokens of a user's reply; tokens of the model's message
 SMALLER = (  # maximum size for each setting; an attention window is shorter than a conversation
     (1, "n_group topk_group first_k_dense_replace"),
@@ -56,7 +57,7 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
     recomputed log-probabilities differ by more than rounding explains.
     """
     try:
-        model = stand_in(empty)
+        model = stand_in(empty, config.rollout.max_tokens)
     except Exception as error:
         return [f"not tried: a small model of this architecture ({reason_of(error)})"]
     notes = [fix_rotary(model, config.rollout.max_tokens), _check_positions(config, model)]
@@ -77,7 +78,8 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
         f"log-probabilities of sampled tokens and of training differ by {gap:.2g} nats in a trial "
         f"(at most {MOST_NATS:g} is rounding)"
     )
-    if gap > (MOST_NATS if _is_served(model) else MOST_NATS_OF_GENERATE):
+    is_served = unserved(model.config.get_text_config(), config.rollout.max_tokens) is None
+    if gap > (MOST_NATS if is_served else MOST_NATS_OF_GENERATE):
         raise UserError(f"model: got {name}, for which {said}; {remedy}")
     if gap > MOST_NATS:
         notes.append(f"{said}; the cause is transformers' generate")
@@ -87,7 +89,8 @@ def try_architecture(config: Config, empty: Any) -> list[str]:
 def gap_of(config: Config, model: Any) -> float:
     """Return the largest difference between sampled and recomputed log-probabilities, in nats."""
     grpo, rollout = config.grpo, config.rollout
-    model, sampling = copy.deepcopy(model), RowSampler if _is_served(model) else GenerateSampler
+    is_served = unserved(model.config.get_text_config(), rollout.max_tokens) is None
+    model, sampling = copy.deepcopy(model), RowSampler if is_served else GenerateSampler
     if config.model.use_peft:
         model = lora.attach(model, config.model, "", config.run.seed)
     sampler: Sampler = sampling(model, 0, rollout.temperature, torch.float32)
@@ -98,11 +101,12 @@ def gap_of(config: Config, model: Any) -> float:
         recompute_layers(model)
     sampler.load_weights(trained_weights(model))
     items = [(t, 1.0, 1.0) for t in _converse(sampler, model.get_input_embeddings().num_embeddings)]
-    module = TokenLogprobs(model, rollout.temperature).eval()
+    longest = rollout.max_tokens
+    module = TokenLogprobs(model, rollout.temperature, max_tokens=longest).eval()
     others = []
     if config.model.use_peft:  # Export merges the adapters into the weights.
         merged = copy.deepcopy(model).merge_and_unload()
-        others.append(TokenLogprobs(merged, rollout.temperature).eval())
+        others.append(TokenLogprobs(merged, rollout.temperature, max_tokens=longest).eval())
     if grpo.padding_free:
         refuse_mixed_up_sequences(model)
     shares = grpo.share_prefixes and not grpo.padding_free and module.shares_prefixes
@@ -158,17 +162,18 @@ def _check_positions(config: Config, model: Any) -> str:
     return note if isinstance(trained, int) and limit > trained else ""
 
 
-def stand_in(empty: Any) -> Any:
+def stand_in(empty: Any, max_tokens: int = 0) -> Any:
     """Return a model like `empty`, but with few and small layers and random weights.
 
+    A window that no episode of `max_tokens` tokens exceeds is not exceeded in the trial, either.
     Raises the exception of the model's code if a small model cannot be made or cannot run.
     """
     if empty.num_parameters() < 10_000_000:
-        return _made(empty, copy.deepcopy(empty.config))
+        return _made(empty, _widened(empty, copy.deepcopy(empty.config), max_tokens))
     try:
-        return _made(empty, _narrowed(_shrunk(empty.config)))
+        return _made(empty, _widened(empty, _narrowed(_shrunk(empty.config)), max_tokens))
     except Exception:  # Some architectures fix the number of heads or the width.
-        return _made(empty, _shrunk(empty.config))
+        return _made(empty, _widened(empty, _shrunk(empty.config), max_tokens))
 
 
 def _made(empty: Any, config: Any) -> Any:
@@ -187,6 +192,14 @@ def _made(empty: Any, config: Any) -> Any:
     with torch.no_grad():
         model(torch.tensor([_ids(0, 5, layer.weight.shape[0])]), use_cache=False)
     return model
+
+
+def _widened(empty: Any, config: Any, max_tokens: int) -> Any:
+    """Give `config` a window for LONGEST tokens if no episode exceeds the window of `empty`."""
+    text = empty.config.get_text_config()
+    if (window := getattr(text, "sliding_window", None)) and unserved(text, max_tokens) is None:
+        config.get_text_config().sliding_window = max(window, LONGEST)
+    return config
 
 
 def _narrowed(config: Any) -> Any:
@@ -229,10 +242,6 @@ def _shrunk(config: Any) -> Any:
     for owner in (config, text):
         owner.update(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0))
     return config
-
-
-def _is_served(model: Any) -> bool:
-    return unserved(model.config.get_text_config()) is None
 
 
 @torch.no_grad()

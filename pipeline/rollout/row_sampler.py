@@ -166,7 +166,9 @@ class RowSampler(ModelSampler):
         for slot, ids in zip(slots, fed, strict=True):
             slot.length += len(ids)
         members, index = members_of(slots)
-        logprobs_BV = self._logprobs(hidden)[torch.from_numpy(index).to(self.device)]
+        logprobs_BV = self._logprobs(hidden)
+        if len(members) > len(slots):
+            logprobs_BV = logprobs_BV[torch.from_numpy(index).to(self.device)]
         sampled = self.sample_tokens(logprobs_BV, *streams_of(members), greedy)
         chosen = logprobs_BV.gather(-1, sampled[:, None])
         for episode, token, values in zip(members, sampled.tolist(), chosen.tolist(), strict=True):
@@ -228,7 +230,10 @@ class RowSampler(ModelSampler):
             end = min(max(held) + step, most)
             hidden = self._forward(rows, tokens, positions, end, True)[:, 0]
             self.num_tokens += len(slots)
-            logprobs_BV = self._logprobs(hidden)[index_B]
+            logprobs_BV = self._logprobs(hidden)
+            # A copy of all values takes long, and most rows have one conversation.
+            is_whole = len(members) == len(slots)
+            logprobs_BV = logprobs_BV[: len(slots)] if is_whole else logprobs_BV[index_B]
             sampled.append(self.sample_tokens(logprobs_BV, keys, used + step - 1, greedy))
             chosen.append(logprobs_BV.gather(-1, sampled[-1][:, None]))
             tokens[: len(slots), 0] = sampled[-1][first_B]

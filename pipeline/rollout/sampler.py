@@ -89,12 +89,13 @@ def make_sampler(
 ) -> Sampler:
     """Return the fastest sampler that can serve the model.
 
-    Models with full attention get a sampler of the class `row_sampler`, other models get a
-    GenerateSampler. Raises UserError if no sampler can serve the model.
+    Models with full attention, at lengths up to `settings.max_tokens`, get a sampler of the class
+    `row_sampler`, other models get a GenerateSampler. Raises UserError if no sampler can serve the
+    model.
     """
     plain = base_model(model)
     refuse_changed_logits(plain)
-    why = why_generate(plain)
+    why = why_generate(plain, settings.max_tokens)
     stops = other_stops(plain, chat)
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))

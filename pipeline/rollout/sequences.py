@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from pipeline.data.rng import uniforms
 from pipeline.models.weights import SamplingCopy, Weights
 from pipeline.rollout.trajectory import Sampled
 
 PASS_TOKENS = 128  # cost of starting a forward pass, as a number of tokens with equal cost
+BLOCK = 256  # tokens of a block of a large vocabulary
+LARGE_VOCABULARY = 1 << 14  # minimum number of tokens from which on the sampling is by blocks
 Ids = tuple[int, ...]
 Keys = NDArray[np.uint64]  # keys of streams of random numbers
 Positions = NDArray[np.int64]  # positions in streams of random numbers
@@ -72,7 +75,8 @@ def num_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 def logprobs_of(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the log-probability of each possible next token, [B, V] float32."""
-    return (logits_BV.float() / temperature).log_softmax(-1)
+    logits_BV = logits_BV.float()
+    return (logits_BV if temperature == 1 else logits_BV / temperature).log_softmax(-1)
 
 
 def sample_tokens(
@@ -95,6 +99,8 @@ def sample_tokens(
     if logprobs_BV.is_cuda:  # a copy from pinned memory does not synchronize with the GPU
         numbers = numbers.pin_memory().to(logprobs_BV.device, non_blocking=True)
     if top_k == 0 and top_p == 1.0:
+        if logprobs_BV.shape[-1] >= LARGE_VOCABULARY:
+            return inverse_cdf_by_blocks(logprobs_BV, numbers)
         return inverse_cdf(cumulative(logprobs_BV), numbers)
     logprobs_BV = logprobs_BV.masked_fill(~kept(logprobs_BV, top_k, top_p), float("-inf"))
     # Excluded tokens get the cumulative value 0, so that rounding cannot select an excluded token.
@@ -114,7 +120,7 @@ def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     if top_p == 1.0:
         return kept_BV.scatter_(-1, best, True)
     line = cumulative(likely)
-    before = torch.nn.functional.pad(line[:, :-1], (1, 0))  # total probability of likelier tokens
+    before = nn.functional.pad(line[:, :-1], (1, 0))  # total probability of likelier tokens
     return kept_BV.scatter_(-1, best, before < top_p * line[:, -1:])
 
 
@@ -128,6 +134,29 @@ def inverse_cdf(cumulative_BV: torch.Tensor, numbers_B: torch.Tensor) -> torch.T
     targets = numbers_B[:, None] * cumulative_BV[:, -1:]
     tokens = torch.searchsorted(cumulative_BV, targets, right=True)[:, 0]
     return tokens.clamp_(max=cumulative_BV.shape[-1] - 1)
+
+
+def inverse_cdf_by_blocks(logprobs_BV: torch.Tensor, numbers_B: torch.Tensor) -> torch.Tensor:
+    """Do the same as `inverse_cdf` of `cumulative`, with float64 numbers for few tokens only.
+
+    The first search finds the block of BLOCK tokens, and the second search the token in the block.
+    Probabilities are float32, so the token may differ where a random number is as near as a
+    rounding error to the boundary of two tokens.
+    """
+    size = logprobs_BV.shape[-1]
+    shares_BV = logprobs_BV.new_empty(len(logprobs_BV), -(-size // BLOCK) * BLOCK)
+    shares_BV[:, size:] = 0
+    torch.exp(logprobs_BV, out=shares_BV[:, :size])
+    blocks = shares_BV.unflatten(-1, (-1, BLOCK))
+    line = blocks.sum(-1).double().cumsum(-1)
+    block_B = inverse_cdf(line, numbers_B)[:, None]
+    before = nn.functional.pad(line, (1, 0)).gather(-1, block_B)
+    rows = torch.arange(len(blocks), device=blocks.device)[:, None]
+    inside = blocks[rows, block_B][:, 0].double().cumsum(-1)
+    # A block has two sums, which differ by rounding; a number above both selects the last token.
+    most = torch.nextafter(inside[:, -1:], torch.zeros_like(before))
+    rest = torch.minimum(numbers_B[:, None] * line[:, -1:] - before, most)
+    return (block_B * BLOCK + torch.searchsorted(inside, rest, right=True))[:, 0]
 
 
 class ModelSampler:

@@ -283,6 +283,14 @@ def test_a_model_with_sliding_windows_is_not_served(make):
     assert unserved(small_model().config) is None
 
 
+def test_a_window_that_no_episode_exceeds_is_full_attention():
+    config = sliding_mistral().config
+    assert unserved(config, 4) is None
+    assert unserved(config, 5).endswith("with max_tokens up to its window of 4, one cache would do")
+    config.model_type = "gemma2"  # with soft caps
+    assert unserved(config, 4) == "its layers are sliding_attention"
+
+
 # Log-probabilities for training
 
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.grpo import token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.output_layer import logits_of, use_fp32_logits, weight_of_logits
+from pipeline.models.output_layer import COLUMNS, logits_of, use_fp32_logits, weight_of_logits
 from scripts.proofs.grid import make_episodes, small_model
 
 BF16 = torch.bfloat16
@@ -35,6 +35,34 @@ def test_logits_are_sums_in_float32_of_products_of_bf16_numbers(bias):
     frozen = head(BF16, bias)
     use_fp32_logits(frozen)  # as in a sampler
     assert frozen(HIDDEN.to(BF16)).dtype == torch.float32
+
+
+def test_a_wide_layer_is_converted_in_parts_and_leaves_float32_products_as_they_are():
+    torch.manual_seed(0)
+    hidden, precision = torch.randn(5, 64), torch.backends.mkldnn.matmul.fp32_precision
+    for width in (COLUMNS - 1, 2 * COLUMNS + 3):
+        wide = nn.Linear(64, width, bias=False, dtype=BF16)
+        use_fp32_logits(wide)
+        with LargestTensor() as largest:
+            logits = wide(hidden.to(BF16))
+        expected = hidden.to(BF16).double() @ wide.weight.double().T
+        assert float((logits - expected).detach().abs().max()) < 1e-5
+        assert largest.size <= max(64 * COLUMNS, 5 * width)
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision
+    product = hidden @ hidden.T  # would be wrong by 0.1 in bf16
+    assert float((product - hidden.double() @ hidden.double().T).abs().max()) < 1e-4
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest number of entries of a new float32 tensor."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+            self.size = max(self.size, made.numel())
+        return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

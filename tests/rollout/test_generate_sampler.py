@@ -313,11 +313,73 @@ def test_a_bf16_sampler_keeps_its_rotary_frequencies_in_fp32():
     assert float((ours - theirs).abs().mean()) < 0.1
 
 
+# Windows that no episode exceeds
+
+WINDOW = 160  # no conversation of `play` is longer
+PLAIN = {
+    **dict.fromkeys(("Mistral", "Ministral", "Mixtral", "Olmo3", "Phi3", "SmolLM3", "Starcoder2")),
+    **dict.fromkeys(("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma3Text")),
+}
+
+
+def windowed(name: str, window: int = WINDOW):
+    """A model of an architecture in PLAIN_WINDOWS whose first and last layers have windows."""
+    text = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": window}
+    values = {**SHAPE, "num_hidden_layers": 3, **text, "use_sliding_window": True}
+    if "Moe" in name:
+        values |= EXPERTS
+    config = getattr(transformers, f"{name}Config")(**values)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_episodes_within_the_window_are_sampled_and_trained_as_with_full_attention(name):
+    model = windowed(name)
+    assert model.config.get_text_config().sliding_window == WINDOW
+    sampler = made(model, max_tokens=WINDOW)
+    assert type(sampler) is RowSampler
+    trajectories = play(sampler, range(12))
+    assert max(len(t.prompt_ids) + len(t.completion_ids) for t in trajectories) <= WINDOW
+    ours, theirs = recomputed(windowed(name), trajectories)  # the model's own masks
+    assert float(ours.std()) > 0.1
+    assert float((ours - theirs).abs().max()) < 1e-5
+    module = TokenLogprobs(model, 1.0, max_tokens=WINDOW)
+    assert module.shares_prefixes
+    (batch,) = make_micro_batches([(t, 1.0, 1.0) for t in trajectories], 10**6, 0, False, True)
+    shared = module(batch)[0].detach()
+    assert float((shared - batch.old_logprobs).abs().max()) < 1e-5
+
+
+def test_every_architecture_with_plain_windows_is_tried():
+    assert {windowed(name).config.model_type for name in PLAIN} == capabilities.PLAIN_WINDOWS
+
+
+def test_a_tree_with_a_path_beyond_the_window_is_refused():
+    model = windowed("Gemma3Text", window=6)
+    module = TokenLogprobs(model, 1.0, max_tokens=6)
+    rows = [
+        make_trajectory([1, 2, 3], [token] * length, [1] * length)
+        for token in (4, 5)
+        for length in (3, 4)
+    ]
+    fits, longer = rows[::2], rows[1::2]
+    (batch,) = make_micro_batches([(t, 1.0, 1.0) for t in fits], 10**6, 0, False, True)
+    assert len(module(batch)[0]) == 6
+    (batch,) = make_micro_batches([(t, 1.0, 1.0) for t in longer], 10**6, 0, False, True)
+    with pytest.raises(UserError, match="attention has sliding_window; set it false"):
+        module(batch)
+    assert not TokenLogprobs(model, 1.0, max_tokens=7).shares_prefixes
+
+
 # Which sampler a model gets
 
 
-def made(model, is_main=True):
-    return make_sampler(model, chat(), RolloutSettings(top_k=5), torch.float32, is_main)
+def made(model, is_main=True, **limits):
+    settings = RolloutSettings(top_k=0 if limits else 5, **limits)
+    return make_sampler(model, chat(), settings, torch.float32, is_main)
 
 
 def test_a_model_gets_the_sampler_that_can_serve_it_and_the_slower_is_told_once(capsys):
@@ -361,6 +423,14 @@ def saved(folder, kind: str, **settings) -> str:
 SMALL = {"tasks_per_domain": 8, "eval_tasks_per_domain": 2}
 
 
+def test_check_tries_the_sampler_of_a_window_that_no_episode_exceeds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    folder = saved(tmp_path, "Gemma3Text", sliding_window=512, layer_types=[SLIDING, FULL, SLIDING])
+    settings = {"model": {"model": folder}, "data": SMALL, "rollout": {"max_tokens": 512}}
+    assert check.main(Config.model_validate(settings)) == 0
+    assert "\nsampling: one key-value cache over all turns\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["Mistral", "Mamba"])
 def test_check_says_which_sampler_a_model_gets(kind, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -368,10 +438,11 @@ def test_check_says_which_sampler_a_model_gets(kind, tmp_path, capsys, monkeypat
     model = {"model": folder, "attn_implementation": "sdpa" if kind == "Mistral" else "eager"}
     assert check.main(Config.model_validate({"model": model, "data": SMALL})) == 0
     layers = KINDS[kind][0][0]
+    hint = "; with max_tokens up to its window of 6, one cache would do" * (kind == "Mistral")
     said = capsys.readouterr().out
     assert (
         "\nsampling: through generate, every message from the start again (slower): "
-        f"its layers are {layers}\n" in said
+        f"its layers are {layers}{hint}\n" in said
     )
     assert "that a rank has here: fits\n" in said
     assert check.main(Config.model_validate({"data": SMALL})) == 0

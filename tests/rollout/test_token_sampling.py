@@ -12,7 +12,15 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import uniforms
 from pipeline.errors import UserError
 from pipeline.rollout import sequences as picking
-from pipeline.rollout.sequences import cumulative, inverse_cdf, kept, logprobs_of, sample_tokens
+from pipeline.rollout.sequences import (
+    BLOCK,
+    cumulative,
+    inverse_cdf,
+    inverse_cdf_by_blocks,
+    kept,
+    logprobs_of,
+    sample_tokens,
+)
 
 IMPOSSIBLE = float("-inf")
 LARGEST = 1 - 2.0**-53  # of the draws
@@ -65,6 +73,28 @@ def test_without_top_k_and_top_p_it_is_the_inverse_of_the_cumulative_distributio
     draws = torch.from_numpy(uniforms(keys, positions))
     expected = inverse_cdf(cumulative(logprobs), draws)
     assert torch.equal(sample_tokens(logprobs, keys, positions, False), expected)
+
+
+@pytest.mark.parametrize("size", [BLOCK, 3 * BLOCK, 3 * BLOCK + 7])
+def test_a_large_vocabulary_is_sampled_by_blocks_with_the_same_draws(size):
+    logprobs = some_logprobs(300, size)
+    logprobs[0] = torch.full((size,), IMPOSSIBLE).index_fill(0, torch.tensor(BLOCK - 1), 0.0)
+    draws = torch.from_numpy(uniforms(*streams(300)))
+    draws[:2], draws[2:4] = 0.0, LARGEST
+    found = inverse_cdf_by_blocks(logprobs, draws)
+    assert torch.equal(found, inverse_cdf(cumulative(logprobs), draws))
+    assert found[0] == BLOCK - 1
+    assert (logprobs.gather(-1, found[:, None]) > IMPOSSIBLE).all()
+    assert len(set((found // BLOCK).tolist())) == -(-size // BLOCK)
+
+
+def test_only_large_vocabularies_are_sampled_by_blocks(monkeypatch):
+    monkeypatch.setattr(picking, "LARGE_VOCABULARY", 2 * BLOCK)
+    monkeypatch.setattr(picking, "inverse_cdf_by_blocks", lambda logprobs, _: logprobs.argmin(-1))
+    for size, by_blocks in ((2 * BLOCK - 1, False), (2 * BLOCK, True)):
+        logprobs = some_logprobs(50, size)
+        picked = sample_tokens(logprobs, *streams(50), False)
+        assert torch.equal(picked, logprobs.argmin(-1)) == by_blocks
 
 
 def test_equally_likely_tokens_are_kept_by_their_ids_and_the_nucleus_is_the_smallest():
