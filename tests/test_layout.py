@@ -19,7 +19,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "distributed": 1148,
     "config": 1030,
     "data": 906,
-    "environments": 1590,
+    "environments": 1600,
     "embedded": 1093,
     "endpoints": 425,
     "customers": 245,
@@ -30,7 +30,7 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "checkpoints": 1088,
     "grpo": 1440,
     "sft": 235,
-    "evaluation": 1495,
+    "evaluation": 1670,
     "rft": 120,
     "preflight": 1390,
     "doctor": 300,
@@ -38,9 +38,9 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "plots": 585,
     "report": 886,
     "export": 505,
-    "run_state": 206,
+    "run_state": 207,
     "before_grpo": 195,
-    "trainer": 202,
+    "trainer": 207,
     "train": 165,
     "run": 180,
     "commands": 1010,
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5123
+MOST_LINES_OF_THE_CORE = 5130
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "restarts")]
