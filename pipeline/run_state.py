@@ -28,6 +28,7 @@ from pipeline.evaluation.evaluate import (
     success,
 )
 from pipeline.evaluation.kl_probe import KLProbe
+from pipeline.evaluation.one_action import Decisions
 from pipeline.evaluation.results import write_results
 from pipeline.evaluation.start_report import StartReport
 from pipeline.files.console import may_fail
@@ -72,8 +73,8 @@ class RunState:
         self.disk.refuse_other_weights(model)
         refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
-        self.start = StartReport()
-        for owner in (self.state, self.errors, self.dead, self.start):
+        self.start, self.decisions = StartReport(), Decisions()
+        for owner in (self.state, self.errors, self.dead, self.start, self.decisions):
             owner.load_state_dict(self._saved_state)
         self.state.config, self.state.about = config.model_dump(mode="json"), self.parts.about
         chat, environments = self.parts.chat, self.parts.environments
@@ -93,7 +94,7 @@ class RunState:
         lock = None if opened is None else opened.lock
         arguments = self.disk, config.run, self.state, tokenizer
         self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
-        self.checkpointer.owners += [self.log, self.errors, self.dead, self.start]
+        self.checkpointer.owners += [self.log, self.errors, self.dead, self.start, self.decisions]
         if opened is not None:
             described = json.dumps(describe(self.stages, config), indent=1)
             write_text(self.folder / "curriculum.json", described)

@@ -47,6 +47,7 @@ class Trainer(BeforeGRPO):
         if not is_inside:
             self.errors.load_state_dict({})
             self.dead.load_state_dict({})
+            self.decisions.load_state_dict({})
             stages, evaluations = self.stages[: stage.index + 1], self.state.evaluations
             for line in lost_domains(evaluations, stages, self.config.evaluation):
                 self.say(f"warning: {line}")
@@ -132,6 +133,10 @@ class Trainer(BeforeGRPO):
         self.log.metrics({**logged, **keys, **statistics, **metrics})
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         self.dead.add(stage, metrics)
+        environments, threshold = self.parts.environments, self.config.evaluation.success_threshold
+        self.decisions.add(stage, self.state.step, batch.first, environments, threshold, self.ranks)
+        for line in self.decisions.messages({**statistics, **metrics}, self.config):
+            self.say(f"warning: step {self.state.step}: {line}")
         self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
         return {**statistics, **metrics, **self._rewards}
 

@@ -1,0 +1,170 @@
+"""Find policies that have fallen to one action: they act alike whatever a task asks."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
+from pipeline.data.tasks import Message
+from pipeline.distributed.ranks import Ranks
+from pipeline.environments.tools import tool_schemas
+from pipeline.evaluation.transfer_metrics import succeeded
+from pipeline.rollout.trajectory import Trajectory
+
+LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
+COPIED = "..."  # stands for an argument that the policy has read in the conversation
+NOTHING = ""  # the decision of an episode whose policy has called no tool that changes something
+NUM_STEPS = 3  # steps with tasks of a family at the stage's start, and the last ones
+MIN_TASKS = 6  # fewer tasks of a family in these steps tell nothing
+SPREAD, ALIKE, SOLVED = 0.8, 0.95, 0.9  # largest share at first, least share now, least success
+MIN_BRANCH = 0.1  # least share of the tasks' second most frequent branch
+MOST_CHARACTERS = 60  # of an answer that counts as a decision
+
+Tally: TypeAlias = dict[str, Any]  # a family's episodes of one step
+
+
+class Decisions:
+    """Compares what a policy decides now with what it decided in a stage's first steps.
+
+    A decision is the sequence of an episode's calls that change something, with the arguments that
+    the policy chose: those with an `enum`, and those that stand nowhere earlier in the
+    conversation. If the domain's tasks name no `branch`, all arguments count. In a domain without
+    tools, a short answer is a decision. Only the own domains of a stage count, and all tallies are
+    equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.families: dict[str, dict[str, list[Tally]]] = {}  # domain/family -> first, last
+        self.first_entropy: float | None = None
+        self.said: list[str] = []  # domains that had their message in this stage
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {"families": self.families, "entropy": self.first_entropy, "said": self.said}
+        return {"decisions": json.loads(json.dumps(found))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        found = state.get("decisions", {})
+        self.families, self.said = found.get("families", {}), found.get("said", [])
+        self.first_entropy = found.get("entropy")
+
+    def add(
+        self,
+        stage: Stage,
+        step: int,
+        episodes: Iterable[Trajectory],
+        environments: Mapping[str, type[Any]],
+        threshold: float,
+        ranks: Ranks,
+    ) -> None:
+        """Count the decisions of a step's episodes, which are this rank's."""
+        mine = Counter[tuple[str, str, str, bool, bool]]()
+        for t in episodes:
+            if t.domain in stage.own and not t.left_out:
+                schemas = tool_schemas(environments[t.domain])
+                decision = decision_of(t.messages, schemas, names_branch=bool(t.branch))
+                solved, is_task = succeeded(t.reward, threshold), t.trial == 0
+                mine[f"{t.domain}/{t.family}", t.branch, decision, solved, is_task] += 1
+        gathered = sum(ranks.all_gather_objects(mine, "decisions"), Counter[Any]())
+        found = defaultdict[str, list[Any]](list)
+        for family, *episode in sorted(gathered.elements()):
+            found[family].append(episode)
+        for family, of in found.items():
+            branches, decisions, solved, tasks = zip(*of, strict=True)
+            tally = {"step": step, "tasks": sum(tasks), "solved": sum(solved)}
+            tally |= {"branches": Counter(branches), "decisions": Counter(decisions)}
+            kept = self.families.setdefault(family, {"first": [], "last": []})
+            kept["first"] = [*kept["first"], tally][:NUM_STEPS]
+            kept["last"] = [*kept["last"], tally][-NUM_STEPS:]
+
+    def messages(self, metrics: Mapping[str, float], config: Config) -> Iterator[str]:
+        """Yield a message for each domain with a family that is decided alike, once per stage."""
+        entropy = metrics.get("train/entropy", 0.0)
+        if self.first_entropy is None:
+            self.first_entropy = entropy
+        for name, kept in sorted(self.families.items()):
+            domain, _, family = name.partition("/")
+            if domain not in self.said and (found := fallen(kept["first"], kept["last"])):
+                self.said.append(domain)
+                equal = metrics.get(f"rollout/frac_reward_zero_std/{domain}", 0.0)
+                yield (
+                    f"{domain}{f', {family} tasks' if family else ''}: {found}; entropy "
+                    f"{self.first_entropy:.2g} -> {entropy:.2g}, {100 * equal:.0f} % of the "
+                    f"domain's groups have equal rewards; {advice(config)}"
+                )
+
+
+def decision_of(
+    messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], names_branch: bool
+) -> str:
+    """Return the decision of an episode as a text, or NOTHING."""
+    if not schemas:
+        answer = str(messages[-1]["content"]).strip()
+        return answer if len(answer) <= MOST_CHARACTERS else NOTHING
+    enums = {
+        (schema["function"]["name"], name)
+        for schema in schemas
+        for name, of in schema["function"].get("parameters", {}).get("properties", {}).items()
+        if "enum" in of
+    }
+    done, read = list[str](), ""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            tool, arguments = call["function"]["name"], call["function"]["arguments"]
+            if not tool.startswith(LOOKUPS):
+                chosen = (
+                    COPIED if names_branch and (tool, k) not in enums and str(v) in read else str(v)
+                    for k, v in arguments.items()
+                )
+                done.append(f"{tool}({', '.join(chosen)})")
+        if message["role"] != "assistant":
+            read += f"{message['content']}\n"
+    return ", then ".join(done)
+
+
+def fallen(first: Sequence[Tally], last: Sequence[Tally]) -> str:
+    """Return how a family's decisions have become one, or an empty text."""
+    begun, now, branches = (
+        _pooled(of, what)
+        for of, what in ((first, "decisions"), (last, "decisions"), (last, "branches"))
+    )
+    action, count = max(now.items(), key=lambda of: (of[1], of[0]))
+    share, solved = count / now.total(), sum(tally["solved"] for tally in last) / now.total()
+    asked = sorted(branches.values())[-2:-1] if "" not in branches else [now.total()]
+    del begun[NOTHING]
+    at_first = begun[action] / max(1, begun.total())
+    is_fallen = (
+        len(last) == NUM_STEPS
+        and sum(tally["tasks"] for tally in last) >= MIN_TASKS
+        and asked
+        and asked[0] >= MIN_BRANCH * now.total()
+        and action != NOTHING
+        and begun.total()
+        and max(begun.values()) <= SPREAD * begun.total()
+        and share >= ALIKE
+        and solved < SOLVED
+    )
+    if not is_fallen:
+        return ""
+    but = f", but its tasks have {len(branches)} branches" if "" not in branches else ""
+    return (
+        f"since step {last[0]['step']} the policy acts alike{but}: {action} in "
+        f"{100 * share:.0f} % of the episodes ({100 * at_first:.0f} % at first), and "
+        f"{100 * solved:.0f} % succeed"
+    )
+
+
+def _pooled(tallies: Sequence[Tally], what: str) -> Counter[str]:
+    return sum((Counter(tally[what]) for tally in tallies), Counter())
+
+
+def advice(config: Config) -> str:
+    """Return what to change, with the present values."""
+    grpo, warm_start = config.grpo, config.warm_start
+    broader = f"a broader warm start (warm_start.rule_share {warm_start.rule_share:g}), "
+    return (
+        f"lower learning_rate ({grpo.learning_rate:g}), or try "
+        f"{broader if warm_start.steps else ''}more entropy_coef ({grpo.entropy_coef:g}), "
+        f"beta ({grpo.beta:g}) or tasks_per_step ({config.rollout.tasks_per_step})"
+    )
