@@ -1,0 +1,40 @@
+"""`convert` makes a model folder of a GGUF file, or says why not."""
+
+import pytest
+
+from pipeline.commands import convert
+from pipeline.config.cli import parse
+from pipeline.errors import UserError
+from pipeline.models.files import check_name
+from tests.support.messages import says
+
+
+def refusal(call, *arguments) -> str:
+    with pytest.raises(UserError) as refused:
+        call(*arguments)
+    return str(refused.value)
+
+
+def test_a_gguf_file_as_the_model_is_one_line_that_says_how_to_convert_it(tmp_path):
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"GGUF")
+    assert parse(["--model", str(file)]).recipe == "pretrained"
+    says(refusal(check_name, str(file)), "a GGUF file", f"convert {file} FOLDER")
+
+
+def test_what_cannot_be_converted_is_one_line(tmp_path, monkeypatch):
+    says(refusal(convert.main, [str(tmp_path / "no.gguf"), "out"]), "which is no file")
+    file = tmp_path / "no.gguf"
+    file.write_bytes(b"no GGUF file at all")
+    monkeypatch.setattr(convert, "find_spec", lambda name: None)
+    says(refusal(convert.main, [str(file), "out"]), "pip install gguf")
+
+
+def test_another_file_is_refused_and_leaves_nothing(tmp_path):
+    pytest.importorskip("gguf")
+    file, out = tmp_path / "no.gguf", tmp_path / "out"
+    file.write_bytes(b"no GGUF file at all")
+    message = refusal(convert.main, [str(file), str(out)])
+    says(message, f"{file} cannot be read", "GGUF")
+    assert "\n" not in message
+    assert [path.name for path in tmp_path.iterdir()] == ["no.gguf"]

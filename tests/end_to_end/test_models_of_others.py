@@ -1,0 +1,97 @@
+"""Models as others publish them train: templates without tools, none, thinking, several ends."""
+
+import json
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipeline.config.settings import DataSettings
+from pipeline.environments.domains import load_domains
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from scripts.proofs.ranks import play_ranks
+from scripts.proofs.runs import Unreported
+
+pytestmark = pytest.mark.whole_run
+
+# In the style of models that were tuned to chat before tools were common.
+WITHOUT_TOOLS = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+OPENING = "<|im_start|>assistant{{ '\\n' }}"
+TEMPLATES = {
+    "without tools": WITHOUT_TOOLS,
+    "without a template": None,
+    "thinking begun": CHAT_TEMPLATE.replace(OPENING, OPENING + "<think>{{ '\\n' }}"),
+    "several ends": CHAT_TEMPLATE,
+}
+SHORT = [
+    *("--max-steps", "1", "--tasks-per-step", "2", "--num-generations", "2", "--eval-trials", "1"),
+    *("--eval-tasks-per-domain", "2", "--validation-steps", "0", "--report-to", "none"),
+    *("--max-tokens", "1600", "--max-tokens-per-turn", "12", "--max-turns", "2"),
+    *("--max-tool-result-tokens", "400", "--config", "pretrained", "--kl-probe-tasks", "0"),
+    *("--tasks-per-domain", "8", "--validation-tasks", "2", "--no-drop-zero-std-groups"),
+]
+SUMS = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "sums_reward:right"]
+REWARD = """
+def right(completions, answer, **columns):
+    assert all(isinstance(text, str) for text in completions)
+    return [float(text.strip() == right) for text, right in zip(completions, answer)]
+"""
+
+
+def made(folder: Path, name: str) -> None:
+    """A tiny model with one of TEMPLATES, and rows of a dataset beside it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATES[name], None
+    model = tiny_model(tokenizer, seed=1)
+    if name == "several ends":
+        ends = ["<|im_end|>", "<|endoftext|>"]
+        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ends)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sums_reward.py").write_text(REWARD)
+
+
+def run(folder: str, argv: list[str]) -> str:
+    """What one rank prints of a run in a folder."""
+    import os
+
+    from pipeline.run import main
+
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    with redirect_stdout(StringIO()) as said:
+        assert main([*SHORT, *argv], make_training=Unreported) == 0
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_model_of_others_answers_texts_and_serves_airline(name, tmp_path):
+    made(tmp_path, name)
+    argv = ["--model", "model", "--system-prompt", "Be brief."]
+    (of_sums,) = play_ranks(run, 1, str(tmp_path), [*argv, *SUMS, "--output-dir", "sums"])
+    serve = ["--domains", "airline", "--output-dir", "airline"]
+    (of_airline,) = play_ranks(run, 1, str(tmp_path), [*argv, *serve])
+    assert ("--chat-template text" in of_sums) == (name == "without a template")
+    is_block = name in ("without tools", "without a template")
+    assert ("block of tools" in of_airline) == is_block
+    assert ("by the model's files at '<|endoftext|>'" in of_sums) == (name == "several ends")
+    begins = {"without a template": "Be brief.\n\n0 + 0 ="}.get(name, "Be brief.<|im_end|>")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sums" / "checkpoints" / "stage-1-sums")
+    asked = [{"role": "user", "content": "0 + 0 ="}]
+    whole = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert begins in whole  # the system prompt stays with the checkpoint
+    if is_block:
+        serving = AutoTokenizer.from_pretrained(tmp_path / "airline/checkpoints/stage-1-airline")
+        tools = tool_schemas(load_domains(DataSettings())["airline"].environment)
+        served = serving.apply_chat_template(asked, tools=tools, tokenize=False)
+        assert "\nget_reservation(reservation)" in served
