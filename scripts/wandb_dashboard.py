@@ -39,7 +39,7 @@ ROLLOUT = {
     "turns of an episode": ("turns",),
     "errors of a step": ("tool_errors", "environment_errors"),
 }
-UPDATE = ("loss", "grad_norm", "entropy", "clip_ratio", "sampling_logp_difference_max", "skipped")
+UPDATE = ("loss", "grad_norm", "entropy", "clip_ratio", "sampling_logp_difference_mean", "skipped")
 SPEED = {
     "seconds of a step": ("step_s", "sample_s", "environment_s", "update_s", "wait_s"),
     "episodes a second": ("episodes_per_s",),

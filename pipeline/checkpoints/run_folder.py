@@ -200,6 +200,8 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
     for section, setting in SETTINGS:
         before = old.get(section, {}).get(setting, defaults[section][setting])
         now = new[section][setting]
+        if before is None and setting.endswith("learning_rate"):
+            continue  # a version that did not store what it chose
         if before != now and setting not in HARMLESS:
             changes.append(f"{setting} {json.dumps(before)} -> {json.dumps(now)}")
     if not changes:

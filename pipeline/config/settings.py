@@ -249,7 +249,7 @@ class GRPOSettings(Section):
     max_resample_times: PositiveInt = field(3, "rounds of dynamic sampling per step")
     permute_rewards: bool = field(False, "control experiment: permute rewards within a step")
     max_sampling_logp_difference: PositiveFloat | None = field(
-        None, "largest difference without a warning, in nats; null: 1e-3 in fp32, 0.5 in bf16"
+        None, "largest mean difference without a warning, nats; null: 1e-4 in fp32, 0.1 in bf16"
     )
 
     @property

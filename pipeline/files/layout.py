@@ -40,7 +40,9 @@ def is_toy(model: str) -> bool:
         return model == "tiny"
     with suppress(OSError, ValueError, KeyError, TypeError):  # loading says it
         base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return is_toy(str(base["base_model_name_or_path"]))
+        name = str(base["base_model_name_or_path"])
+        sibling = path.resolve().parent / Path(name).name  # moved together with the adapters
+        return is_toy(str(sibling) if sibling.is_dir() else name)
     checkpoints = [of for of in path.glob("checkpoints/*") if any(of.glob("*.safetensors"))]
     if checkpoints and not (path / "config.json").is_file():
         return is_toy(str(checkpoints[-1]))

@@ -63,7 +63,9 @@ def test_a_round_has_whole_batches_of_about_two_passes_in_an_order_without_ranks
     assert len(examples) == 12  # two passes of 5, in batches of 4
     first = {tuple(example["input_ids"]) for example in examples[:5]}
     assert len(first) == 5 and first == {tuple(e["input_ids"]) for e in examples[5:10]}
-    given = Config.model_validate({"warm_start": {"batch_size": 4}, "rft": {"rft_rounds": 1}})
+    given = Config.model_validate(
+        {"warm_start": {"batch_size": 4}, "rft": {"rft_learning_rate": 2e-4}}
+    )
     settings = settings_of_round(given, len(examples)).warm_start
     assert (settings.steps, settings.learning_rate, settings.warmup_steps) == (3, 2e-4, 0)
 

@@ -51,6 +51,7 @@ ENVIRONMENTS = environments_of(DOMAINS)
 
 def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, files=None, model="tiny", **warm):
     own = {"environments": environments or {}, "demonstrations": files or {}}
+    warm.setdefault("learning_rate", 2e-3)
     return Config.model_validate(
         {
             "model": {"model": model},

@@ -118,7 +118,8 @@ def own(tmp_path, monkeypatch):
             "tasks_per_domain": 6,
             "eval_tasks_per_domain": 3,
         }
-        warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1, **sections.pop("warm_start", {})}
+        warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "learning_rate": 2e-3}
+        warm |= sections.pop("warm_start", {})
         return Config.model_validate({**sections, "data": data, "warm_start": warm})
 
     yield make

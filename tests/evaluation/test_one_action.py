@@ -52,6 +52,9 @@ class Returns:
         return "ok"
 
 
+CONFIG = Config.model_validate({"grpo": {"learning_rate": 3e-4}})
+
+
 def episode(decision, branch, number=0, solved=None, **fields):
     asked = {"role": "user", "content": f"order R{number}"}
     done = [call(decision, order=f"R{number}")] if decision else []
@@ -91,7 +94,7 @@ def told(*steps, ranks=ALONE):
         decisions = again
         mine = named(episodes)[4 * ranks.rank : 4 * ranks.rank + 4 if ranks.num_ranks > 1 else None]
         decisions.add(STAGE, step, mine, {"desk": Returns}, 1.0, ranks)
-        lines.append([*decisions.messages({**METRICS, "train/entropy": 1 / step}, Config())])
+        lines.append([*decisions.messages({**METRICS, "train/entropy": 1 / step}, CONFIG)])
     return lines, decisions.state_dict()
 
 
