@@ -46,8 +46,8 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "commands": 1010,
     "__main__": 20,
 }
-MOST_LINES_OF_A_ROOM = 1695
-MOST_LINES_OF_A_FILE = 350
+MOST_LINES_OF_A_ROOM = 1850
+MOST_LINES_OF_A_FILE = 380
 MOST_LINES_OF_THE_LOOP = 40
 # What a reader of the algorithm reads. Samplers other than the row sampler do not count.
 CORE = (
