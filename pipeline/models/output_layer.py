@@ -74,7 +74,7 @@ def _bf16_units(dtype: torch.dtype) -> Iterator[None]:
 
     The units multiply numbers that bf16 can hold without rounding, and add in float32.
     """
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at import
     before = matmul.fp32_precision
     if dtype == torch.bfloat16:
         matmul.fp32_precision = "bf16"

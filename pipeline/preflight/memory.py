@@ -16,6 +16,7 @@ from pipeline.models.allocation import LARGE
 from pipeline.models.budget import bytes_per_token, token_budget
 from pipeline.models.capabilities import widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
+from pipeline.models.weights import layers_by_columns
 from pipeline.preflight.activations import Activations, activations_of
 from pipeline.rollout.kv_cache import LENGTHS, ROWS
 from pipeline.rollout.row_sampler import MASK
@@ -149,9 +150,11 @@ class Memory:
         fed = min(rows * limits.max_tokens, MASK // (shared * limits.max_tokens))
         mask = min(MASK, fed * shared * limits.max_tokens)
         layer = self._cache(config)["key-value cache"] / self.shape.num_hidden_layers
+        layers = [] if self.has_gpu or size < 4 else layers_by_columns(self.model)
         return {
             # Rows that are not the first of the cache are copied for attention, layer by layer.
             "keys and values of a layer": layer,
+            "weights of the sampler by columns": float(sum(x.weight.nbytes for x in layers)),
             "masks of attention": 2.0 * size * mask,
             "a layer while prompts are fed": 3.0 * 4 * self._intermediate * fed,
             # Logits, log-probabilities and, in float64, cumulative probabilities of a token.

@@ -1,14 +1,18 @@
 """Compare our sampler with `model.generate` and with transformers' continuous batching.
 
     python scripts/bench/sampler.py
+    python scripts/bench/sampler.py --model FOLDER --dtype bf16 --turns 1 --group-sizes 8 \\
+        --groups 8 --prompt-tokens 32 --message-tokens 64 --without-batching
 
 A cell has `groups` x G conversations with random weights and tokens. The members of a group share
 one prompt. Each turn is a sampled message and a reply, both of fixed length. All methods sample at
 temperature 1 in the same precision; only ours also keeps log-probabilities. The members of a group
 differ from their first token on, so our sampler can share only the prompt. `generate` and
 continuous batching (`generate_batch`, whose blocks share prefixes) get the whole conversation at
-every turn. Measurements of the methods alternate. A ratio is the median over repeats of the other
-method's time divided by ours.
+every turn. Measurements of the methods alternate, on a CPU in CPU seconds of one process. A ratio
+is the median over repeats of the other method's time divided by ours. With `--model`, `generate`
+also computes attention in its other way (`eager`), and the gap is how far the log-probabilities of
+our sampled tokens are from those that training computes.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ def main() -> int:
     parser.add_argument("--message-tokens", type=int, default=16)
     parser.add_argument("--reply-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", help="folder of a model, instead of random weights")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="[bf16 on a GPU, else fp32]")
     parser.add_argument("--without-batching", action="store_true", help="no continuous batching")
     options = parser.parse_args()
     import torch
@@ -49,6 +55,8 @@ def main() -> int:
         for size in options.group_sizes:
             for length in options.prompt_tokens:
                 figures |= bench.cell(turns, size, length)
+                if options.model:
+                    figures |= bench.gaps(turns, size, length)
     for name in bench.others:
         ratios = [ratio for cell, ratio in figures.items() if cell.endswith(f"/vs_{name}")]
         figures[f"sampling_vs_{name}"] = median(ratios)
@@ -62,39 +70,39 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
+        from transformers import AutoModelForCausalLM
 
         from pipeline.models.tiny import tiny_model, tiny_tokenizer
         from pipeline.rollout.row_sampler import RowSampler
 
         self.options = options
-        small = options.shape == "tiny"
-        model = tiny_model(tiny_tokenizer(), 0) if small else model_of(options.shape)
-        model.config.max_position_embeddings = 40960
-        model = model.to(options.device).eval()
-        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        if options.model:
+            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        else:
+            small = options.shape == "tiny"
+            model = tiny_model(tiny_tokenizer(), 0) if small else model_of(options.shape)
+            model.config.max_position_embeddings = 40960
+        self.trained = model.to(options.device).eval()
+        precision = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         # Messages end at their limit, because no token ends a message.
-        self.sampler = RowSampler(model, -1, 1.0, dtype)
-        self.model = copy.deepcopy(model).to(dtype)
+        self.sampler = RowSampler(self.trained, -1, 1.0, dtype)
+        self.model = copy.deepcopy(self.trained).to(dtype)
         self.model.generation_config.eos_token_id = None
         self.batched = copy.deepcopy(self.model)
-        self.others = ["generate"] + ["batching"] * (not options.without_batching)
+        self.others = ["generate"] + ["eager"] * bool(options.model)
+        self.others += ["batching"] * (not options.without_batching)
 
     def cell(self, turns: int, size: int, length: int) -> dict[str, float]:
         """Measure a cell and print a line: our seconds, and the ratios of the other methods."""
-        import torch
-
-        vocabulary = self.model.config.vocab_size
-        generator = torch.Generator().manual_seed(turns * size * length)
-
-        def some(count: int) -> list[int]:
-            return torch.randint(vocabulary, (count,), generator=generator).tolist()
-
-        prompts = [some(length) for _ in range(self.options.groups) for _ in range(1)]
-        prompts = [prompt for prompt in prompts for _ in range(size)]
-        replies = [some(self.options.reply_tokens) for _ in range(turns)]
+        prompts, replies = self.texts(turns, size, length)
+        # A run always knows the limit.
+        turn = self.options.message_tokens + self.options.reply_tokens
+        self.sampler.max_tokens = length + turns * turn
         plays: dict[str, Play] = {
             "ours": lambda: self.timed(self.ours, prompts, replies),
-            "generate": lambda: self.timed(self.generate, prompts, replies),
+            "generate": lambda: self.timed(self.generate, prompts, replies, "sdpa"),
+            "eager": lambda: self.timed(self.generate, prompts, replies, "eager"),
             "batching": lambda: self.timed(self.batching, prompts, replies),
         }
         names = ["ours", *self.others]
@@ -115,17 +123,65 @@ class Bench:
         found = {f"{cell}/vs_{name}": ratio for name, ratio in ratios.items()}
         return {f"{cell}/tokens_per_s": rate, **found}
 
+    def texts(self, turns: int, size: int, length: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return a prompt for each conversation, and a reply for each turn."""
+        import torch
+
+        vocabulary = self.model.config.vocab_size
+        generator = torch.Generator().manual_seed(turns * size * length)
+
+        def some(count: int) -> list[int]:
+            return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+        prompts = [some(length) for _ in range(self.options.groups)]
+        replies = [some(self.options.reply_tokens) for _ in range(turns)]
+        return [prompt for prompt in prompts for _ in range(size)], replies
+
+    def gaps(self, turns: int, size: int, length: int) -> dict[str, float]:
+        """Return how far the sampled log-probabilities of a cell are from training's, in nats."""
+        import torch
+
+        from pipeline.grpo.micro_batches import make_micro_batches
+        from pipeline.grpo.token_logprobs import TokenLogprobs
+        from pipeline.models.output_layer import weight_of_logits
+        from pipeline.rollout.trajectory import Trajectory
+
+        prompts, _ = self.texts(turns, size, length)
+        episodes = self.sampler.open(prompts, range(len(prompts)))
+        messages = self.sampler.sample(episodes, [self.options.message_tokens] * len(episodes))
+        rows = []
+        for prompt, episode, message in zip(prompts, episodes, messages, strict=True):
+            self.sampler.close(episode)
+            assert message is not None
+            row = Trajectory(domain="", task_id="", prompt_ids=prompt)
+            row.append(message.ids, message.logprobs)
+            rows.append((row, 0.0, 0.0))
+        module, device = TokenLogprobs(self.trained, 1.0).eval(), self.options.device
+        is_bf16 = weight_of_logits(self.model.get_output_embeddings()) is not None
+        found = []
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=is_bf16):
+            for batch in make_micro_batches(rows, 2048, 0):
+                there = batch.to(torch.device(device))
+                found.append((module(there)[0] - there.old_logprobs).abs())
+        gap = torch.cat(found)
+        print(
+            f"gap to training: {float(gap.mean()):.2g} in the mean, {float(gap.max()):.2g} at most"
+        )
+        cell = f"turns-{turns}/G-{size}/prompt-{length}"
+        return {f"{cell}/gap_mean": float(gap.mean()), f"{cell}/gap_max": float(gap.max())}
+
     def timed(self, play: Callable[..., None], *arguments: Any) -> float:
+        clock = time.perf_counter if self.options.device == "cuda" else time.process_time
         ready(self.options.device)
-        begun = time.perf_counter()
+        begun = clock()
         play(*arguments)
         ready(self.options.device)
-        return time.perf_counter() - begun
+        return clock() - begun
 
     def ours(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
         from pipeline.models.weights import trained_weights
 
-        self.sampler.load_weights(trained_weights(self.model))  # clears cached prompts
+        self.sampler.load_weights(trained_weights(self.trained))  # clears cached prompts
         episodes = self.sampler.open(prompts, range(len(prompts)))
         room = [self.options.message_tokens] * len(episodes)
         for reply in replies:
@@ -135,9 +191,10 @@ class Bench:
         for episode in episodes:
             self.sampler.close(episode)
 
-    def generate(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
+    def generate(self, prompts: list[list[int]], replies: list[list[int]], attention: str) -> None:
         import torch
 
+        self.model.set_attn_implementation(attention)
         held = torch.tensor(prompts, device=self.options.device)
         for reply in replies:
             said = self.model.generate(
