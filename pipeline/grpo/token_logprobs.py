@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
 from pipeline.models.output_layer import logits_of, weight_of_logits
 from pipeline.models.weights import has_adapters
 
-LOGITS_PER_CHUNK = 1 << 24  # maximum number of logits that are in memory at the same time
+LOGITS_PER_CHUNK = 1 << 25  # maximum number of logits that are in memory at the same time
 LOGITS_PER_CHUNK_ON_GPU = 1 << 27  # 883 rows of Qwen's vocabulary; fewer leave a GPU idle
+IN_CACHE = 1 << 18  # number of logits that stay in a CPU's cache from one operation to the next
 
 
 class TokenLogprobs(nn.Module):
     """The policy as a module that computes log-probabilities and entropies of sampled tokens.
 
     To save memory, the module computes logits in chunks, only at positions before sampled tokens.
-    The backward pass computes the logits of each chunk again. Entropies have gradients, which need
-    a second tensor of the logits' size, if `trains_entropy` is True. `max_tokens` is the maximum
-    number of tokens of a sequence (0: not known).
+    The backward pass computes the logits of each chunk but the last again. Entropies have gradients
+    if `trains_entropy` is True. `max_tokens` is the maximum number of tokens of a sequence (0: not
+    known).
     """
 
     def __init__(
@@ -57,38 +58,101 @@ class TokenLogprobs(nn.Module):
         indices_U, which_N = torch.unique_consecutive(indices_N, return_inverse=True)
         hidden_U = hidden_BT.flatten(0, 1)[indices_U]
         head = self.model.get_output_embeddings()
-        layer = head, weight_of_logits(head)
+        compute = partial(logits_of, head, weight_VH=weight_of_logits(head))
+        settings = self.temperature, self.trains_entropy
+        parameters = [p for p in head.parameters() if p.requires_grad]
         most = LOGITS_PER_CHUNK_ON_GPU if hidden_U.is_cuda else LOGITS_PER_CHUNK
-        size = max(1, most // head.weight.shape[0])
-        if len(hidden_U) <= size:
-            return self._head(*layer, hidden_U, which_N, batch.targets)
+        count = -(-len(hidden_U) * head.weight.shape[0] // most)
+        size = -(-len(hidden_U) // count)
         firsts = torch.arange(0, len(hidden_U), size)
         ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()
         chunks = hidden_U.split(size), *(x.tensor_split(ends) for x in (which_N, batch.targets))
-        pieces = [
-            checkpoint(self._head, *layer, hidden, which - first, targets, use_reentrant=False)
-            for first, hidden, which, targets in zip(firsts.tolist(), *chunks, strict=True)
-        ]
+        pieces = []
+        for first, hidden, which, targets in zip(firsts.tolist(), *chunks, strict=True):
+            keeps = torch.is_grad_enabled() and first + size >= len(hidden_U)
+            arguments = compute, *settings, keeps, which - first, targets, hidden
+            pieces.append(_Chunk.apply(*arguments, *parameters))
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def _head(
-        self,
-        head: nn.Module,
-        weight_VH: torch.Tensor | None,
-        hidden_U: torch.Tensor,
+
+class _Chunk(torch.autograd.Function):
+    """The log-probabilities of N targets, and the entropies at the targets' positions.
+
+    The hidden state that predicts target n is `hidden_U[which_N[n]]`. The gradient of the logits
+    takes the place of the logits in memory. Only a chunk that `keeps` its logits does not compute
+    them again in the backward pass. `parameters` are the trained ones that `compute` uses.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        temperature: float,
+        trains_entropy: bool,
+        keeps: bool,
         which_N: torch.Tensor,
         targets: torch.Tensor,
+        hidden_UH: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of N targets, and the entropies at the targets' positions.
+        hidden_UH = hidden_UH.detach().requires_grad_()
+        with torch.set_grad_enabled(keeps):
+            raw_UV = compute(hidden_UH)
+        logits_UV = _at_least_fp32(raw_UV)
+        sums, entropies = [], []
+        for x in logits_UV.split(_rows_at_once(logits_UV)):
+            x = x / temperature
+            highest = x.amax(-1, keepdim=True)
+            below = x.sub_(highest)
+            weights = below.exp()
+            total = weights.sum(-1)
+            sums.append(total.log() + highest[:, 0])
+            entropies.append(total.log() - below.mul_(weights).sum(-1) / total)
+        logsumexp_U, entropy_U = torch.cat(sums), torch.cat(entropies)
+        kind = hidden_UH.device.type
+        context.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        context.settings = compute, temperature, trains_entropy, parameters
+        context.kept = (hidden_UH, raw_UV) if keeps else None
+        context.save_for_backward(which_N, targets, hidden_UH, logsumexp_U, entropy_U)
+        logprobs_N = logits_UV[which_N, targets] / temperature - logsumexp_U[which_N]
+        entropy_N = entropy_U[which_N]
+        if not trains_entropy:
+            context.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
 
-        The hidden state that predicts target n is `hidden_U[which_N[n]]`.
-        """
-        logits_UV = logits_of(head, hidden_U, weight_VH)
-        at_least_fp32 = torch.promote_types(logits_UV.dtype, torch.float32)
-        logits_UV = logits_UV.to(at_least_fp32) / self.temperature  # frees the tensor before
-        logprobs_UV = logits_UV.log_softmax(-1)
-        del logits_UV
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_entropy):
-            entropy_U = -(logprobs_UV.exp() * logprobs_UV).sum(-1)
-        return logprobs_UV[which_N, targets], entropy_U[which_N]
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        which_N, targets, hidden_UH, logsumexp_U, entropy_U = context.saved_tensors
+        compute, temperature, trains_entropy, parameters = context.settings
+        if context.kept:
+            (hidden_UH, raw_UV), context.kept = context.kept, None
+        else:
+            with torch.enable_grad(), torch.autocast(*context.autocast):
+                raw_UV = compute(hidden_UH := hidden_UH.detach().requires_grad_())
+        gradient_UV = _at_least_fp32(raw_UV)
+        of_logprobs, of_entropies = (gradient / temperature for gradient in gradients)
+        zeros = torch.zeros_like(entropy_U)
+        sums_U = zeros.index_add(0, which_N, of_logprobs)
+        entropies_U = zeros.index_add(0, which_N, of_entropies)
+        size = _rows_at_once(gradient_UV)
+        rows = (x.unsqueeze(1).split(size) for x in (logsumexp_U, entropy_U, sums_U, entropies_U))
+        for x, logsumexp, entropy, sums, of_entropy in zip(
+            gradient_UV.split(size), *rows, strict=True
+        ):
+            x.div_(temperature).sub_(logsumexp)
+            factors = -sums - of_entropy * (x + entropy) if trains_entropy else -sums
+            x.exp_().mul_(factors)
+        gradient_UV.index_put_((which_N, targets), of_logprobs, accumulate=True)
+        inputs = hidden_UH, *parameters
+        found = torch.autograd.grad(raw_UV, inputs, gradient_UV.to(raw_UV.dtype))
+        return None, None, None, None, None, None, *found
+
+
+def _at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _rows_at_once(logits_UV: torch.Tensor) -> int:
+    """Return the number of rows that a CPU's cache holds; on a GPU, all rows."""
+    return len(logits_UV) if logits_UV.is_cuda else max(1, IN_CACHE // logits_UV.shape[1])

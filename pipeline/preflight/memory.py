@@ -203,8 +203,8 @@ class Memory:
         chunk = LOGITS_PER_CHUNK_ON_GPU if self.has_gpu else LOGITS_PER_CHUNK
         entries, size = self.shape.vocab_size * int(self.shape.hidden_size), self.dtype.itemsize
         return {
-            # Measured on CPU: six float32 tensors, among them the gradients.
-            "logits of a chunk": 6.0 * 4 * min(chunk, tokens * self.shape.vocab_size),
+            # Their gradient takes their place; in bf16, it is rounded and converted for products.
+            "logits of a chunk": 2.0 * 4 * min(chunk, tokens * self.shape.vocab_size),
             "bf16 copies of the weights": float(2 * self.num_weights * (size < 4) * is_trained),
             "a gradient of the output layer": 4.0 * entries * is_trained,
         }

@@ -64,7 +64,8 @@ def main(work: Work, gate: Gate) -> None:
     accelerator, ranks = connect(config)
     kind = {"step": Stepped, "memory": Counted}.get(work.kind, Training)
     run = kind(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
-    run.parts = without_users(run.parts)
+    if not config.data.reward_funcs:
+        run.parts = without_users(run.parts)
     if work.forced:
         Scripted(run.policy.rollout.sampler, scripts_of(run, work.num_units))
     if isinstance(run, Stepped):

@@ -20,6 +20,7 @@ import common  # noqa: F401  # adds the repository to sys.path
 import torch
 from common import ready
 from datasets import Dataset
+from sums_task import correct
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_adapter import factories, outcome_reward
@@ -119,13 +120,17 @@ class AtEachStep(TrainerCallback):
 
 def main(work: Work, gate: Gate) -> None:
     config = parse(work.flags)
-    parts = without_users(prepare(config))
+    parts = prepare(config)
+    if not config.data.reward_funcs:
+        parts = without_users(parts)
     tasks = [
         task
         for step in range(work.num_units)
         for task in tasks_of_step(parts.stages[0], step, parts.train, config.run.seed)
     ]
     rows = [{**task.row(), "environment": task.domain} for task in tasks]
+    if config.data.reward_funcs:
+        rows = [{name: row[name] for name in ("prompt", "answer")} for row in rows]
     trainer = make_trainer(config, parts, work, rows)
     trainer.reset_counts()
     if work.forced and work.kind != "update":
@@ -148,6 +153,8 @@ def make_trainer(
 ) -> Trainer:
     if work.kind == "update":
         sources = replayed(Path(work.exchange), len(rows))
+    elif config.data.reward_funcs:
+        sources = {"train_dataset": Dataset.from_list(rows), "reward_funcs": correct}
     else:
         sources = {
             "train_dataset": Dataset.from_list(rows),
@@ -181,7 +188,9 @@ def settings_of(config: Config, work: Work, longest_prompt: int) -> dict[str, An
         "per_device_train_batch_size": work.batch,
         "gradient_accumulation_steps": episodes // work.batch,
         "steps_per_generation": work.steps_per_generation,
-        "max_completion_length": limits.max_tokens - longest_prompt,
+        "max_completion_length": limits.max_tokens_per_turn
+        if config.data.reward_funcs
+        else limits.max_tokens - longest_prompt,
         "generation_kwargs": {"max_new_tokens": limits.max_tokens_per_turn},
         "max_tool_calling_iterations": limits.max_turns - 1,
         "shuffle_dataset": False,  # The dataset has the order of our steps.

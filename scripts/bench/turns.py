@@ -64,7 +64,8 @@ class Gate:
         ready(self._device)
         now = (time.perf_counter(), time.process_time())
         seconds, cpu_s = (b - a for a, b in zip(self._begun, now, strict=True))
-        answer = {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": self._peak_mb(), **facts}
+        answer = {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": self._peak_mb()}
+        answer |= {"whole_mb": resident_mb("VmHWM"), **facts}
         print(json.dumps(answer), file=self._out, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # An open gloo group may abort a normal exit.
@@ -131,7 +132,7 @@ class Side:
                 said = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
                 raise RuntimeError(f"{self._name} ended before its work was done:\n{said}")
             answers.append(json.loads(line))
-        worst = ("seconds", "sample_s", "peak_mb", "padded_tokens")
+        worst = ("seconds", "sample_s", "peak_mb", "whole_mb", "padded_tokens")
         return {
             name: (max if name in worst else sum)(answer[name] for answer in answers)
             for name in answers[0]

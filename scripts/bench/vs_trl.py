@@ -22,6 +22,13 @@ padded tokens per micro-batch.
   and all that autograd keeps of the largest micro-batch, among it one chunk of logits.
 - curve: rewards of `--curve-steps` steps from the same model; only if named in `--parts`.
 
+With `--model FOLDER --sums N`, the tasks are single-turn sums with an exact answer, of at most N
+sampled tokens: a real model in its own conversation, without tools. Our micro-batches then have our
+own default size, and `--parts step` compares processor seconds, because other processes may run:
+
+    python scripts/bench/vs_trl.py --model FOLDER --sums 12 --parts step --ranks 1 --steps 3 \\
+        --tasks-per-step 8 --trl-settings 64:1 16:4
+
 After a transfer, TRL samples one more message, and TRL does not answer a malformed call. If the
 numbers of tokens per episode differ, compare the row of sampled tokens per second.
 """
@@ -39,6 +46,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from common import machine, parser_of, write_json
+from sums_task import write_sums
 from turns import Side, Work, complete, in_turns, make_model, random_model
 
 PARTS = ("step", "sampling", "update", "memory", "curve")
@@ -62,6 +70,7 @@ QUANTITIES = (  # key, label, and the better direction
     ("tokens_per_episode", "  sampled tokens an episode", ""),
     ("reward", "  mean reward", ""),
     ("peak_mb", "  peak above imports, MB", "less"),
+    ("whole_mb", "  peak, MB", "less"),
 )
 OURS, TRL = "our_side.py", "trl_side.py"
 Facts = dict[str, float]
@@ -100,6 +109,8 @@ def read(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--memory-batch", type=int, default=8, help="episodes of its micro-batch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the curve")
     parser.add_argument("--curve-steps", type=int, default=40)
+    parser.add_argument("--sums", type=int, default=0, help="sums of so many sampled tokens")
+    parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--layers", type=int, help="of random models, in place of the shape's")
     parser.add_argument("--vocab-size", type=int, help="of random models")
     options = parser.parse_args(argv)
@@ -107,6 +118,8 @@ def read(argv: list[str]) -> argparse.Namespace:
         parser.error("curve: random weights learn nothing; leave --shape out")
     if options.shape != "tiny" and options.model is not None:
         parser.error("--model: has a shape of its own; leave --shape out")
+    if options.sums and (options.model is None or {*options.parts} - {"step", "curve"}):
+        parser.error("--sums: needs --model FOLDER, and has --parts step and curve")
     episodes = options.tasks_per_step * options.num_generations
     if any(options.tasks_per_step % n for n in options.ranks):
         parser.error("--tasks-per-step: every rank must play as many groups")
@@ -139,7 +152,7 @@ class Bench:
             "num-gpus": num_ranks,
             "max-steps": num_units + 1,
             "output-dir": self.folder / name,
-            "learning-rate": 4e-4,
+            "learning-rate": options.learning_rate,
             **more.pop("flags", {}),
         }
         flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
@@ -150,11 +163,18 @@ class Bench:
         flags += ["--eval-tasks-per-domain", "8", "--report-to", "none"]
         flags += ["--gradient-checkpointing"] * options.gradient_checkpointing
         domains = ["airline", "retail", "telecom"][: int(values["tasks-per-step"])]
-        flags += ["--domains", ",".join(domains)]
+        flags += self.flags_of_sums() if options.sums else ["--domains", ",".join(domains)]
         forced = more.pop("forced", options.shape != "tiny")
         fields = {"kind": kind, "num_units": num_units, "forced": forced, **more}
         work = Work(flags=flags, device=options.device, **fields)
         return Side(script, work, num_ranks, options.threads, self.folder / f"{name}.log")
+
+    def flags_of_sums(self) -> list[str]:
+        path, most = write_sums(self.folder / "sums.jsonl"), self.options.sums
+        flags = ["--domains", "sums", "--tasks", f"{{sums: {path}}}"]
+        flags += ["--reward-funcs", "sums_task:correct", "--max-turns", "1"]
+        flags += ["--max-tokens-per-turn", str(most), "--max-tokens", str(most + 96)]
+        return [*flags, "--mixed-precision", "no" if self.options.device == "cpu" else "bf16"]
 
     def trl_settings(self, what: str, num_ranks: int) -> dict[str, int]:
         """TRL's fastest batch for steps ("seconds"), sampling ("sample_s") or updates ("rest_s").
@@ -185,14 +205,18 @@ class Bench:
             found = [complete(side.unit(), "step") for _ in range(2)]
         kinds = ("seconds", "sample_s", "rest_s", "cpu_s", "padded_tokens", "peak_mb")
         best = {kind: min(facts[kind] for facts in found) for kind in kinds}
-        print(f"TRL {setting}: step {best['seconds']:.2f} s", file=sys.stderr, flush=True)
+        best["whole_mb"] = max(facts["whole_mb"] for facts in found)
+        said = f"step {best['seconds']:.2f} s, {best['cpu_s']:.2f} CPU s"
+        print(f"TRL {setting}: {said}, {best['whole_mb']:.0f} MB", file=sys.stderr, flush=True)
         return best
 
     def step(self, num_ranks: int) -> None:
-        settings = self.trl_settings("seconds", num_ranks)
+        compared = "cpu_s" if self.options.sums else "seconds"
+        settings = self.trl_settings(compared, num_ranks)
         with self.side(TRL, "step", num_ranks, **settings) as theirs:
             padded = int(theirs.wait()["padded_tokens"])
-            flags = {"max-tokens-per-microbatch": self.options.microbatch_tokens or padded}
+            budget = self.options.microbatch_tokens or (0 if self.options.sums else padded)
+            flags = {"max-tokens-per-microbatch": budget} if budget else {}
             with self.side(OURS, "step", num_ranks, flags=flags) as ours:
                 ours.wait()
                 self.compare("step", num_ranks, ours, theirs)

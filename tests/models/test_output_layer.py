@@ -108,21 +108,27 @@ def test_chunks_share_one_cast_and_their_gradients_are_summed_in_float32(monkeyp
     assert float((whole - chunked).norm() / whole.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("trains_entropy", [True, False])
-def test_entropies_keep_a_tensor_of_the_logits_only_where_they_are_trained(trains_entropy):
-    episodes, _ = make_episodes(3)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_values_and_gradients_are_those_of_log_softmax(temperature, coefficient, monkeypatch):
+    """In chunks of several rows of the cache, of which the last keeps its logits."""
+    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 7 * 40)
+    monkeypatch.setattr(token_logprobs, "IN_CACHE", 2 * 40)
+    episodes, _ = make_episodes(6)
     (batch,) = make_micro_batches([(e, 1.0, 1.0) for e in episodes], 10**6, 0)
-    kept, whole = [], TokenLogprobs(small_model(vocab_size=40), 1.0)
-    module = TokenLogprobs(small_model(vocab_size=40), 1.0, trains_entropy)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        logprobs, entropy = module(batch)
-    of_logits = {x.data_ptr() for x in kept if x.shape[-1] == 40}
-    of_logits -= {parameter.data_ptr() for parameter in module.parameters()}
-    assert len(of_logits) == (2 if trains_entropy else 1)
-    expected = whole(batch)
-    assert torch.equal(logprobs, expected[0])
-    assert torch.equal(entropy, expected[1])
-    for found in (logprobs, expected[0]):
-        found.sum().backward()
-    pairs = zip(module.parameters(), whole.parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    model = small_model(vocab_size=40).double()
+    rows = model(batch.input_ids).logits[batch.rows, batch.columns] / temperature
+    logprobs = rows.log_softmax(-1)
+    expected = (
+        logprobs.gather(1, batch.targets[:, None])[:, 0],
+        torch.special.entr(logprobs.exp()).sum(1),
+    )
+    found = TokenLogprobs(model, temperature, coefficient > 0)(batch)
+    weights = torch.linspace(-1, 2, len(rows), dtype=torch.float64)
+    gradients = []
+    for one, other in (expected, found):
+        model.zero_grad()
+        (weights * one + coefficient * other).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for one, other in [*zip(expected, found, strict=True), gradients]:
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
