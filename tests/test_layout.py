@@ -32,22 +32,22 @@ ROOMS = {  # a room imports only rooms before it; the number is its budget in li
     "sft": 235,
     "evaluation": 1495,
     "rft": 120,
-    "preflight": 1390,
+    "preflight": 1500,
     "doctor": 300,
     "tracking": 1060,
     "plots": 585,
-    "report": 886,
+    "report": 900,
     "export": 505,
-    "run_state": 206,
+    "run_state": 215,
     "before_grpo": 195,
     "trainer": 202,
     "train": 165,
     "run": 180,
-    "commands": 1010,
+    "commands": 1025,
     "__main__": 20,
 }
 MOST_LINES_OF_A_ROOM = 1695
-MOST_LINES_OF_A_FILE = 350
+MOST_LINES_OF_A_FILE = 370
 MOST_LINES_OF_THE_LOOP = 40
 # What a reader of the algorithm reads. Samplers other than the row sampler do not count.
 CORE = (
@@ -63,7 +63,7 @@ CORE = (
     *("environments/tools.py", "embedded/scripted.py"),
 )
 NOT_CORE = ("generate_sampler.py",)
-MOST_LINES_OF_THE_CORE = 5123
+MOST_LINES_OF_THE_CORE = 5200
 MOST_FILES_OF_A_FOLDER = 12
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
 TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "restarts")]
