@@ -15,6 +15,7 @@ from pipeline.customers.service import customers_of, end_of_run, judge_of
 from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.dead_domains import DeadDomains
@@ -192,6 +193,7 @@ class RunState:
         faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
+            environments = self.parts.environments
             facts = {
                 "baselines": self._baselines,
                 "num_ranks": self.ranks.num_ranks,
@@ -203,5 +205,7 @@ class RunState:
             further |= {"agents": self.state.agents}
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
+            facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}
+            facts["num_tools"] = {n: len(tool_schemas(e)) for n, e in environments.items()}
             stages, held_out = self.stages, self.parts.held_out
             write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)

@@ -81,7 +81,7 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
 
     The random numbers are those of the task's first trial in an evaluation with this seed.
     """
-    customer = Terminal(options.human)
+    customer = Terminal(options.human, rollout.chat)
     rollout.on_messages, rollout.reply = customer.watch, customer.reply
     key = stream_key(seed, "evaluation", *task.key, 0)
     (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], greedy=options.greedy)
@@ -115,8 +115,8 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
 class Terminal:
     """Prints a conversation. With `is_human`, a person types the customer's messages."""
 
-    def __init__(self, is_human: bool) -> None:
-        self.is_human = is_human
+    def __init__(self, is_human: bool, chat: Chat) -> None:
+        self.is_human, self.chat = is_human, chat
         self.environment: Any = None
         self.before: dict[str, Any] = {}  # the database before the first message of the model
 
@@ -127,9 +127,12 @@ class Terminal:
         """
         self.environment, self.before = environment, state_of(environment)
         *rules, request = messages
-        for message in rules:
-            tell("rules", message["content"].splitlines())
         schemas = tool_schemas(type(environment))
+        prompt = self.chat.tokenizer.decode(self.chat.prompt_ids(messages, schemas))
+        for message in rules:
+            lines = message["content"].splitlines()
+            tell("rules", lines)
+            tell("", _unseen(lines, prompt))
         tell("tools", [_signature(schema["function"]) for schema in schemas])
         tell("database", list(_rows(self.before)))
         print()
@@ -192,6 +195,15 @@ def _rows(state: Mapping[str, Any], where: str = "") -> Iterator[str]:
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _rows(value, f"{where}.{name}".lstrip("."))
+
+
+def _unseen(lines: Sequence[str], prompt: str) -> list[str]:
+    """Return a line that says how much of a message the model's template leaves out, if it does."""
+    texts = [text for line in lines if (text := line.strip())]
+    seen = sum(text in prompt for text in texts)
+    if 2 * seen >= len(texts):  # a tokenizer may change single characters
+        return []
+    return [f"(the model sees {seen} of these {len(texts)} lines: its template drops the others)"]
 
 
 def _signature(function: Mapping[str, Any]) -> str:

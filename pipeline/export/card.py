@@ -53,7 +53,9 @@ def model_card(
     on the hub. Raises UserError if the run's files cannot be read.
     """
     run, config = load_run(checkpoint.run), without_places(checkpoint.config)
-    has_tools = any(config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)
+    # Without results, a domain that is not of one message counts as one with tools.
+    may_have = (config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)
+    has_tools = any(run.results.get("num_tools", {"": any(may_have)}).values())
     kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
     base = base_of_adapters or checkpoint.config.model.model
     card: ModelCard = ModelCard.from_template(
@@ -61,7 +63,7 @@ def model_card(
             base_model=base if _is_hub_id(base) else None,
             library_name="peft" if base_of_adapters else "transformers",
             pipeline_tag="text-generation",
-            tags=["grpo", "reinforcement-learning", "tool-use"],
+            tags=["grpo", "reinforcement-learning", *["tool-use"] * has_tools],
         ),
         template_path=str(CARD),
         title=(repo_id or checkpoint.run.resolve().name).rpartition("/")[2],

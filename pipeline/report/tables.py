@@ -233,6 +233,7 @@ def data_of(run: RunData) -> dict[str, Any]:
         "failed_agents": failed_agents(run.results),
         "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
+        "train_tasks": train_tasks_in_words(run),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "tools": _tools(run),
         "stop_reasons": {key: key.removeprefix(STOP) for key in metrics if key.startswith(STOP)},
@@ -241,6 +242,18 @@ def data_of(run: RunData) -> dict[str, Any]:
         "rate_of": lambda e, d, kind: with_interval(rate(e, d, kind, run.success_threshold)),
         "by_family": _by_family(run),
     }
+
+
+def train_tasks_in_words(run: RunData) -> str:
+    """Say how many training tasks each domain had, and how difficult those of the embedded are."""
+    data, of_stages = run.config["data"], run.config["curriculum"]["difficulties"]
+    own = {*data["tasks"], *data["environments"]}
+    difficulty = "" if data["tau2"] else f" ({', '.join(of_stages or [data['difficulty']])})"
+    numbers: Mapping[str, int] = run.results.get("num_train_tasks", {})
+    said = {name: f"{n}{difficulty * (name not in own)}" for name, n in numbers.items()}
+    if len({*said.values()}) == 1:
+        return f"training tasks{' of each' * (len(said) > 1)}: {next(iter(said.values()))}"
+    return "training tasks: " + ", ".join(f"{name} {text}" for name, text in said.items())
 
 
 def baseline_table(results: Mapping[str, Any]) -> Rows:

@@ -47,6 +47,7 @@ def test_a_checkpoint_serves_the_customer_of_a_held_out_task(run, capsys):
     says(shown, "checkpoint step-000001 (step 1) of run; greedy, seed 3", "rules     airline")
     says(shown, "transfer(reason)", "database  case: asked [], transferred -", "reservations.")
     says(shown, "\ncustomer  ", "\nagent     ", "\nended     ", "\nchanged   ", "\nreward    0")
+    assert re.search(r"\n +\(the model sees 1 of these [0-9]+ lines: its template drops", shown)
     assert "\033" not in shown  # no colour outside a terminal
     assert main([run, "--domain", "airline", "--greedy", "--seed", "3"]) == 0
     assert capsys.readouterr().out == shown
@@ -97,7 +98,7 @@ def serve(monkeypatch, typed: str, script, kind, task=OWN, is_human=True):
     """Play an episode with a scripted model, and a person who types these lines."""
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     rollout = Rollout(ScriptedSampler({0: script}), chat(), {task.domain: kind}, RolloutSettings())
-    customer = Terminal(is_human)
+    customer = Terminal(is_human, rollout.chat)
     rollout.on_messages, rollout.reply = customer.watch, customer.reply
     return rollout([RolloutRequest(task=task, trial=0, key=0)])[0]
 
@@ -119,6 +120,13 @@ class Desk:
 
     def get_reward(self) -> float:
         return float(self.items["lamp"] == 0)
+
+
+def test_rules_that_the_model_sees_have_no_remark(monkeypatch, capsys):
+    rules = {"role": "system", "content": "Desk of lamps."}
+    asked = make_task(prompt=(rules, {"role": "user", "content": "a lamp"}))
+    serve(monkeypatch, "", [say("Done.")], Desk, asked, is_human=False)
+    says(capsys.readouterr().out, "rules     Desk of lamps.\ntools     take(item)\n")
 
 
 class AsyncDesk(Desk):

@@ -168,6 +168,17 @@ def test_a_card_names_base_model_settings_and_limits(tmp_path):
     assert "/home/me" not in text and "tiny" not in text.partition("## How it was made")[0]
 
 
+def test_the_card_of_a_run_without_tools_does_not_speak_of_tools(tmp_path):
+    run = run_with(tmp_path / "run", 20)
+    assert "tool-use" in text_of(run, tmp_path / "with")
+    results = json.loads((run / "results.json").read_text())
+    results["num_tools"] = dict.fromkeys(results["num_tools"], 0)
+    (run / "results.json").write_text(json.dumps(results))
+    text = text_of(run, tmp_path / "without")
+    assert ModelCard(text).data.tags == ["grpo", "reinforcement-learning"]
+    assert "TOOLS" not in text
+
+
 def test_the_command_of_a_card_makes_a_run_with_the_same_settings(tmp_path):
     flags = ["--config", "mixed", "--use-peft", "--no-share-prefixes", "--epsilon-high", "null"]
     flags += ["--domains", "retail,bank", "--environments", "{bank: my.bank:Bank}", "--seed", "7"]

@@ -53,9 +53,11 @@ from tests.support.messages import says
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]])
 PLAIN = ModelSettings()
-# In nats, over about a thousand tokens. Two passes of the trainer, with and without shared
-# prefixes: up to 9e-5. With bf16 weights in the sampler alone: about 0.01.
-MEAN_GAP_IN_BF16 = 5e-4
+# Two computations that round at places of their own are as far from each other as each is from
+# float32, or farther. Sampler and trainer round at the same places; attention alone sums in
+# another order, and a sum near the middle of two bf16 numbers becomes the other one. Measured:
+# .00 to .09 with the kernels of several processors, .88 to 1.2 with adapters in bf16 or merged.
+SHARE_OF_ROUNDING = 0.25
 
 
 def small(kind, config_class, **settings):
@@ -292,13 +294,18 @@ def sampled(sampler):
     return rows
 
 
+@torch.no_grad()
+def trainers(model, rows, temperature):
+    """The log-probabilities of training, and the sampler's of the same tokens."""
+    batches = list(make_micro_batches([(row, 1.0, 1.0) for row in rows], 400, 0))
+    found = torch.cat([TokenLogprobs(model, temperature)(batch)[0] for batch in batches])
+    return found, torch.cat([batch.old_logprobs for batch in batches])
+
+
 def gap_of(model, rows, temperature):
     """Between the sampler's log-probabilities and training's: maximum, mean, number of tokens."""
-    gaps = []
-    for batch in make_micro_batches([(row, 1.0, 1.0) for row in rows], 400, 0):
-        with torch.no_grad():
-            gaps.append(TokenLogprobs(model, temperature)(batch)[0] - batch.old_logprobs)
-    gaps_N = torch.cat(gaps).abs()
+    found, sampled_N = trainers(model, rows, temperature)
+    gaps_N = (found - sampled_N).abs()
     return float(gaps_N.max()), float(gaps_N.mean()), len(gaps_N)
 
 
@@ -330,8 +337,8 @@ def test_in_bf16_trainer_and_sampler_share_the_base_and_multiply_by_the_fp32_ada
     own = [p for p in sampler.model.parameters() if p.data_ptr() not in shared]
     assert {p.dtype for p in own} == {torch.float32}
     sampler.load_weights(trained_weights(moved(model)))
-    for mine, trainers in zip(own, trained(model).values(), strict=True):
-        assert torch.equal(mine, trainers)
+    for mine, theirs in zip(own, trained(model).values(), strict=True):
+        assert torch.equal(mine, theirs)
     products = set()
     for module in [*model.modules(), *sampler.model.modules()]:
         if isinstance(module, LoraLayer):
@@ -339,10 +346,13 @@ def test_in_bf16_trainer_and_sampler_share_the_base_and_multiply_by_the_fp32_ada
                 factor.register_forward_hook(lambda _, x, y: products.update((x[0].dtype, y.dtype)))
     rows = sampled(sampler)
     with torch.autocast("cpu", torch.bfloat16):  # as Accelerate calls the module
-        _, mean, count = gap_of(model, rows, 1.0)
-    assert count > 400
-    assert mean <= MEAN_GAP_IN_BF16
+        rounded, sampled_N = trainers(model, rows, 1.0)
     assert products == {torch.float32}
+    exact, _ = trainers(model.float(), rows, 1.0)
+    rounding = float((rounded - exact).abs().mean())
+    assert len(rounded) > 400
+    assert float((rounded - sampled_N).abs().mean()) <= SHARE_OF_ROUNDING * rounding
+    assert 1e-3 < rounding < 1e-1
 
 
 # What a checkpoint holds

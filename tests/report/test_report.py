@@ -44,7 +44,7 @@ def test_the_report_of_a_sequential_run(sequential):
         """# my-run
 
 - Recipe `three_domain_tiny`, seed 1, 2 rank(s).
-- Model `tiny`; domains airline, retail, telecom; 800 training tasks of each (medium).
+- Model `tiny`; domains airline, retail, telecom; training tasks of each: 800 (medium).
 - Warm start: 440 supervised steps.
 - GRPO: 30 of 30 steps, each 24 groups of 8 episodes, learning rate 0.0003, beta 0.
 - Wall time 0:01:23 h.
@@ -94,6 +94,28 @@ telecom. """
     for name in ("accuracy_matrix", "stop_reasons", "zero_std_groups", "time_and_memory"):
         assert f"({name}.png)" in text
         assert (folder / f"{name}.png").stat().st_size > 5_000
+
+
+def test_a_report_counts_the_tasks_that_the_run_had(tmp_path, without_pictures):
+    """Files have other numbers than the setting for generated tasks, and no difficulty."""
+
+    def said(numbers, settings):
+        domains = list(numbers)
+        folder = make_run(tmp_path / "-".join(domains), domains, domains, settings=settings)
+        results = json.loads((folder / "results.json").read_text())
+        results["num_train_tasks"] = numbers
+        (folder / "results.json").write_text(json.dumps(results))
+        write_report(folder)
+        text = (folder / "report.md").read_text()
+        return next(line for line in text.splitlines() if line.startswith("- Model"))
+
+    file = {"data": {"tasks": {"sums": "sums.jsonl"}, "reward_funcs": ["my_rewards:correct"]}}
+    assert said({"airline": 800, "sums": 61}, file).endswith(
+        "domains airline, sums; training tasks: airline 800 (medium), sums 61."
+    )
+    assert said({"sums": 61}, file).endswith("domains sums; training tasks: 61.")
+    graded = {"curriculum": {"difficulties": ["easy", "hard"]}}
+    assert said({"airline": 9}, graded).endswith("training tasks: 9 (easy, hard).")
 
 
 def test_an_evaluation_only_is_reported_without_before_and_after(tmp_path, without_pictures):

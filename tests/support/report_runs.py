@@ -142,6 +142,8 @@ def make_run(
         "curriculum": curriculum,
         "wall_s": 83.4,
         "reward_parts": dict.fromkeys(domains, PARTS),
+        "num_train_tasks": dict.fromkeys(domains, 800),
+        "num_tools": dict.fromkeys(domains, 4),
     }
     (folder / "curriculum.json").write_text(json.dumps(curriculum))
     (folder / "results.json").write_text(json.dumps(results))
