@@ -10,9 +10,11 @@ from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.run import main as run
 
 # An evaluation takes the run's own settings, except the folder, the number of ranks, the name and
-# the agent behind an endpoint, which has played the tasks in the run.
+# the agent behind an endpoint, which has played the tasks in the run. The tokenizer of a checkpoint
+# has the run's chat template and system prompt.
 ANEW = "--no-grpo --warm-start-steps 0 --rft-rounds 0 --output-dir null --num-gpus null "
 ANEW += "--run-name null --agent-url null --agent-model null --agent-temperature null "
+ANEW += "--chat-template null --system-prompt null "
 ANEW += "--agent-key OPENAI_API_KEY --max-agent-calls null --max-agent-tokens null"
 
 
