@@ -14,29 +14,31 @@ from pipeline.environments.tools import tool_schemas
 from pipeline.environments.trials import try_expert
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
+from pipeline.preflight.limits import TooLow
 from pipeline.sft import parts_of, sources_of
 
 NUM_TRIED = 100  # maximum number of a file's demonstrations that are checked before a run
 NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
 
 
-def check_demonstrations(config: Config, domains: Mapping[str, Domain], chat: Chat) -> list[str]:
-    """Return warnings about the demonstrations of a warm start.
+def check_demonstrations(
+    config: Config, domains: Mapping[str, Domain], chat: Chat
+) -> tuple[list[str], list[TooLow]]:
+    """Return warnings about the demonstrations of a warm start, and those beyond the limits.
 
     Up to NUM_TRIED demonstrations of a domain's file are encoded. The expert of a domain without a
     file must solve up to NUM_TRIED_BY_EXPERT tasks. Raises UserError if a demonstration is faulty,
-    if a tenth of a domain's demonstrations exceed the limits of a rollout, or if a domain of the
-    tiny model has no demonstrations.
+    or if a domain of the tiny model has no demonstrations.
     """
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
-        return []
+        return [], []
     sources, count = sources_of(config, domains)
-    notes = _without_demonstrations(config, domains)
+    notes, beyond = _without_demonstrations(config, domains), list[TooLow]()
     for domain in sources:
         tried = list(_tried(config, domain, count))
         notes += _other_tools(domain, tried)
-        notes += _beyond_limits(config.rollout, domain, chat, tried)
-    return notes
+        beyond += _beyond_limits(config.rollout, domain, chat, tried)
+    return notes, beyond
 
 
 def _without_demonstrations(config: Config, domains: Mapping[str, Domain]) -> list[str]:
@@ -88,23 +90,20 @@ def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> list[str]:
 
 def _beyond_limits(
     limits: RolloutSettings, domain: Domain, chat: Chat, tried: Sequence[Demonstration]
-) -> list[str]:
-    """Return a warning if a rollout is too short for a demonstration; raises UserError if many."""
-    needs, firsts, count = dict[str, int](), list[str](), 0
+) -> list[TooLow]:
+    """Return what a rollout needs to hold the demonstrations; refused if a tenth do not fit."""
+    needs, count, first = dict[str, int](), 0, ""
     for one in tried:
         sizes = _sizes(chat, one).items()
         over = {name: number for name, number in sizes if number > getattr(limits, name)}
-        needs = {name: max(over.get(name, 0), needs.get(name, 0)) for name in {**needs, **over}}
-        firsts += [f"{one.where} needs {name} {number}" for name, number in over.items()]
+        needs |= {name: max(number, needs.get(name, 0)) for name, number in over.items()}
         count += bool(over)
+        if over and not first:
+            first = one.where
     if not count:
         return []
-    raised = " and ".join(f"{name} to {needs[name]} or more" for name in sorted(needs))
-    fault = f"{count} of {len(tried)} tried do not fit into a rollout ({firsts[0]})"
-    message = f"demonstrations of {domain.name}: {fault}; raise {raised}"
-    if 10 * count > len(tried):
-        raise UserError(message)
-    return [message]
+    what = f"{count} of {len(tried)} tried demonstrations of {domain.name} (such as {first})"
+    return [TooLow(what, needs, is_refused=10 * count > len(tried))]
 
 
 def _sizes(chat: Chat, demonstration: Demonstration) -> dict[str, int]:

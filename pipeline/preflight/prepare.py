@@ -26,6 +26,7 @@ from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.preflight.demonstrations import check_demonstrations
+from pipeline.preflight.limits import check_limits, prompts_beyond
 from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import longest_of, task_sets
 from pipeline.sft import sources_of
@@ -110,6 +111,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         if tokens > (most := limits.max_tool_result_tokens):
             limit = f"tool results of more than max_tool_result_tokens ({most}) become errors"
             notes.append(f"{name}: reset returns {tokens} tokens; {limit}")
+    warnings, beyond = ([], []) if resumed else check_demonstrations(config, domains, chat)
     prepared = Prepared(
         domains=domains,
         train=train,
@@ -122,16 +124,13 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         chat=chat,
         about=about,
         notes=notes,
-        warnings=[] if resumed else check_demonstrations(config, domains, chat),
+        warnings=warnings,
     )
     stages = [replace(s, family_shares=prepared.family_shares(s)) for s in prepared.stages]
     prepared = replace(prepared, stages=stages)
-    for name, tokens in prepared.longest_prompts().items():
-        if tokens + limits.max_tokens_per_turn > limits.max_tokens:
-            raise UserError(
-                f"max_tokens: got {limits.max_tokens}, but a prompt of {name} has {tokens} "
-                f"tokens and a turn may take {limits.max_tokens_per_turn}; raise max_tokens"
-            )
+    prompts = prepared.longest_prompts()
+    beyond += prompts_beyond(limits, prompts)
+    prepared.warnings.extend(check_limits(limits, beyond, prompts))
     return prepared
 
 

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import json
+import re
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from transformers import get_scheduler
 
+from pipeline.config.cli import flag, parse
 from pipeline.config.settings import (
     DEFAULT_DOMAINS,
     EMBEDDED_DOMAINS,
@@ -30,6 +32,8 @@ from pipeline.grpo import token_logprobs
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.demonstrations import check_demonstrations
+from pipeline.preflight.limits import check_limits
+from pipeline.preflight.prepare import prepare
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.sft import IGNORED, encode, fine_tune, learning_rate_at, sft_examples, share_of
 from scripts.proofs.ranks import play_ranks
@@ -163,23 +167,29 @@ def test_with_a_smaller_rule_share_part_of_the_demonstrations_break_the_rules(do
     assert 0.2 < sum(rewards) / 160 < 0.7
 
 
+def check_all(settings, domains):
+    """What a run would say of its demonstrations, and of the limits that they need."""
+    notes, beyond = check_demonstrations(settings, domains, chat())
+    return notes + check_limits(settings.rollout, beyond, {})
+
+
 def test_a_domain_without_an_expert_needs_demonstrations_or_no_warm_start():
     bank = {"bank": Domain(name="bank", environment=Desk)}
     with pytest.raises(UserError) as refused:
-        check_demonstrations(config(), bank, chat())
+        check_all(config(), bank)
     says(str(refused.value), "demonstrations: none of bank", "expert(agent, goal)")
     says(str(refused.value), "--demonstrations '{bank: FILE}'", "set --warm-start-steps 0")
-    assert check_demonstrations(config(steps=0), bank, chat()) == []
+    assert check_all(config(steps=0), bank) == []
     with pytest.raises(UserError, match="none of bank, "):
-        check_demonstrations(config(), embedded("airline") | bank, chat())
+        check_all(config(), embedded("airline") | bank)
 
 
 def test_a_pretrained_model_is_warned_of_a_domain_without_demonstrations():
     bank = {"bank": Domain(name="bank", environment=Desk)}
-    (note,) = check_demonstrations(config(model="some/model"), embedded("airline") | bank, chat())
+    (note,) = check_all(config(model="some/model"), embedded("airline") | bank)
     says(note, "demonstrations: none of bank", "--demonstrations '{bank: FILE}'")
     with pytest.raises(UserError, match="none of bank, "):
-        check_demonstrations(config(model="some/model"), bank, chat())
+        check_all(config(model="some/model"), bank)
 
 
 # Demonstrations of one's own
@@ -210,7 +220,7 @@ def test_a_line_without_tools_has_those_of_the_environment(tmp_path):
     said = {text.partition("<|im_end|>")[0] for text in texts}
     names = " ".join(s["function"]["name"] for s in tool_schemas(ENVIRONMENTS["airline"]))
     assert said == {f"<|im_start|>system\ntools: {names}", "<|im_start|>system\ntools: look"}
-    (note,) = check_demonstrations(settings, embedded("airline"), chat())
+    (note,) = check_all(settings, embedded("airline"))
     says(
         note,
         "demonstrations of airline",
@@ -250,21 +260,49 @@ def test_demonstrations_that_do_not_fit_into_a_rollout_are_refused_or_told(tmp_p
     """With their line and the setting to raise: refused if they are more than a tenth."""
     path = write(tmp_path / "own.jsonl", *[GOOD] * 8, line)
     settings = config(domains=["airline"], files={"airline": str(path)})
-    message = refusal(check_demonstrations, settings, embedded("airline"), chat())
+    message = refusal(check_all, settings, embedded("airline"))
     name, _, number = needed.partition(" ")
-    says(message, "demonstrations of airline: 1 of 9 tried", f"({path}, line 9 needs {needed}")
-    says(message, f"raise {name} to {number}")
+    says(
+        message,
+        "1 of 9 tried demonstrations of airline",
+        f"(such as {path}, line 9): needs {needed}",
+    )
+    assert re.search(rf"; give {flag('rollout', name)} {number}\d*", message)
     write(path, *[GOOD] * 9, line)
-    (note,) = check_demonstrations(settings, embedded("airline"), chat())
-    says(note, "1 of 10 tried", f"line 10 needs {needed}")
+    (note,) = check_all(settings, embedded("airline"))
+    says(note, "1 of 10 tried", f"line 10): needs {needed}", f"; give {flag('rollout', name)}")
 
 
 def test_the_demonstrations_of_an_expert_must_fit_as_well():
     settings = config(domains=["airline"])
     limits = settings.rollout.model_copy(update={"max_turns": 1})
     settings = settings.model_copy(update={"rollout": limits})
-    message = refusal(check_demonstrations, settings, embedded("airline"), chat())
-    says(message, "demonstrations of airline: 8 of 8", "the expert's task '", "raise max_turns to ")
+    message = refusal(check_all, settings, embedded("airline"))
+    says(message, "8 of 8 tried demonstrations of airline (such as the expert's task '")
+    says(message, "needs max_turns ", "give --max-turns ")
+
+
+def test_all_limits_of_all_domains_are_named_at_once_with_the_flags_that_mend_them(tmp_path):
+    airline = write(tmp_path / "airline.jsonl", LONG, FULL)
+    retail = write(tmp_path / "retail.jsonl", *[GOOD] * 20, MANY)
+    files = {"airline": str(airline), "retail": str(retail)}
+    settings = config(domains=["airline", "retail"], files=files)
+    parsed = parse(["--max-tokens", "20", "--max-tokens-per-turn", "10"])
+    settings = settings.model_copy(update={"rollout": parsed.rollout})
+    message = refusal(prepare, settings)
+    *found, last = message.removeprefix("limits are too low: ").split("; ")
+    named = "max_tokens_per_turn 51 (got 10)", "max_turns 10 (got 8)", "max_tool_result_tokens 65"
+    says(message, *named, "tried demonstrations of airline", "a prompt of retail has ")
+    assert len(found) == 4  # demonstrations and prompts of two domains
+    flags = last.removeprefix("give ").split()
+    assert flags[::2] == [
+        *("--max-tokens", "--max-tokens-per-turn", "--max-tool-result-tokens", "--max-turns")
+    ]
+    mended = settings.model_copy(update={"rollout": parse(flags).rollout})
+    assert prepare(mended).warnings == []
+    turn = int(flags[3])
+    shorter = mended.rollout.model_copy(update={"max_tokens_per_turn": turn - 1})
+    says(refusal(prepare, settings.model_copy(update={"rollout": shorter})), f"turn {turn}")
 
 
 def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp_path):
@@ -311,7 +349,7 @@ def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
         read_demonstrations(write(tmp_path / "empty.jsonl", "", ""))
     nowhere = config(files={"airline": str(tmp_path / "nowhere.jsonl")})
     with pytest.raises(UserError, match="cannot be read"):
-        check_demonstrations(nowhere, embedded("airline"), chat())
+        check_all(nowhere, embedded("airline"))
 
 
 # Training

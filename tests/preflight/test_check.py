@@ -356,7 +356,8 @@ def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():
     prepare(config(rollout=fits, data={"domains": ["airline"]}, warm_start=none))
     shorter = config(rollout={**fits, "max_tokens": longest + 39}, warm_start=none)
     message = refusal(prepare, shorter)
-    says(message, f"max_tokens: got {longest + 39}", f"{longest} tokens", "raise max_tokens")
+    says(message, f"a prompt of airline has {longest} tokens", "a turn may take 40")
+    says(message, f"max_tokens {longest + 40} (got {longest + 39})", "give --max-tokens ")
 
 
 def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):

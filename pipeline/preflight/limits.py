@@ -1,0 +1,68 @@
+"""Limits of a rollout that are too low: all are found before one is named."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.config.cli import flag
+from pipeline.config.settings import RolloutSettings
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class TooLow:
+    """What does not fit into a rollout, and the least value of each limit that would hold it."""
+
+    what: str
+    needs: Mapping[str, int]
+    is_refused: bool  # False: a run can go on without it
+
+
+def prompts_beyond(limits: RolloutSettings, prompts: Mapping[str, int]) -> list[TooLow]:
+    """Return the domains whose longest prompt, of so many tokens, leaves no room for a turn."""
+    turn = limits.max_tokens_per_turn
+    return [
+        TooLow(
+            f"a prompt of {domain} has {tokens} tokens and a turn may take {turn}",
+            {"max_tokens": tokens + turn},
+            is_refused=True,
+        )
+        for domain, tokens in prompts.items()
+        if tokens + turn > limits.max_tokens
+    ]
+
+
+def check_limits(
+    limits: RolloutSettings, found: Sequence[TooLow], prompts: Mapping[str, int]
+) -> list[str]:
+    """Return warnings about limits that are too low. Raises UserError if something is refused.
+
+    The error and the last warning end with the flags that make room for all of it.
+    """
+    lines = [f"{low.what}: needs {_in_words(limits, low.needs)}" for low in found]
+    if not lines:
+        return []
+    told = " ".join(f"{flag('rollout', n)} {v}" for n, v in _mended(limits, found, prompts).items())
+    if any(low.is_refused for low in found):
+        raise UserError(f"limits are too low: {'; '.join(lines)}; give {told}")
+    lines[-1] += f"; give {told}"
+    return lines
+
+
+def _in_words(limits: RolloutSettings, needs: Mapping[str, int]) -> str:
+    texts = (f"{name} {value} (got {getattr(limits, name)})" for name, value in needs.items())
+    return ", ".join(texts)
+
+
+def _mended(
+    limits: RolloutSettings, found: Sequence[TooLow], prompts: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the least values that fit together: with a longer turn, an episode is longer, too."""
+    values = dict[str, int]()
+    for low in found:
+        for name, value in low.needs.items():
+            values[name] = max(value, values.get(name, 0))
+    turn = values.get("max_tokens_per_turn", limits.max_tokens_per_turn)
+    episode = max([values.get("max_tokens", 0), *(tokens + turn for tokens in prompts.values())])
+    if episode > limits.max_tokens:
+        values["max_tokens"] = episode
+    return dict(sorted(values.items()))
