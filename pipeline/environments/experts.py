@@ -24,9 +24,9 @@ from pipeline.environments.tools import (
 )
 
 
-def call_message(tool: str, arguments: Mapping[str, Any]) -> Message:
+def call_message(tool: str, arguments: Mapping[str, Any], content: str = "") -> Message:
     call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 @dataclass
@@ -45,10 +45,16 @@ class Agent:
     rule_share: float = 1.0
     messages: list[Message] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)  # exceptions of tools, other than ToolErrors
+    thought: str = ""  # stands before the next call, in one message with the call
+
+    def think(self, text: str) -> None:
+        """Write a text in front of the next call."""
+        self.thought = text
 
     def call(self, tool: str, **arguments: Any) -> Any:
         """Call a tool and return the tool's result, parsed if the result is JSON."""
-        self.messages.append(call_message(tool, arguments))
+        self.messages.append(call_message(tool, arguments, self.thought))
+        self.thought = ""
         result, _, raised, _ = run_steps(answer_call(self.environment, tool, arguments))
         self.raised += [f"{tool} raised {raised}"] if raised else []
         self.messages.append({"role": "tool", "name": tool, "content": result})

@@ -104,7 +104,7 @@ class Updater:
         self._first_budget = token_budget(config, base_model(module.model), memory)
         self.max_tokens_per_microbatch = self._first_budget
         self._pair = cost_of_a_pair(base_model(module.model))
-        self._saving_memory = allocation.saver_for(module)
+        allocation.keep_freed_memory(module)
         self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
@@ -228,8 +228,7 @@ class Updater:
             batches, stats = self._cut(items), list[TokenStats]()
             try:
                 for batch in takewhile(lambda _: not self._leaves_out(), batches):
-                    with self._saving_memory():
-                        stats.append(self._backward_one(batch, num_tokens))
+                    stats.append(self._backward_one(batch, num_tokens))
             except (RuntimeError, MemoryError) as error:
                 if not allocation.is_out_of_memory(error):
                     raise

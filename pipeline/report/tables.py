@@ -257,12 +257,14 @@ def train_tasks_in_words(run: RunData) -> str:
 
 
 def baseline_table(results: Mapping[str, Any]) -> Rows:
-    """Return a row per domain: the mean reward of each baseline that the domain has."""
+    """Return a row for each baseline of each domain, with its mean reward."""
     found: Mapping[str, Mapping[str, float]] = results.get("baselines", {})
-    names = list(dict.fromkeys(name for of in found.values() for name in of))
-    header = ["domain", *(name.replace("_", " ") for name in names)]
-    rows = [[d, *(number(of[n]) if n in of else "" for n in names)] for d, of in found.items()]
-    return [header, *rows] if rows else []
+    rows = [
+        [domain, name.replace("_", " "), number(reward)]
+        for domain, of in found.items()
+        for name, reward in of.items()
+    ]
+    return [["domain", "baseline", "mean reward"], *rows] if rows else []
 
 
 def about_table(results: Mapping[str, Any]) -> Rows:

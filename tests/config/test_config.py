@@ -160,6 +160,8 @@ def test_the_shipped_recipes_are_what_their_names_say():
         "qwen3_4b_8gpu",
         "qwen3_4b_tau2_8gpu",
         "qwen3_8b_lora_8gpu",
+        "smollm2_desk",
+        "smollm2_sums",
         "tau2_telecom_tiny",
         "tau2_three_smoke",
         "three_domain_tiny",

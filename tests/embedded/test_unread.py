@@ -19,10 +19,9 @@ def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(d
     domains = embedded(domain)
     floor = baselines(domains, {domain: tasks})[domain]
     assert floor["nothing"] == 0.0
-    assert floor["transfer"] <= 0.12
-    assert floor["every_tool"] <= 0.05
+    assert max(floor.values()) <= 0.12
     alike, by_family = (best(domains[domain], tasks) for best in (unread, unread_by_family))
-    assert floor["transfer"] <= alike <= by_family < 0.5
+    assert max(floor.values()) <= alike <= by_family < 0.5
 
 
 def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_not_read_the_line():

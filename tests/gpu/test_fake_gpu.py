@@ -152,7 +152,7 @@ def test_the_sampler_keeps_to_the_table_of_memory_and_waits_once_in_eight_tokens
     assert found["open"] == {"row_sampler._feed": 6, "kv_cache.copy_rows": 1}
     (waits, operations), (more_waits, more_operations) = found[2], found[10]
     assert (waits.total(), more_waits - waits) == (12, {"row_sampler._decode": 1})
-    # Of one layer, with LoRA; ten of them find the token by blocks, without float64 numbers for all.
+    # Of one layer, with LoRA; ten of them find the token by blocks, with few float64 numbers.
     assert (more_operations - operations) / 8 <= 175.2
 
 

@@ -73,7 +73,7 @@ telecom. """
         "| refund | 100 | 0.38 | 0.88 | 0.50 | 1.00 |\n"
         "| refund/paid | 50 | 0.38 | 0.88 | 0.50 | 1.00 |\n"
         "| refund/refused | 50 | 0.00 | 0.00 | 0.50 | 1.00 |",
-        "| retail | 0.00 | 0.11 | 0.02 |",
+        "| retail | nothing | 0.00 |\n| retail | transfer | 0.11 |\n| retail | every tool | 0.02 |",
         "| retail | 11 to 20 | 8 airline, 8 retail |",
         "Replay: after the first stage a share of 0.3 of a step's groups, in whole groups, comes "
         "from the domains of earlier stages.",
