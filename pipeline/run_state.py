@@ -79,6 +79,7 @@ class RunState:
         self.state.config, self.state.about = config.model_dump(mode="json"), self.parts.about
         chat, environments = self.parts.chat, self.parts.environments
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
+        self.policy.rollout.most = self.parts.episodes_at_once
         self._logged("")  # tells reward functions the number of steps
         held_out = self.parts.held_out
         customers = customers_of(config, self.folder, self.parts.domains, held_out, ranks)

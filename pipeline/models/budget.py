@@ -19,10 +19,15 @@ def memory_of(device: torch.device) -> float:
     """Return the bytes of a GPU or, on CPU, an eighth of the machine's main memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
+    return main_memory() / RANKS_OF_A_MACHINE
+
+
+def main_memory() -> float:
+    """Return the bytes of main memory that the system, or a container's limit, allows."""
     total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and limit.read_text().strip().isdigit():
         total = min(total, int(limit.read_text()))
-    return float(total) / RANKS_OF_A_MACHINE
+    return float(total)
 
 
 def token_budget(config: Config, model: Any, memory: float) -> int:

@@ -4,6 +4,8 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
@@ -26,10 +28,28 @@ def validate(config: Config) -> Prepared:
         lines = [f"note: {note}" for note in parts.notes]
         lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
         print("\n".join(lines), end="\n" * bool(lines), flush=True)
-    memory = Memory(config, parts.tokenizer)
+    memory = Memory(config, parts.tokenizer, parts.longest_prompts())
     refuse_full_disk(memory)
+    memory, notes = fitted(memory)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(notes), end="\n" * bool(notes), flush=True)
     refuse_lack_of_memory(memory)
-    return parts
+    return replace(parts, episodes_at_once=memory.config.rollout.max_concurrent_episodes)
+
+
+def fitted(memory: Memory) -> tuple[Memory, list[str]]:
+    """Return the memory of a run with as many episodes at once as fit, and a note if these are few.
+
+    Only the run itself plays fewer: the saved settings stay, so a resume elsewhere may play more.
+    """
+    limits, most = memory.config.rollout, memory.episodes_at_once
+    if most == limits.max_concurrent_episodes:
+        return memory, []
+    wanted = min(limits.max_concurrent_episodes, memory.episodes(memory.config))
+    rollout = limits.model_copy(update={"max_concurrent_episodes": most})
+    lowered = copy(memory)
+    lowered.config = memory.config.model_copy(update={"rollout": rollout})
+    return lowered, [f"note: {most:,} of {wanted:,} episodes at once, as many as fit into memory"]
 
 
 def refuse_lack_of_memory(memory: Memory) -> None:
@@ -40,8 +60,8 @@ def refuse_lack_of_memory(memory: Memory) -> None:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in phases[phase].items())
         raise UserError(
             f"memory: each rank needs {need / GIB:.1f} GiB for the {phase} ({terms}) and has "
-            f"{have / GIB:.1f}; lower max_concurrent_episodes or max_tokens_per_microbatch, set "
-            "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
+            f"{have / GIB:.1f}; lower max_tokens or max_tokens_per_microbatch, set use_peft or "
+            "shard_optimizer, or take a smaller model or larger GPUs"
         )
 
 
@@ -66,7 +86,10 @@ def main(config: Config) -> int:
     lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
-    memory = Memory(config, parts.tokenizer)
+    memory = Memory(config, parts.tokenizer, parts.longest_prompts())
+    if memory.is_here:
+        memory, notes = fitted(memory)
+        lines += notes
     print("\n".join([*lines, *_plan(config, parts), *_table(memory)]), flush=True)
     if memory.is_here:
         refuse_full_disk(memory)

@@ -1,11 +1,14 @@
-"""The memory of a rank, phase by phase: what each phase of a run needs, and what a rank has."""
+"""The memory of a rank, phase by phase: what each phase of a run needs, and what a rank has.
+
+Counted is a run whose episodes are as long as the limits allow. On a CPU the sums are those of the
+whole process, as `VmHWM` in `/proc/PID/status` shows them.
+"""
 
 import os
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from pipeline.config.settings import Config
@@ -13,7 +16,7 @@ from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_GPU
 from pipeline.models import lora
 from pipeline.models.allocation import LARGE
-from pipeline.models.budget import bytes_per_token, token_budget
+from pipeline.models.budget import bytes_per_token, main_memory, memory_of, token_budget
 from pipeline.models.capabilities import widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
 from pipeline.preflight.activations import Activations, activations_of
@@ -24,6 +27,8 @@ GIB = 1 << 30
 GPUS = (24e9, 40e9, 80e9, 141e9)  # bytes of GPUs, for a recipe for another machine
 LONGEST = 1 << 20  # tokens of an episode up to which `bounds` tries
 CUDA = 1.5 * GIB  # for the driver's context, libraries and NCCL; an allowance, not measured
+PROCESS = 0.6 * GIB  # of Python and the libraries in main memory; measured on CPUs
+FOR_GPUS = 2e9  # weights from which on a run of several ranks is for GPUs
 Terms = dict[str, float]
 
 
@@ -33,17 +38,25 @@ class Memory:
     Each method that takes `config` accepts other limits for the same model.
     """
 
-    def __init__(self, config: Config, tokenizer: Any = None) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Any = None, prompts: Mapping[str, int] | None = None
+    ) -> None:
+        """`prompts` has the tokens of each domain's longest prompt, which a group shares."""
         self.config, self.model = config, empty_model(config, tokenizer)
+        self.prompt = min((prompts or {}).values(), default=0)
         self.shape = self.model.config.get_text_config()
         self.dtype, self.num_weights = dtype_of(config.model), self.model.num_parameters()
         self.num_trained = num_trained(config, self.model)
         self.num_ranks, self._gpu = config.run.num_gpus or 1, GPUS[-1]
-        # A recipe for more GPUs than this machine has is for another machine, until ranks run.
-        fits = self.num_ranks <= max(1, torch.cuda.device_count())
-        is_for_gpu = uses_bf16(config.model) and not on_gpu()
-        self.is_here = "RANK" in os.environ or (fits and not is_for_gpu)
+        self.is_here = "RANK" in os.environ or self._could_run_here()
         self.has_gpu = on_gpu() or (not self.is_here and uses_bf16(config.model))
+
+    def _could_run_here(self) -> bool:
+        """Return False for a recipe for another machine: of more GPUs, or of GPUs at all."""
+        if on_gpu():
+            return self.num_ranks <= torch.cuda.device_count()
+        is_for_gpus = self.num_ranks > 1 and self.num_weights > FOR_GPUS
+        return self.num_ranks <= (os.cpu_count() or 1) and not is_for_gpus
 
     def phases(self, config: Config | None = None) -> dict[str, Terms]:
         """Return {phase: {term: bytes}}; what a phase needs is the sum of its terms."""
@@ -92,6 +105,17 @@ class Memory:
         sums = {name: sum(terms.values()) for name, terms in self.phases(config).items()}
         return max(sums.items(), key=lambda item: item[1])
 
+    @cached_property
+    def episodes_at_once(self) -> int:
+        """`max_concurrent_episodes`, or as many of them as fit into `have` if these are fewer.
+
+        If not even one fits, it stays what it is: another setting must change.
+        """
+        given = self.config.rollout.max_concurrent_episodes
+        if self.largest()[1] <= self.have:
+            return given
+        return self.most("max_concurrent_episodes", min(given, self.episodes(self.config))) or given
+
     def most(self, name: str, high: int) -> int:
         """Return the largest value up to `high` of a setting of rollouts that fits into `have`."""
         low = 0
@@ -118,7 +142,9 @@ class Memory:
         kind = "fp32" if held == 4 else "bf16"
         terms = {f"weights ({kind})": float(held * self.num_weights)}
         terms |= {"weights of the sampler": float(own)}
-        return terms | {"CUDA and NCCL (an allowance)": CUDA * self.has_gpu}
+        if self.has_gpu:
+            return terms | {"CUDA and NCCL (an allowance)": CUDA}
+        return terms | {"Python and libraries": PROCESS}
 
     def _trained(self, config: Config) -> Terms:
         trained, grpo = 4.0 * self.num_trained, config.grpo
@@ -148,15 +174,12 @@ class Memory:
         shared = heads // (widest(self.shape, "num_key_value_heads") or heads)
         fed = min(rows * limits.max_tokens, MASK // (shared * limits.max_tokens))
         mask = min(MASK, fed * shared * limits.max_tokens)
+        # Rows that are not the first of the cache are copied for attention, layer by layer.
         layer = self._cache(config)["key-value cache"] / self.shape.num_hidden_layers
-        return {
-            # Rows that are not the first of the cache are copied for attention, layer by layer.
-            "keys and values of a layer": layer,
-            "masks of attention": 2.0 * size * mask,
-            "a layer while prompts are fed": 3.0 * 4 * self._intermediate * fed,
-            # Logits, log-probabilities and, in float64, cumulative probabilities of a token.
-            "logits of a token of each row": 32.0 * rows * self.shape.vocab_size,
-        }
+        masks, feeding = 2.0 * size * mask, 3.0 * 4 * self._intermediate * fed
+        # Logits, log-probabilities and, in float64, cumulative probabilities of a token.
+        logits = 32.0 * rows * self.shape.vocab_size
+        return {"working memory of the sampler": layer + masks + feeding + logits}
 
     def _update(self, config: Config) -> Terms:
         grpo, limits = config.grpo, config.rollout
@@ -164,19 +187,21 @@ class Memory:
         if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
             balances = grpo.balance_ranks and not config.run.deterministic
             groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
-        trained = groups * limits.num_generations * limits.max_tokens  # tokens of a rank and step
-        tokens = max(limits.max_tokens, min(self._budget(config), trained))
+        shares, longest = grpo.share_prefixes and not grpo.padding_free, limits.max_tokens
+        prompt = min(self.prompt, longest) * shares  # which a group computes once
+        trained = groups * (prompt + limits.num_generations * (longest - prompt))
+        tokens = max(longest, min(self._budget(config), trained))
         terms = self._activations(tokens, grpo.gradient_checkpointing)
-        if grpo.share_prefixes and not grpo.padding_free:  # attention copies keys and values
-            copied = max(0, min(tokens * KEYS_PER_TOKEN, trained) - tokens)
+        if shares:  # attention copies keys and values
+            keys = min(tokens * KEYS_PER_TOKEN, groups * limits.num_generations * longest)
             layers = 1 if grpo.gradient_checkpointing else self.shape.num_hidden_layers
             size = self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape)
-            terms["keys and values of common prefixes"] = float(copied * size)
+            terms["keys and values of common prefixes"] = float(max(0, keys - tokens) * size)
         return terms | self._output_layer(tokens, not config.model.use_peft)
 
     def _budget(self, config: Config) -> int:
         is_away = self.has_gpu and not self.is_here
-        memory = self._gpu if is_away else memory_of_a_rank(config)
+        memory = self._gpu if is_away else memory_of(torch.device("cuda" if on_gpu() else "cpu"))
         return token_budget(config, self.model, memory)
 
     def _activations(self, tokens: int, recomputes: bool) -> Terms:
@@ -265,8 +290,4 @@ def memory_of_a_rank(config: Config) -> float:
     if on_gpu():
         devices = range(torch.cuda.device_count())
         return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))
-    total = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        total = min(total, int(limit.read_text()))
-    return float(total) / int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_gpus or 1))
+    return main_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_gpus or 1))

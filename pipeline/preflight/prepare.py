@@ -46,6 +46,7 @@ class Prepared:
     about: dict[str, Mapping[str, Any]]  # facts of domains about themselves
     notes: list[str]  # facts about the tasks and rewards that a user should know
     warnings: list[str]  # warnings about the demonstrations
+    episodes_at_once: int  # `max_concurrent_episodes`, or fewer if no more fit into memory
 
     @property
     def environments(self) -> dict[str, type[Any]]:
@@ -115,6 +116,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         about=about,
         notes=notes,
         warnings=warnings,
+        episodes_at_once=limits.max_concurrent_episodes,
     )
     stages = [replace(s, family_shares=prepared.family_shares(s)) for s in prepared.stages]
     prepared = replace(prepared, stages=stages)

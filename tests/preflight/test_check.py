@@ -157,7 +157,8 @@ def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
         ("qwen3_0.6b_1gpu", "update", 20.1, 24),
     ],
 )
-def test_a_recipe_tells_the_memory_that_it_needs(recipe, phase, gib, gpu):
+def test_a_recipe_tells_the_memory_that_it_needs_on_gpus(recipe, phase, gib, gpu, monkeypatch):
+    monkeypatch.setattr(Memory, "_could_run_here", lambda _: False)
     memory = Memory(load_recipe(recipe))
     assert memory.have == gpu * 1e9
     assert (memory.largest()[0], round(memory.largest()[1] / GIB, 1)) == (phase, gib)
@@ -199,7 +200,7 @@ def test_the_cache_holds_the_episodes_of_a_step_or_of_an_evaluation_but_no_more_
 
 
 def test_a_cache_stays_after_rollouts_on_cpu_and_goes_on_a_gpu():
-    here, there = phases(), phases(run={"num_gpus": 64}, model={"mixed_precision": "bf16"})
+    here, there = phases(), phases(run={"num_gpus": 4096}, model={"mixed_precision": "bf16"})
     assert "key-value cache" in here["update"] and "key-value cache" in here["checkpoint"]
     assert "key-value cache" in there["rollout"] and "key-value cache" not in there["update"]
     assert there["update"]["CUDA and NCCL (an allowance)"] == 1.5 * GIB
@@ -210,7 +211,7 @@ def test_a_reference_policy_and_less_to_train_change_the_sum():
     with_reference = phases(grpo={"beta": 0.1})["update"]
     assert with_reference["reference policy (fp32)"] == plain["weights (fp32)"]
     (evaluation,) = phases(grpo={"use_grpo": False}).values()
-    assert list(evaluation)[:2] == ["weights (fp32)", "key-value cache"]
+    assert list(evaluation)[:2] == ["weights (fp32)", "Python and libraries"]
     saving = phases(grpo={"gradient_checkpointing": True})["update"]
     kept = saving["inputs of all layers"] + saving["saved tensors of a layer"]
     assert kept < plain["saved tensors of a micro-batch"]
@@ -308,15 +309,63 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum():
         r"memory: each rank needs \d+\.\d GiB for the [a-z ]+ \(weights \(fp32\) 0\.0", message
     )
     assert re.search(r" \+ key-value cache \d+\.\d ", message)
-    assert re.search(r"\) and has \d+\.\d; lower max_concurrent_episodes", message)
+    assert re.search(r"\) and has \d+\.\d; lower max_tokens or ", message)
 
 
 def test_a_check_refuses_what_does_not_fit_here_unless_the_run_is_for_another_machine(capsys):
     large = {"rollout": {"max_tokens": 10**9}}
     assert refusal(check.main, config(**large)).startswith("memory: each rank needs")
     assert "does not fit" in capsys.readouterr().out
-    assert check.main(config(**large, run={"num_gpus": 64})) == 0
+    assert check.main(config(**large, run={"num_gpus": 4096})) == 0
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_run_for_this_machines_processors_counts_no_gpu(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+    def is_for_gpu(model, num_gpus, **settings):
+        memory = Memory(config(model={"model": model, **settings}, run={"num_gpus": num_gpus}))
+        assert memory.has_gpu != memory.is_here
+        terms = memory.phases()["update"]
+        assert memory.has_gpu == ("CUDA and NCCL (an allowance)" in terms)
+        assert memory.has_gpu != ("Python and libraries" in terms)
+        return memory.has_gpu
+
+    half = {"mixed_precision": "bf16"}
+    assert not is_for_gpu("tiny", 1, **half)
+    assert not is_for_gpu("Qwen/Qwen3-0.6B", 2, **half)
+    assert not is_for_gpu("Qwen/Qwen3-4B", 1, use_peft=True, **half)
+    assert is_for_gpu("Qwen/Qwen3-4B", 2, use_peft=True, **half)  # of 4 billion weights each
+    assert is_for_gpu("Qwen/Qwen3-0.6B", 3, **half)  # more ranks than processors
+
+
+def test_a_group_computes_its_prompt_once():
+    def trained(prompts, **grpo):
+        settings = config(grpo={"max_tokens_per_microbatch": 10**9, **grpo})
+        return Memory(settings, None, prompts).phases()["update"]["saved tensors of a micro-batch"]
+
+    whole = trained(None)
+    assert trained({"airline": 56, "retail": 100}) == whole * (56 + 8 * 200) / (8 * 256)
+    assert trained({"airline": 56}, share_prefixes=False) == whole
+
+
+def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
+    large = config(rollout={"max_tokens": 4096, "max_concurrent_episodes": 100})
+    large = with_settings(large, grpo={"use_grpo": False}, evaluation={"eval_trials": 8})
+    need = Memory(large).largest()[1]  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
+    monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: need)
+    assert validate(large).episodes_at_once == 100
+    assert capsys.readouterr().out == ""
+    enough = Memory(with_settings(large, rollout={"max_concurrent_episodes": 40})).largest()[1]
+    for module in ("memory", "check"):
+        monkeypatch.setattr(f"pipeline.preflight.{module}.memory_of_a_rank", lambda _: enough)
+    assert validate(large).episodes_at_once == 40
+    said = "note: 40 of 100 episodes at once, as many as fit into memory\n"
+    assert capsys.readouterr().out == said
+    assert check.main(large) == 0
+    checked = capsys.readouterr().out
+    says(checked, said, "fits\n")
+    assert large.rollout.max_concurrent_episodes == 100
 
 
 def test_ranks_share_the_machines_memory(monkeypatch):
