@@ -131,8 +131,8 @@ class Memory:
         """Return the most episodes that a rank plays at once: those of a step or an evaluation."""
         limits, data = config.rollout, config.data
         trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
-        groups = -(-limits.tasks_per_step // self.num_ranks) * limits.num_generations
-        return max(groups, -(-trials // self.num_ranks))
+        groups = -(-limits.tasks_per_step // self.num_ranks) * config.grpo.use_grpo
+        return max(groups * limits.num_generations, -(-trials // self.num_ranks))
 
     def _held(self, config: Config) -> Terms:
         size = self.dtype.itemsize
