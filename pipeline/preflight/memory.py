@@ -191,38 +191,34 @@ class Memory:
         prompt = min(self.prompt, longest) * shares  # which a group computes once
         trained = groups * (prompt + limits.num_generations * (longest - prompt))
         tokens = max(longest, min(self._budget(config), trained))
-        terms = self._activations(tokens, grpo.gradient_checkpointing)
+        terms = self._training(config, tokens)
         if shares:  # attention copies keys and values
             keys = min(tokens * KEYS_PER_TOKEN, groups * limits.num_generations * longest)
             layers = 1 if grpo.gradient_checkpointing else self.shape.num_hidden_layers
             size = self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape)
-            terms["keys and values of common prefixes"] = float(max(0, keys - tokens) * size)
-        return terms | self._output_layer(tokens, not config.model.use_peft)
+            terms["activations of a micro-batch"] += max(0, keys - tokens) * size
+        return terms
 
     def _budget(self, config: Config) -> int:
         is_away = self.has_gpu and not self.is_here
         memory = self._gpu if is_away else memory_of(torch.device("cuda" if on_gpu() else "cpu"))
         return token_budget(config, self.model, memory)
 
-    def _activations(self, tokens: int, recomputes: bool) -> Terms:
-        kept = self._kept
-        first = {"saved tensors of a micro-batch": kept.saved * tokens}
-        if recomputes:
-            first = {
-                "inputs of all layers": kept.inputs * tokens,
-                "saved tensors of a layer": kept.layer * tokens,
-            }
-        # Measured on CPU: up to 1.8 float32 vectors of the intermediate size.
-        return first | {"gradients inside a layer": 2.0 * 4 * self._intermediate * tokens}
-
-    def _output_layer(self, tokens: int, is_trained: bool) -> Terms:
+    def _training(self, config: Config, tokens: int) -> Terms:
+        """The terms of a forward and a backward pass over so many tokens."""
+        kept, is_trained = self._kept, not config.model.use_peft
+        saved = kept.inputs + kept.layer if config.grpo.gradient_checkpointing else kept.saved
+        # Gradients inside a layer. Measured on CPU: up to 1.8 vectors of the intermediate size.
+        inside = 2.0 * 4 * self._intermediate
         chunk = LOGITS_PER_CHUNK_ON_GPU if self.has_gpu else LOGITS_PER_CHUNK
-        entries, size = self.shape.vocab_size * int(self.shape.hidden_size), self.dtype.itemsize
+        # Measured on CPU: six float32 tensors of logits, among them the gradients.
+        logits = 6.0 * 4 * min(chunk, tokens * self.shape.vocab_size)
+        gradient = 4.0 * self.shape.vocab_size * int(self.shape.hidden_size) * is_trained
+        copies = 2.0 * self.num_weights * (self.dtype.itemsize < 4) * is_trained
         return {
-            # Measured on CPU: six float32 tensors, among them the gradients.
-            "logits of a chunk": 6.0 * 4 * min(chunk, tokens * self.shape.vocab_size),
-            "bf16 copies of the weights": float(2 * self.num_weights * (size < 4) * is_trained),
-            "a gradient of the output layer": 4.0 * entries * is_trained,
+            "activations of a micro-batch": (saved + inside) * tokens,
+            "output layer": logits + gradient,
+            "bf16 copies of the weights": copies,
         }
 
     def _checkpoint(self, config: Config) -> Terms:
@@ -232,7 +228,7 @@ class Memory:
 
     def _warm_start(self, config: Config) -> Terms:
         """Each rank keeps the whole optimizer state; no sampler is there."""
-        trained, whole = 4.0 * self.num_trained, not config.model.use_peft
+        trained = 4.0 * self.num_trained
         examples = -(-config.warm_start.batch_size // self.num_ranks)
         longest = config.rollout.max_tokens
         tokens = max(longest, min(self._budget(config), examples * longest))
@@ -243,8 +239,7 @@ class Memory:
             "gradients of the warm start": trained * (2 if self.num_ranks > 1 else 1),
             "AdamW of the warm start": 2 * trained,
         }
-        terms |= self._activations(tokens, config.grpo.gradient_checkpointing)
-        return terms | self._output_layer(tokens, whole)
+        return terms | self._training(config, tokens)
 
     @property
     def _intermediate(self) -> int:
