@@ -132,8 +132,8 @@ class Memory:
         """Return the most episodes that a rank plays at once: those of a step or an evaluation."""
         limits, data = config.rollout, config.data
         trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
-        groups = -(-limits.tasks_per_step // self.num_ranks) * limits.num_generations
-        return max(groups, -(-trials // self.num_ranks))
+        groups = -(-limits.tasks_per_step // self.num_ranks) * config.grpo.use_grpo
+        return max(groups * limits.num_generations, -(-trials // self.num_ranks))
 
     def _held(self, config: Config) -> Terms:
         size = self.dtype.itemsize
@@ -196,44 +196,40 @@ class Memory:
         prompt = min(self.prompt, longest) * shares  # which a group computes once
         trained = groups * (prompt + limits.num_generations * (longest - prompt))
         tokens = max(longest, min(self._budget(config), trained))
-        terms = self._activations(tokens, grpo.gradient_checkpointing)
-        terms |= self._gathered(tokens, groups * limits.num_generations * longest, config)
-        return terms | self._output_layer(tokens, not config.model.use_peft)
+        terms = self._training(config, tokens)
+        keys = groups * limits.num_generations * longest
+        terms["activations of a micro-batch"] += self._gathered(tokens, keys, config)
+        return terms
 
-    def _gathered(self, tokens: int, trained: int, config: Config) -> Terms:
-        """Attention copies keys and values of common prefixes, of at most `trained` tokens."""
+    def _gathered(self, tokens: int, most: int, config: Config) -> float:
+        """Return the bytes of keys and values that attention copies for common prefixes."""
         grpo = config.grpo
         if not grpo.share_prefixes or grpo.padding_free:
-            return {}
-        copied = max(0, min(tokens * KEYS_PER_TOKEN, trained) - tokens)
+            return 0.0
+        copied = max(0, min(tokens * KEYS_PER_TOKEN, most) - tokens)
         layers = 1 if grpo.gradient_checkpointing else self.shape.num_hidden_layers
-        size = self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape)
-        return {"keys and values of common prefixes": float(copied * size)}
+        return float(copied * self.dtype.itemsize * layers * 2 * _keys_per_token(self.shape))
 
     def _budget(self, config: Config) -> int:
         is_away = self.has_gpu and not self.is_here
         memory = self._gpu if is_away else memory_of(torch.device("cuda" if on_gpu() else "cpu"))
         return token_budget(config, self.model, memory)
 
-    def _activations(self, tokens: int, recomputes: bool) -> Terms:
-        kept = self._kept
-        first = {"saved tensors of a micro-batch": kept.saved * tokens}
-        if recomputes:
-            first = {
-                "inputs of all layers": kept.inputs * tokens,
-                "saved tensors of a layer": kept.layer * tokens,
-            }
-        # Measured on CPU: up to 1.8 float32 vectors of the intermediate size.
-        return first | {"gradients inside a layer": 2.0 * 4 * self._intermediate * tokens}
-
-    def _output_layer(self, tokens: int, is_trained: bool) -> Terms:
+    def _training(self, config: Config, tokens: int) -> Terms:
+        """The terms of a forward and a backward pass over so many tokens."""
+        kept, is_trained = self._kept, not config.model.use_peft
+        saved = kept.inputs + kept.layer if config.grpo.gradient_checkpointing else kept.saved
+        # Gradients inside a layer. Measured on CPU: up to 1.8 vectors of the intermediate size.
+        inside = 2.0 * 4 * self._intermediate
         chunk = LOGITS_PER_CHUNK_ON_GPU if self.has_gpu else LOGITS_PER_CHUNK
-        entries, size = self.shape.vocab_size * int(self.shape.hidden_size), self.dtype.itemsize
+        # The gradient of logits takes their place; in bf16, it is rounded and converted.
+        logits = 2.0 * 4 * min(chunk, tokens * self.shape.vocab_size)
+        gradient = 4.0 * self.shape.vocab_size * int(self.shape.hidden_size) * is_trained
+        copies = 2.0 * self.num_weights * (self.dtype.itemsize < 4) * is_trained
         return {
-            # Their gradient takes their place; in bf16, it is rounded and converted for products.
-            "logits of a chunk": 2.0 * 4 * min(chunk, tokens * self.shape.vocab_size),
-            "bf16 copies of the weights": float(2 * self.num_weights * (size < 4) * is_trained),
-            "a gradient of the output layer": 4.0 * entries * is_trained,
+            "activations of a micro-batch": (saved + inside) * tokens,
+            "output layer": logits + gradient,
+            "bf16 copies of the weights": copies,
         }
 
     def _checkpoint(self, config: Config) -> Terms:
@@ -246,9 +242,10 @@ class Memory:
         longest = config.rollout.max_tokens
         tokens = max(longest, min(self._budget(config), examples * longest))
         terms = self._trained(config) | {"reference policy (fp32)": 0.0}
-        terms |= self._activations(tokens, config.grpo.gradient_checkpointing)
-        terms |= self._gathered(tokens, examples * longest, config)
-        return terms | self._output_layer(tokens, not config.model.use_peft)
+        terms |= self._training(config, tokens)
+        keys = examples * longest
+        terms["activations of a micro-batch"] += self._gathered(tokens, keys, config)
+        return terms
 
     @property
     def _intermediate(self) -> int:

@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.collect import RolloutBatch, advantages_of
+from pipeline.preflight import check, memory
+from pipeline.preflight.memory import Memory
 from pipeline.train import Training
 from scripts.proofs.grid import make_trajectory
+from scripts.proofs.runs import Unreported
 from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
@@ -300,6 +303,38 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     found = results(tmp_path / "out")["evaluations"]
     assert [evaluation["after"] for evaluation in found] == ["start", "desk"]
     assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2]
+
+
+def conversations(folder: Path) -> list[str]:
+    (path,) = folder.glob("trajectories/evaluation-start/*.gz")
+    with gzip.open(path, "rt") as file:
+        return [json.dumps(json.loads(line)["messages"]) for line in file]
+
+
+class Crowded(Unreported):
+    """A run on a machine whose memory is less than all episodes at once need."""
+
+    def __init__(self, config: Config, *arguments: Any, **further: Any) -> None:
+        limits = config.rollout.model_copy(update={"max_concurrent_episodes": 4})
+        need = Memory(config.model_copy(update={"rollout": limits})).largest()[1]
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (memory, check):
+                patch.setattr(module, "memory_of_a_rank", lambda _: need)
+            super().__init__(config, *arguments, **further)
+        print(f"at once: {self.policy.rollout.most}")
+
+
+def test_a_run_plays_as_many_episodes_at_once_as_fit_with_the_same_draws(tmp_path: Path) -> None:
+    arguments = [*("--no-grpo", "--domains", "airline", "--eval-tasks-per-domain", "6")]
+    arguments += ["--max-turns", "3", "--max-tokens-per-turn", "12", "--report-to", "none"]
+    play(*arguments, "--output-dir", "all", cwd=tmp_path, num_ranks=1)
+    done = play(*arguments, "--output-dir", "few", cwd=tmp_path, num_ranks=1, kind=Crowded)
+    assert "note: 4 of 12 episodes at once, as many as fit into memory\n" in done.stdout
+    assert "at once: 4\n" in done.stdout
+    few, every = (conversations(tmp_path / name) for name in ("few", "all"))
+    assert few == every and len({*every}) > 6
+    saved = yaml.safe_load((tmp_path / "few" / "config.yaml").read_text())
+    assert saved["rollout"]["max_concurrent_episodes"] == 512
 
 
 def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path: Path) -> None:
