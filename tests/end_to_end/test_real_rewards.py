@@ -124,7 +124,7 @@ def test_what_a_domain_says_of_itself_is_in_results_report_and_curriculum(
     assert results["about"] == {"lamp": about()}
     assert results["baselines"] == {"lamp": {"nothing": -3.5, "press_twice": -3.5}}
     page = (folder / "report.md").read_text()
-    assert "| domain | nothing | press twice |" in page and "| lamp | -3.50 | -3.50 |" in page
+    assert "| lamp | nothing | -3.50 |\n| lamp | press twice | -3.50 |" in page
     assert "## Where the tasks come from" in page
     assert "| lamp | colours | red, green, blue |" in page
     (stage,) = read(folder, "curriculum.json")["stages"]
@@ -235,7 +235,7 @@ class Finished(train.Training):
     def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
         self.folder, self.ranks, self.log = folder, ranks, log
         self.state, self.config, self.start = TrainState(), parse([]), StartReport()
-        parts = SimpleNamespace(held_out={}, domains={}, stages=[], about={})
+        parts = SimpleNamespace(held_out={}, domains={}, environments={}, train={}, stages=[], about={})
         self.parts = parts  # type: ignore[assignment]
         self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
         self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]

@@ -383,9 +383,9 @@ def train_in_parts(budget, use_peft):
     if use_peft:
         model = lora.attach(model, ModelSettings(lora_r=2), "base", 0)
 
-    def watched(head, hidden, weight):
+    def watched(head, hidden, weight_VH):
         chunks.append(len(hidden))
-        return logits_of(head, hidden, weight)
+        return logits_of(head, hidden, weight_VH)
 
     token_logprobs.logits_of = watched
     token_logprobs.LOGITS_PER_CHUNK = 16 * model.get_input_embeddings().num_embeddings
@@ -402,7 +402,7 @@ def test_a_warm_start_in_micro_batches_without_whole_logits_learns_the_same(use_
         play_ranks(train_in_parts, 1, budget, use_peft)[0] for budget in (10**6, 1)
     )
     before = dict(tiny_model(tokenizer(), seed=1).named_parameters())
-    assert rows == most == 16
+    assert 8 < rows <= 16 and 8 < most <= 16  # chunks of nearly equal size
     assert all(abs(parts[name] - whole[name]).max() <= 1e-5 for name in whole)
     moved = {name for name in whole if ".lora_B" in name and whole[name].any()}
     if use_peft:

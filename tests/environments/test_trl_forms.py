@@ -186,7 +186,7 @@ def test_a_reset_that_the_task_decides_is_kept():
 
 def test_long_texts_of_reset_are_measured_before_a_run():
     message = refusal(prepare, config_of({"own": f"{FORMS}:Safe"}, {"max_tokens": 50}))
-    assert message.startswith("max_tokens: got 50, but a prompt of own has ")
+    assert message.startswith("limits are too low: a prompt of own has ")
     notes = prepare(config_of({"own": f"{FORMS}:Safe"}, {**LIMITS, "max_tool_result_tokens": 9}))
     (note,) = notes.notes
     assert note.startswith("own: reset returns ")
