@@ -17,7 +17,7 @@ from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_G
 from pipeline.models import lora
 from pipeline.models.allocation import LARGE
 from pipeline.models.budget import bytes_per_token, main_memory, memory_of, token_budget
-from pipeline.models.capabilities import widest
+from pipeline.models.capabilities import unserved, widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
 from pipeline.preflight.activations import Activations, activations_of
 from pipeline.rollout.kv_cache import LENGTHS, ROWS
@@ -187,7 +187,8 @@ class Memory:
         if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
             balances = grpo.balance_ranks and not config.run.deterministic
             groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
-        shares, longest = grpo.share_prefixes and not grpo.padding_free, limits.max_tokens
+        shares = grpo.share_prefixes and not grpo.padding_free and unserved(self.shape) is None
+        longest = limits.max_tokens
         prompt = min(self.prompt, longest) * shares  # which a group computes once
         trained = groups * (prompt + limits.num_generations * (longest - prompt))
         tokens = max(longest, min(self._budget(config), trained))
