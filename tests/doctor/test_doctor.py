@@ -71,7 +71,7 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
     assert f"torch {torch.__version__}" in rows["versions"][1]
     assert re.search(r"bandwidth \d+\.\d\d GB/s for 16 MiB, latency \d+ µs", rows["all-reduce"][1])
     assert re.search(r"2 ranks fit y = 2x \+ 3 together .* takes \d+\.\d ms", rows["DDP"][1])
-    memory = r"the \w[\w ]+ needs most, 0\.\d GiB of rank 0's \d+\.\d; into .* fit max_tokens "
+    memory = r"the \w[\w ]+ needs most, \d\.\d GiB of rank 0's \d+\.\d; into .* fit max_tokens "
     assert re.match(memory, rows["memory"][1])
     assert f"that rank 0 writes in {tmp_path} on " in rows["folder"][1]
     assert re.fullmatch(r"doctor: nothing is broken \(after \d+ s\)", done.stdout.splitlines()[-1])
