@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from pipeline.config.settings import Config
+from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_GPU
 from pipeline.models import lora
 from pipeline.models.allocation import LARGE
 from pipeline.models.budget import bytes_per_token, main_memory, memory_of, token_budget
-from pipeline.models.capabilities import widest
+from pipeline.models.capabilities import unserved, widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
 from pipeline.models.weights import layers_by_columns
 from pipeline.preflight.activations import Activations, activations_of
@@ -44,7 +44,7 @@ class Memory:
     ) -> None:
         """`prompts` has the tokens of each domain's longest prompt, which a group shares."""
         self.config, self.model = config, empty_model(config, tokenizer)
-        self.prompt = min((prompts or {}).values(), default=0)
+        self.prompts = prompts or {}
         self.shape = self.model.config.get_text_config()
         self.dtype, self.num_weights = dtype_of(config.model), self.model.num_parameters()
         self.num_trained = num_trained(config, self.model)
@@ -135,6 +135,14 @@ class Memory:
         groups = -(-limits.tasks_per_step // self.num_ranks) * config.grpo.use_grpo
         return max(groups * limits.num_generations, -(-trials // self.num_ranks))
 
+    def _longest(self, config: Config) -> int:
+        """Return the most tokens of an episode; with one message, these are prompt and turn."""
+        limits, data = config.rollout, config.data
+        is_one_turn = all(data.factories[name].factory == SINGLE_TURN for name in data.domains)
+        if not self.prompts or not is_one_turn or data.customer == "llm":
+            return limits.max_tokens
+        return min(limits.max_tokens, max(self.prompts.values()) + limits.max_tokens_per_turn)
+
     def _held(self, config: Config) -> Terms:
         size = self.dtype.itemsize
         held = size if config.model.use_peft else 4
@@ -173,8 +181,9 @@ class Memory:
         rows = min(limits.max_concurrent_episodes, self.episodes(config))
         heads = widest(self.shape, "num_attention_heads") or 1
         shared = heads // (widest(self.shape, "num_key_value_heads") or heads)
-        fed = min(rows * limits.max_tokens, MASK // (shared * limits.max_tokens))
-        mask = min(MASK, fed * shared * limits.max_tokens)
+        longest = self._longest(config)
+        fed = min(rows * longest, MASK // (shared * longest))
+        mask = min(MASK, fed * shared * longest)
         # Rows that are not the first of the cache are copied for attention, layer by layer.
         layer = self._cache(config)["key-value cache"] / self.shape.num_hidden_layers
         masks, feeding = 2.0 * size * mask, 3.0 * 4 * self._intermediate * fed
@@ -192,8 +201,10 @@ class Memory:
         if grpo.dynamic_sampling:  # Without balancing, one rank may get all groups of a step.
             balances = grpo.balance_ranks and not config.run.deterministic
             groups = min(groups + 1, limits.tasks_per_step) if balances else limits.tasks_per_step
-        shares, longest = grpo.share_prefixes and not grpo.padding_free, limits.max_tokens
-        prompt = min(self.prompt, longest) * shares  # which a group computes once
+        shares = grpo.share_prefixes and not grpo.padding_free and unserved(self.shape) is None
+        longest = self._longest(config)
+        # A group computes its prompt once.
+        prompt = min(longest, *self.prompts.values()) * shares if self.prompts else 0
         trained = groups * (prompt + limits.num_generations * (longest - prompt))
         tokens = max(longest, min(self._budget(config), trained))
         terms = self._training(config, tokens)

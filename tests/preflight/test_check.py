@@ -352,6 +352,23 @@ def test_a_group_computes_its_prompt_once():
     assert trained({"airline": 56}, share_prefixes=False) == whole
 
 
+def test_an_episode_of_one_message_is_no_longer_than_prompt_and_turn():
+    data = {"domains": ["sums"], "tasks": {"sums": "sums.jsonl"}, "reward_funcs": ["own:right"]}
+
+    def trained(data, max_tokens):
+        limits = {"max_tokens": max_tokens, "max_tokens_per_turn": 40}
+        settings = config(data=data, rollout=limits, grpo={"max_tokens_per_microbatch": 10**9})
+        of = Memory(settings, None, {"sums": 60}).phases()["update"]
+        return of["activations of a micro-batch"]
+
+    assert trained(data, 100) == trained(data, 5000) < trained(data, 90) * 2
+    assert trained(data, 90) < trained(data, 100)
+    talks = {"customer": "llm", "customer_url": "http://localhost", "customer_model": "m"}
+    assert trained({**data, **talks}, 5000) > 10 * trained(data, 5000)
+    own = {"domains": ["sums"], "environments": {"sums": "own:Sums"}}
+    assert trained(own, 5000) > 10 * trained(data, 5000)
+
+
 def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = config(rollout={"max_tokens": 4096, "max_concurrent_episodes": 100})
     large = with_settings(large, grpo={"use_grpo": False}, evaluation={"eval_trials": 8})
