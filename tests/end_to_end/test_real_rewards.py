@@ -235,7 +235,9 @@ class Finished(train.Training):
     def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
         self.folder, self.ranks, self.log = folder, ranks, log
         self.state, self.config, self.start = TrainState(), parse([]), StartReport()
-        parts = SimpleNamespace(held_out={}, domains={}, environments={}, train={}, stages=[], about={})
+        parts = SimpleNamespace(
+            held_out={}, domains={}, environments={}, train={}, stages=[], about={}
+        )
         self.parts = parts  # type: ignore[assignment]
         self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
         self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]
