@@ -235,7 +235,8 @@ class Memory:
         chunk = LOGITS_PER_CHUNK_ON_GPU if self.has_gpu else LOGITS_PER_CHUNK
         # The gradient of logits takes their place; in bf16, it is rounded and converted.
         logits = 2.0 * 4 * min(chunk, tokens * self.shape.vocab_size)
-        gradient = 4.0 * self.shape.vocab_size * int(self.shape.hidden_size) * is_trained
+        # A chunk's gradient of the weight, beside the sum of those before it.
+        gradient = 8.0 * self.shape.vocab_size * int(self.shape.hidden_size) * is_trained
         copies = 2.0 * self.num_weights * (self.dtype.itemsize < 4) * is_trained
         return {
             "activations of a micro-batch": (saved + inside) * tokens,
