@@ -81,6 +81,8 @@ def test_a_model_of_others_answers_texts_and_serves_airline(name, tmp_path):
     (of_sums,) = play_ranks(run, 1, str(tmp_path), [*argv, *SUMS, "--output-dir", "sums"])
     serve = ["--domains", "airline", "--output-dir", "airline"]
     (of_airline,) = play_ranks(run, 1, str(tmp_path), [*argv, *serve])
+    for said, folder in ((of_sums, "sums"), (of_airline, "airline")):
+        assert (tmp_path / folder / "checkpoints" / f"stage-1-{folder}").is_dir(), said
     assert ("--chat-template text" in of_sums) == (name == "without a template")
     is_block = name in ("without tools", "without a template")
     assert ("block of tools" in of_airline) == is_block
