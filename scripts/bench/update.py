@@ -130,8 +130,8 @@ def products_of(model: Any, batches: Sequence[MicroBatch]) -> Iterator[Product]:
 def multiply(products: Sequence[Product]) -> None:
     """Do each product, with operands in memory that other products have used, too."""
     largest = max(max(n * a * b, n * b * c, n * a * c) for n, a, b, c, _ in products)
-    if not MEMORY:
-        MEMORY.extend(torch.ones(largest) for _ in range(3))
+    if not MEMORY or len(MEMORY[0]) < largest:
+        MEMORY[:] = [torch.ones(largest) for _ in range(3)]
     for n, a, b, c, times in products:
         left, right, out = (
             tensor[: n * x * y].view(n, x, y)
