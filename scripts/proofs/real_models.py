@@ -8,7 +8,8 @@ and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a f
 
 - sums: the recipe `smollm2_sums`;
 - desk: the recipe `smollm2_desk`, and its last checkpoint on the same tasks without the rules;
-- line: both models with the flags of the README's line for a dataset, and nothing else.
+- line: both models with the flags of the README's line for a dataset, and nothing else; a model
+  that talks is judged by its last number, a base model that continues the text by its first word.
 
 A row of the table is passed or missed; the page of results gets rows and examples. The comparison
 with TRL is `scripts/bench/vs_trl.py --model FOLDER --sums 12`.
@@ -43,11 +44,18 @@ WHEELS = {
     ],
 }
 PARTS = ("sums", "desk", "line")
-FIRST_WORD = """
+REWARDS = """
+import re
+
 def first_word(completions, answer, **columns):
     words = [(text.split() or [""])[0].strip(".") for text in completions]
     return [float(word == right) for word, right in zip(words, answer)]
+
+def last_number(completions, answer, **columns):
+    numbers = [re.findall("[0-9]+", text)[-1:] for text in completions]
+    return [float(found == [right]) for found, right in zip(numbers, answer)]
 """
+REWARD_OF = {"smollm2": "last_number", "gemma3-270m": "first_word"}  # one talks, one continues
 
 
 class Row(NamedTuple):
@@ -180,12 +188,12 @@ def line(options: Any) -> Iterator[Row]:
     place.mkdir(parents=True, exist_ok=True)
     rows = (ROOT / "examples" / "one_digit_sums.jsonl").read_text(encoding="utf-8")
     (place / "my_sums.jsonl").write_text(rows, encoding="utf-8")
-    (place / "my_rewards.py").write_text(FIRST_WORD, encoding="utf-8")
+    (place / "my_rewards.py").write_text(REWARDS, encoding="utf-8")
     flags = ["--domains", "sums", "--tasks", "{sums: my_sums.jsonl}"]
-    flags += ["--reward-funcs", "my_rewards:first_word", "--model"]
-    for name in WHEELS:
+    for name, reward in REWARD_OF.items():
         model = str(model_of(name, options.cache).resolve())
-        run = trained(f"line-{name}", [*flags, model], options, cwd=place)
+        own = [*flags, "--model", model, "--reward-funcs", f"my_rewards:{reward}"]
+        run = trained(f"line-{name}", own, options, cwd=place)
         low = run["change"] - run["change_interval"]
         yield Row(
             f"the README's line with {name}: held-out success, gain [95 %]",

@@ -1,5 +1,6 @@
 """The probe after new weights: what it lets pass, what it stops, and that nothing notices it."""
 
+import re
 from functools import partial
 
 import pytest
@@ -107,6 +108,21 @@ def test_one_parameter_that_is_not_copied_stops_the_run(kind, name):
     check()
     dict(sampler.model.named_parameters())[name].data = before
     stopped(check)
+
+
+@torch.no_grad()
+def test_a_model_that_rounds_much_in_bf16_passes_and_its_stale_weights_do_not():
+    """Large logits have large errors of rounding."""
+    model, sampler, check = made(RowSampler, BF16, use_peft=False)
+    model.model.norm.weight *= 40
+    sampler.load_weights(trained_weights(model))
+    check()
+    held = {name: p.clone() for name, p in sampler.model.named_parameters()}
+    moved(model)
+    for name, parameter in sampler.model.named_parameters():
+        parameter.data = held[name]
+    bound = re.search("at most ([0-9.]+), so", stopped(check))
+    assert bound and float(bound[1]) > BOUNDS[BF16]
 
 
 @EACH_DTYPE
