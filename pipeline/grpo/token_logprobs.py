@@ -12,9 +12,10 @@ from torch import nn
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
 from pipeline.models.output_layer import logits_of, weight_of_logits
+from pipeline.models.saved_tensors import keep_less
 from pipeline.models.weights import has_adapters
 
-LOGITS_PER_CHUNK = 1 << 25  # maximum number of logits that are in memory at the same time
+LOGITS_PER_CHUNK = 1 << 26  # maximum number of logits that are in memory at the same time
 LOGITS_PER_CHUNK_ON_GPU = 1 << 27  # 883 rows of Qwen's vocabulary; fewer leave a GPU idle
 IN_CACHE = 1 << 18  # number of logits that stay in a CPU's cache from one operation to the next
 
@@ -35,6 +36,7 @@ class TokenLogprobs(nn.Module):
         self.model = model
         self.temperature, self.trains_entropy = temperature, trains_entropy
         self.shares_prefixes = follow_prefixes(model, max_tokens)
+        keep_less(model)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the targets' log-probabilities and entropies at the targets, each [N], in nats."""

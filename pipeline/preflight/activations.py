@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.models.capabilities import outer_layers
 from pipeline.models.lora import base_model
+from pipeline.models.saved_tensors import keep_less
 
 NAME = "counted"  # name of the attention implementation in transformers
 NUM_TOKENS = 64
@@ -79,6 +80,7 @@ def activations_of(model: Any, autocast: torch.dtype | None = None) -> Activatio
     their casts do not count. A model that cannot run without data raises any exception.
     """
     model.set_attn_implementation(NAME)
+    keep_less(model)
     weights = {_storage(parameter): parameter for parameter in model.parameters()}
     kept, before, inputs = dict[int, torch.Tensor](), list[int](), list[int]()
 

@@ -119,7 +119,7 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     assert "weights of the sampler" not in said
     assert re.search(r"  AdamW \(fp32, two moments\)( +0\.25){3}\n", said)
     assert re.search(r"  key-value cache +36\.00 +- +-\n", said)
-    assert re.search(r"  sum +47\.70 +41\.86 +9\.61\n", said)
+    assert re.search(r"  sum +47\.70 +40\.67 +9\.61\n", said)
     assert "  the rollout needs most: 47.70 GiB, " in said
     bounds = "max_tokens 14,160 with 32 episodes at once, or 52 of 90 episodes at once with"
     assert f"  into 74.5 GiB (a GPU of 80 GB) fit {bounds} max_tokens 8,192\n" in said
@@ -153,8 +153,8 @@ def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
     [
         (QWEN, "rollout", 47.7, 80),
         ("qwen3_4b_tau2_8gpu", "rollout", 47.4, 80),
-        ("qwen3_8b_lora_8gpu", "update", 58.5, 80),
-        ("qwen3_0.6b_1gpu", "update", 18.7, 24),
+        ("qwen3_8b_lora_8gpu", "update", 57.2, 80),
+        ("qwen3_0.6b_1gpu", "update", 18.4, 24),
     ],
 )
 def test_a_recipe_tells_the_memory_that_it_needs_on_gpus(recipe, phase, gib, gpu, monkeypatch):
@@ -168,7 +168,7 @@ def test_a_recipe_tells_the_memory_that_it_needs_on_gpus(recipe, phase, gib, gpu
 
 def test_4b_with_lora_at_12000_tokens_needs_less_than_60_gb():
     recipe = with_settings(load_recipe("qwen3_4b_tau2_8gpu"), rollout={"max_tokens": 12_000})
-    assert Memory(recipe).largest() == ("update", pytest.approx(44.7e9, rel=0.01))
+    assert Memory(recipe).largest() == ("update", pytest.approx(43.4e9, rel=0.01))
 
 
 def phases(**sections):
