@@ -186,9 +186,11 @@ def test_a_forward_pass_keeps_the_bytes_of_the_table(guard, recipe, use_peft):
     found = on_fake_gpu(forward, guard, QWEN3_4B, use_peft, True)
     expected = memory._kept.saved * TOKENS
     expected += (KEYS - TOKENS) * 2 * (2 * 8 * 128)  # keys and values of common prefixes
+    # Hidden states before sampled tokens, of which the first has one place in all sequences.
+    expected += (8 * 16 * 150 - 7) * 2560 * (2 if use_peft else 4)
     if not use_peft:  # autocast's copies, and attention's outputs in the order of the row
         expected += 2 * memory.num_weights + TOKENS * 2 * (32 * 128)
-    assert found["kept"] == pytest.approx(expected, rel=0.02)
+    assert found["kept"] == pytest.approx(expected, rel=0.01)
     assert found["largest"] == (4 if use_peft else 2) * 9728 * TOKENS  # adapters multiply in fp32
     assert found["waits"] == 4  # of a micro-batch, whatever its size
 
