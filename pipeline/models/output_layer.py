@@ -62,14 +62,14 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return torch.mm(a, b, out_dtype=torch.float32)
         product = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
         converted = a.float()
-        with _bf16_units(a.dtype):
+        with bf16_units(a.dtype):
             for part, columns in zip(product.split(COLUMNS, 1), b.split(COLUMNS, 1), strict=True):
                 torch.mm(converted, columns.float(), out=part)
         return product
 
 
 @contextmanager
-def _bf16_units(dtype: torch.dtype) -> Iterator[None]:
+def bf16_units(dtype: torch.dtype) -> Iterator[None]:
     """Let a CPU that has units for bf16 multiply float32 matrices there, if `dtype` is bf16.
 
     The units multiply numbers that bf16 can hold without rounding, and add in float32.

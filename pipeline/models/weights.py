@@ -9,9 +9,7 @@ from torch import nn
 
 from pipeline.models import lora
 from pipeline.models.output_layer import use_fp32_logits
-
-BY_COLUMNS = 1 << 18  # minimum number of entries of a weight for which another layout pays
-MOST_COPIED = 1 << 31  # maximum number of bytes of weights in another layout
+from pipeline.models.packing import PackedWeights
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -46,29 +44,22 @@ class SamplingCopy:
         whole = copy.deepcopy(model, shared)
         self.model: Any = lora.base_model(whole).requires_grad_(False).eval()
         self._adapters = lora.adapters_of(whole) if adapted else None
-        self._shared: dict[nn.Linear, torch.Tensor] = {}  # weights that have a copy by columns
+        self._packed: PackedWeights | None = None
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert parameters that are not adapters to `dtype`; `load` then converts new weights."""
         lora.cast(self.model, dtype)
         use_fp32_logits(self.model.get_output_embeddings())
 
-    @torch.no_grad()
-    def store_by_columns(self) -> None:
-        """Copy the large float32 weights on a CPU so that the entries of a column are neighbours.
+    def pack(self) -> None:
+        """Copy large weights on a CPU so that sampling is faster, until `unpack`."""
+        self._packed = PackedWeights(self.model)
 
-        Products with few rows, one for each conversation, are up to 1.4 times as fast then. The
-        copies cost memory until `store_by_rows`.
-        """
-        for layer in layers_by_columns(self.model):
-            self._shared[layer] = layer.weight.data
-            layer.weight.data = layer.weight.data.T.contiguous().T
-
-    def store_by_rows(self) -> None:
-        """Drop the copies of `store_by_columns`."""
-        for layer, weight in self._shared.items():
-            layer.weight.data = weight
-        self._shared.clear()
+    def unpack(self) -> None:
+        """Free the copies of `pack`."""
+        if self._packed is not None:
+            self._packed.release()
+        self._packed = None
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
@@ -77,25 +68,13 @@ class SamplingCopy:
         Raises ValueError if a name is unknown, missing or given twice, or if a shape differs. If
         `load` raises an error, some weights may already have changed.
         """
-        self.store_by_rows()
+        self.unpack()
         own_weights = self._adapters or dict(self.model.named_parameters())
         for own, tensor in _paired(own_weights, weights):
             if self._adapters is None and (own.dtype, own.device) == (tensor.dtype, tensor.device):
                 own.data = tensor.detach()
             else:
                 own.copy_(tensor)
-
-
-def layers_by_columns(model: Any) -> list[nn.Linear]:
-    """Return the layers whose weights `SamplingCopy.store_by_columns` copies.
-
-    None of them is the output layer: products with so wide a matrix gain nothing.
-    """
-    head = model.get_output_embeddings()
-    layers = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not head]
-    layers = [x for x in layers if x.weight.numel() >= BY_COLUMNS and not x.weight.is_cuda]
-    layers = [x for x in layers if x.weight.dtype == torch.float32]
-    return layers if sum(x.weight.nbytes for x in layers) <= MOST_COPIED else []
 
 
 def _paired(

@@ -19,7 +19,7 @@ from pipeline.models.allocation import LARGE
 from pipeline.models.budget import bytes_per_token, main_memory, memory_of, token_budget
 from pipeline.models.capabilities import unserved, widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
-from pipeline.models.weights import layers_by_columns
+from pipeline.models.packing import packed_bytes
 from pipeline.preflight.activations import Activations, activations_of
 from pipeline.rollout.kv_cache import LENGTHS, ROWS
 from pipeline.rollout.row_sampler import MASK
@@ -189,10 +189,10 @@ class Memory:
         masks, feeding = 2.0 * size * mask, 3.0 * 4 * self._intermediate * fed
         # Logits, log-probabilities and, in float64, cumulative probabilities of a token.
         logits = 32.0 * rows * self.shape.vocab_size
-        layers = [] if self.has_gpu or size < 4 else layers_by_columns(self.model)
+        packed = 0 if self.has_gpu else packed_bytes(self.model, size)
         return {
             "working memory of the sampler": layer + masks + feeding + logits,
-            "weights of the sampler by columns": float(sum(x.weight.nbytes for x in layers)),
+            "weights of the sampler as a CPU multiplies them": float(packed),
         }
 
     def _update(self, config: Config) -> Terms:

@@ -86,7 +86,7 @@ class RowSampler(ModelSampler):
         """See `Sampler.open`. The model computes each common prefix of the prompts once."""
         lines = list(zip(prompts, keys, num_drawn or [0] * len(keys), strict=True))
         if not self._slots:
-            self._copy.store_by_columns()
+            self._copy.pack()
         if not self._cache.layers:
             self._cache = self._new_cache(self.max_tokens or 2 * max(map(len, prompts)))
         if not self.shares_rows:
@@ -118,7 +118,7 @@ class RowSampler(ModelSampler):
         if not episode.slot.members:
             del self._slots[episode.slot.row]
         if not self._slots:
-            self._copy.store_by_rows()
+            self._copy.unpack()
         if not self._slots and (not self.shares_rows or self._cache.num_bytes > LARGE):
             self._cache = RowCache(0, 0)  # the update and NCCL need the memory
             empty_caches()

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config.settings import ModelSettings
-from pipeline.models import lora, weights
+from pipeline.models import lora
 from pipeline.models.weights import SamplingCopy, trained_weights
 from scripts.proofs.grid import small_model
 from tests.models.test_lora import IDS, MODELS, attached, logits, moved
@@ -33,29 +33,6 @@ def test_of_a_model_with_lora_the_adapters_are_given_under_the_names_of_their_fi
     assert all(torch.equal(given[name], saved[name]) for name in saved)
     own = {p.data_ptr() for p in model.parameters() if p.requires_grad}
     assert {tensor.data_ptr() for tensor in given.values()} == own
-
-
-def test_weights_by_columns_have_the_same_products_and_are_dropped(monkeypatch):
-    monkeypatch.setattr(weights, "BY_COLUMNS", 32 * 32)
-    trained, other = small_model(), small_model(seed=1)
-    sampling = SamplingCopy(trained)
-    sampling.cast(torch.float32)
-    layers = weights.layers_by_columns(sampling.model)
-    assert sampling.model.lm_head not in layers
-    assert len(layers) >= 2
-    shared = [layer.weight.data_ptr() for layer in layers]
-    sampling.store_by_columns()
-    assert all(layer.weight.stride() == (1, len(layer.weight)) for layer in layers)
-    assert not {layer.weight.data_ptr() for layer in layers} & set(shared)
-    assert float((logits(sampling.model) - logits(trained)).abs().max()) < 1e-5
-    sampling.store_by_rows()
-    assert [layer.weight.data_ptr() for layer in layers] == shared
-    sampling.store_by_columns()
-    sampling.load(trained_weights(other))
-    assert torch.equal(logits(sampling.model), logits(other))
-    monkeypatch.setattr(weights, "MOST_COPIED", 1000)
-    sampling.store_by_columns()
-    assert all(layer.weight.is_contiguous() for layer in layers)
 
 
 @EACH_KIND

@@ -1,0 +1,104 @@
+"""Weights of a sampler in the layouts in which a CPU multiplies them with few rows fastest."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from pipeline.models.output_layer import bf16_units
+
+LARGE = 1 << 18  # minimum number of entries of a weight for which another layout pays
+MOST_BYTES = 1 << 31  # maximum number of bytes of weights in another layout
+ROWS = 64  # number of rows that oneDNN lays weights out for
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def large_layers(model: Any) -> list[nn.Linear]:
+    layers = (layer for layer in model.modules() if isinstance(layer, nn.Linear))
+    return [layer for layer in layers if layer.weight.numel() >= LARGE]
+
+
+def packed_bytes(model: Any, itemsize: int) -> int:
+    """Return the size of the copies, 0 if they are too large to be made.
+
+    `itemsize` is that of the model's weights in the sampler. The output layer's are float32.
+    """
+    head = model.get_output_embeddings()
+    sizes = [x.weight.numel() * (4 if x is head else itemsize) for x in large_layers(model)]
+    return sum(sizes) if sum(sizes) <= MOST_BYTES else 0
+
+
+class PackedWeights:
+    """Lets large linear layers of a model multiply copies of their weights, until `release`.
+
+    Float32 weights are laid out by columns (products of 64 rows are up to 1.4 times as fast), those
+    in bf16 as oneDNN wants them, which it otherwise does at every product (1.7 times as fast, with
+    equal bits). The output layer, whose logits are float32, is laid out by oneDNN in float32. The
+    model's own weights must not change before `release`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any) -> None:
+        head, weight = model.get_output_embeddings(), model.get_input_embeddings().weight
+        self._before = dict[Any, Any]()  # layer: its own `forward`, None for its class's
+        if weight.device.type != "cpu" or not packed_bytes(model, weight.itemsize):
+            return
+        layer: Any
+        for layer in large_layers(model):
+            forward = _of_head(layer) if layer is head else _of_layer(layer)
+            if forward is not None:
+                self._before[layer] = vars(layer).get("forward")
+                layer.forward = forward
+
+    def release(self) -> None:
+        """Let the layers compute as before, and free the copies."""
+        for layer, forward in self._before.items():
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+        self._before.clear()
+
+
+def _of_layer(layer: nn.Linear) -> Forward | None:
+    weight, bias = layer.weight.detach(), layer.bias
+    if weight.dtype == torch.float32:
+        return partial(linear, weight=weight.T.contiguous().T, bias=bias)
+    return partial(_multiplied, _packed(weight), bias) if _packs(weight.dtype) else None
+
+
+def _of_head(layer: nn.Linear) -> Forward | None:
+    """Return the layer's product with float32 logits, as in `output_layer`."""
+    if not _packs(layer.weight.dtype):
+        return None
+    bias = None if layer.bias is None else layer.bias.float()
+    packed = _packed(layer.weight.detach().float())
+    return partial(_logits, packed, bias, layer.weight.dtype)
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Return True if oneDNN is there and multiplies numbers of the type `dtype`."""
+    units = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and dtype.itemsize <= 4 and bool(units)
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+    return packed
+
+
+def _multiplied(
+    packed: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor
+) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
+    return product
+
+
+def _logits(
+    packed: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, hidden: torch.Tensor
+) -> torch.Tensor:
+    with bf16_units(dtype):
+        return _multiplied(packed, bias, hidden.float())
