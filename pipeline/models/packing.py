@@ -12,6 +12,7 @@ from pipeline.models.output_layer import bf16_units
 
 LARGE = 1 << 18  # minimum number of entries of a weight for which another layout pays
 MOST_BYTES = 1 << 31  # maximum number of bytes of weights in another layout
+BLOCK = 512  # entries of the vocabulary whose weights and logits stay in a CPU's cache
 ROWS = 64  # number of rows that oneDNN lays weights out for
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -25,10 +26,11 @@ def large_layers(model: Any) -> list[nn.Linear]:
 def packed_bytes(model: Any, itemsize: int) -> int:
     """Return the size of the copies, 0 if they are too large to be made.
 
-    `itemsize` is that of the model's weights in the sampler. The output layer's are float32.
+    `itemsize` is that of the model's weights in the sampler. The copy of an output layer in bf16 is
+    float32; one in float32 needs none.
     """
-    head = model.get_output_embeddings()
-    sizes = [x.weight.numel() * (4 if x is head else itemsize) for x in large_layers(model)]
+    of_head, head = 4 * (itemsize < 4), model.get_output_embeddings()
+    sizes = [x.weight.numel() * (of_head if x is head else itemsize) for x in large_layers(model)]
     return sum(sizes) if sum(sizes) <= MOST_BYTES else 0
 
 
@@ -72,17 +74,17 @@ def _of_layer(layer: nn.Linear) -> Forward | None:
 
 def _of_head(layer: nn.Linear) -> Forward | None:
     """Return the layer's product with float32 logits, as in `output_layer`."""
-    if not _packs(layer.weight.dtype):
-        return None
+    weight = layer.weight.detach()
+    if weight.dtype == torch.float32:
+        return partial(_in_blocks, weight, layer.bias)
     bias = None if layer.bias is None else layer.bias.float()
-    packed = _packed(layer.weight.detach().float())
-    return partial(_logits, packed, bias, layer.weight.dtype)
+    return partial(_logits, _packed(weight.float()), bias) if _packs(weight.dtype) else None
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN is there and multiplies numbers of the type `dtype`."""
-    units = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.backends.mkldnn.is_available() and dtype.itemsize <= 4 and bool(units)
+    """Return True if oneDNN is there, and multiplies numbers of the type `dtype`."""
+    has_units = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return has_units and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
@@ -97,8 +99,16 @@ def _multiplied(
     return product
 
 
-def _logits(
-    packed: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, hidden: torch.Tensor
-) -> torch.Tensor:
-    with bf16_units(dtype):
+def _logits(packed: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    with bf16_units(hidden.dtype):
         return _multiplied(packed, bias, hidden.float())
+
+
+def _in_blocks(
+    weight_VH: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor
+) -> torch.Tensor:
+    hidden_NH = hidden.flatten(0, -2)
+    logits_NV = hidden.new_empty(len(hidden_NH), len(weight_VH))
+    for block, rows in zip(logits_NV.split(BLOCK, 1), weight_VH.split(BLOCK), strict=True):
+        torch.mm(hidden_NH, rows.T, out=block)
+    return (logits_NV if bias is None else logits_NV.add_(bias)).view(*hidden.shape[:-1], -1)
