@@ -15,8 +15,9 @@ from pipeline.models.output_layer import logits_of, weight_of_logits
 from pipeline.models.saved_tensors import keep_less
 from pipeline.models.weights import has_adapters
 
-LOGITS_PER_CHUNK = 1 << 26  # maximum number of logits that are in memory at the same time
-LOGITS_PER_CHUNK_ON_GPU = 1 << 27  # 883 rows of Qwen's vocabulary; fewer leave a GPU idle
+# Maximum number of logits that are in memory at the same time: 883 rows of Qwen's vocabulary. Fewer
+# rows leave a GPU idle, and a CPU converts the weights to float32 for each chunk.
+LOGITS_PER_CHUNK = 1 << 27
 IN_CACHE = 1 << 18  # number of logits that stay in a CPU's cache from one operation to the next
 
 
@@ -63,8 +64,7 @@ class TokenLogprobs(nn.Module):
         compute = partial(logits_of, head, weight_VH=weight_of_logits(head))
         settings = self.temperature, self.trains_entropy
         parameters = [p for p in head.parameters() if p.requires_grad]
-        most = LOGITS_PER_CHUNK_ON_GPU if hidden_U.is_cuda else LOGITS_PER_CHUNK
-        count = -(-len(hidden_U) * head.weight.shape[0] // most)
+        count = -(-len(hidden_U) * head.weight.shape[0] // LOGITS_PER_CHUNK)
         size = -(-len(hidden_U) // count)
         firsts = torch.arange(0, len(hidden_U), size)
         ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()

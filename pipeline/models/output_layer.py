@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-COLUMNS = 4096  # columns that a CPU converts to float32 at once; they stay in the cache
+PART = 4096  # rows or columns that a CPU converts to float32 at once
 
 
 def weight_of_logits(head: nn.Module) -> torch.Tensor | None:
@@ -54,17 +54,22 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply matrices [M, K] and [K, N] of equal dtypes with a float32 result.
 
     CPUs have no product of bf16 matrices in float32. Every bf16 number is a float32 number, so the
-    product of converted matrices is the same. A matrix that is as wide as the vocabulary is
-    converted in parts, because fresh memory for all of it takes longer than the product.
+    product of converted matrices is the same. The larger matrix is converted in parts, because
+    fresh memory for all of it takes longer than the product.
     """
     with torch.autocast(a.device.type, enabled=False):
         if a.device.type == "cuda":
             return torch.mm(a, b, out_dtype=torch.float32)
         product = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
-        converted = a.float()
         with bf16_units(a.dtype):
-            for part, columns in zip(product.split(COLUMNS, 1), b.split(COLUMNS, 1), strict=True):
-                torch.mm(converted, columns.float(), out=part)
+            if a.shape[0] > b.shape[1]:
+                converted = b.float()
+                for part, rows in zip(product.split(PART), a.split(PART), strict=True):
+                    torch.mm(rows.float(), converted, out=part)
+            else:
+                converted = a.float()
+                for part, columns in zip(product.split(PART, 1), b.split(PART, 1), strict=True):
+                    torch.mm(converted, columns.float(), out=part)
         return product
 
 
@@ -104,4 +109,6 @@ class _Product(torch.autograd.Function):
         master = None
         if context.needs_input_grad[1]:
             master = _mm(rounded_NV.T, rounded_NH).to(of_master)
-        return _mm(rounded_NV, weight_VH).to(of_hidden), master, None
+        # As in the other layers, the hidden states' gradient is in the type of the products.
+        with torch.autocast(weight_VH.device.type, enabled=False):
+            return torch.mm(rounded_NV, weight_VH).to(of_hidden), master, None

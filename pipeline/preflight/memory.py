@@ -13,7 +13,7 @@ import torch
 
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.grpo.micro_batches import KEYS_PER_TOKEN
-from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_GPU
+from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK
 from pipeline.models import lora
 from pipeline.models.allocation import LARGE
 from pipeline.models.budget import bytes_per_token, main_memory, memory_of, token_budget
@@ -232,9 +232,8 @@ class Memory:
         saved = kept.inputs + kept.layer if config.grpo.gradient_checkpointing else kept.saved
         # Gradients inside a layer. Measured on CPU: up to 1.8 vectors of the intermediate size.
         inside = 2.0 * 4 * self._intermediate
-        chunk = LOGITS_PER_CHUNK_ON_GPU if self.has_gpu else LOGITS_PER_CHUNK
         # The gradient of logits takes their place; in bf16, it is rounded and converted.
-        logits = 2.0 * 4 * min(chunk, tokens * self.shape.vocab_size)
+        logits = 2.0 * 4 * min(LOGITS_PER_CHUNK, tokens * self.shape.vocab_size)
         # A chunk's gradient of the weight, beside the sum of those before it.
         gradient = 8.0 * self.shape.vocab_size * int(self.shape.hidden_size) * is_trained
         copies = 2.0 * self.num_weights * (self.dtype.itemsize < 4) * is_trained

@@ -144,17 +144,15 @@ def inverse_cdf_by_blocks(logprobs_BV: torch.Tensor, numbers_B: torch.Tensor) ->
     rounding error to the boundary of two tokens.
     """
     size = logprobs_BV.shape[-1]
-    # On a CPU, the probabilities of few rows stay in the cache until they are added up.
-    parts = logprobs_BV.split(len(logprobs_BV) if logprobs_BV.is_cuda else 4)
-    padding, impossible = (0, -size % BLOCK), float("-inf")
-    padded = [nn.functional.pad(x, padding, value=impossible) if padding[1] else x for x in parts]
-    sums = [x.exp().unflatten(-1, (-1, BLOCK)).sum(-1) for x in padded]
-    line = torch.cat(sums).double().cumsum(-1)
+    shares_BV = logprobs_BV.new_empty(len(logprobs_BV), -(-size // BLOCK) * BLOCK)
+    shares_BV[:, size:] = 0
+    torch.exp(logprobs_BV, out=shares_BV[:, :size])
+    blocks = shares_BV.unflatten(-1, (-1, BLOCK))
+    line = blocks.sum(-1).double().cumsum(-1)
     block_B = inverse_cdf(line, numbers_B)[:, None]
     before = nn.functional.pad(line, (1, 0)).gather(-1, block_B)
-    ids = block_B * BLOCK + torch.arange(BLOCK, device=block_B.device)
-    logprobs = logprobs_BV.gather(-1, ids.clamp(max=size - 1)).masked_fill(ids >= size, impossible)
-    inside = logprobs.exp().double().cumsum(-1)
+    rows = torch.arange(len(blocks), device=blocks.device)[:, None]
+    inside = blocks[rows, block_B][:, 0].double().cumsum(-1)
     # A block has two sums, which differ by rounding; a number above both selects the last token.
     most = torch.nextafter(inside[:, -1:], torch.zeros_like(before))
     rest = torch.minimum(numbers_B[:, None] * line[:, -1:] - before, most)

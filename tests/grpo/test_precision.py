@@ -212,8 +212,10 @@ def play(where, flags):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
             run = start_unwatched(parse(["--output-dir", str(where / name), *SMALL, *own]))
-            run.policy.model.model.layers[0].mlp.act_fn.register_forward_hook(
-                lambda _, inputs, output, name=name: types.note(name, *inputs, output)
+            run.policy.model.model.layers[0].mlp.down_proj.register_forward_hook(
+                lambda _, inputs, output, name=name: (
+                    types.note(name, *inputs, output) if torch.is_grad_enabled() else None
+                )
             )
             types.note(f"{name}, sampler", *run.policy.rollout.sampler.model.parameters())
             with run.log:

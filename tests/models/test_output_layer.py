@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.grpo import token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.output_layer import COLUMNS, logits_of, use_fp32_logits, weight_of_logits
+from pipeline.models.output_layer import PART, logits_of, use_fp32_logits, weight_of_logits
 from scripts.proofs.grid import make_episodes, small_model
 
 BF16 = torch.bfloat16
@@ -40,14 +40,14 @@ def test_logits_are_sums_in_float32_of_products_of_bf16_numbers(bias):
 def test_a_wide_layer_is_converted_in_parts_and_leaves_float32_products_as_they_are():
     torch.manual_seed(0)
     hidden, precision = torch.randn(5, 64), torch.backends.mkldnn.matmul.fp32_precision
-    for width in (COLUMNS - 1, 2 * COLUMNS + 3):
+    for width in (PART - 1, 2 * PART + 3):
         wide = nn.Linear(64, width, bias=False, dtype=BF16)
         use_fp32_logits(wide)
         with LargestTensor() as largest:
             logits = wide(hidden.to(BF16))
         expected = hidden.to(BF16).double() @ wide.weight.double().T
         assert float((logits - expected).detach().abs().max()) < 1e-5
-        assert largest.size <= max(64 * COLUMNS, 5 * width)
+        assert largest.size <= max(64 * PART, 5 * width)
     assert torch.backends.mkldnn.matmul.fp32_precision == precision
     product = hidden @ hidden.T  # would be wrong by 0.1 in bf16
     assert float((product - hidden.double() @ hidden.double().T).abs().max()) < 1e-4
