@@ -19,7 +19,9 @@ from pipeline.rollout.kv_cache import ROWS, RowCache
 from pipeline.rollout.sequences import Ids, ModelSampler, passes, shared_prefixes, streams_of
 from pipeline.rollout.trajectory import Sampled
 
-MIN_PREFIX = 64  # minimum number of tokens of a common prefix that is computed only once
+# Minimum number of tokens of a common prefix that is computed only once. With few weights, or on a
+# GPU, starting a forward pass takes as long as computing many tokens.
+MIN_PREFIX, FEW_WEIGHTS, MIN_PREFIX_OF_MORE = 64, 10**7, 16
 MIN_FILL = 0.85  # a batch is made smaller if at most this share of its rows is unfinished
 STEPS_PER_CHECK = 8  # number of tokens between two checks for complete messages, on a GPU
 MASK = 1 << 27  # maximum number of entries of an attention mask
@@ -75,6 +77,8 @@ class RowSampler(ModelSampler):
         self.steps_per_check = 1 if self.shares_rows else STEPS_PER_CHECK
         self._slots: dict[int, Slot] = {}  # row: slot
         self._cache = RowCache(0, 0)
+        is_slow = self.shares_rows and self.model.num_parameters() > FEW_WEIGHTS
+        self._min_prefix = MIN_PREFIX_OF_MORE if is_slow else MIN_PREFIX
         shape = self.model.config.get_text_config()
         heads = widest(shape, "num_attention_heads") or 1
         self._shared = heads // (widest(shape, "num_key_value_heads") or heads)
@@ -282,7 +286,7 @@ class RowSampler(ModelSampler):
     def _prefill(self, rows: Mapping[Ids, int]) -> None:
         """Compute each prompt in its cache row; a common prefix is computed once and copied."""
         begins = dict.fromkeys(rows, 0)
-        for prefix in shared_prefixes(list(rows), MIN_PREFIX):
+        for prefix in shared_prefixes(list(rows), self._min_prefix):
             size = len(prefix)
             alike = [p for p in rows if p[:size] == prefix and begins[p] < size]
             first, *others = [rows[prompt] for prompt in alike]

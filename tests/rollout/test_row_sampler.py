@@ -104,14 +104,17 @@ def test_looking_at_tokens_rarely_as_on_a_gpu_changes_none_of_them():
 PREFIX = [1 + i % 15 for i in range(80)]
 
 
-def test_what_prompts_begin_with_is_computed_once():
+@pytest.mark.parametrize(("few", "size"), [(10**9, 80), (1, 20)], ids=["small", "large"])
+def test_what_prompts_begin_with_is_computed_once(monkeypatch, few, size):
+    """A large model shares short beginnings, too."""
+    monkeypatch.setattr("pipeline.rollout.row_sampler.FEW_WEIGHTS", few)
     sampler, fed = sampler_of(), []
     sampler.model.model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    prompts = [[*PREFIX, 1, 2, 3], [*PREFIX, 4, 5], [6, 7]]
+    prompts = [[*PREFIX[:size], 1, 2, 3], [*PREFIX[:size], 4, 5], [6, 7]]
     episodes = sampler.open(prompts, [1, 2, 3])
-    assert fed == [(1, 80), (3, 2)]
+    assert fed == [(1, size), (3, 2)]
     said = sampler.sample(episodes, [9] * 3)
     for key, (prompt, message) in enumerate(zip(prompts, said, strict=True), start=1):
         by_itself = sampler_of()
