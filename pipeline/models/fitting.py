@@ -3,6 +3,7 @@
 A learning rate that suits half a million weights ruins a pretrained model within a few steps.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,7 +13,9 @@ from pipeline.config.settings import Config
 from pipeline.files.layout import is_toy
 from pipeline.models.loading import empty_model, on_gpu
 
-LARGE = 1_000_000_000  # number of weights from which on a model gets the rates of published runs
+# Number of weights of the model whose rates were measured, and from which on a model gets the rates
+# of published runs. Rates of models between them are interpolated (on logarithmic scales).
+SMALL, LARGE = 135_000_000, 1_350_000_000
 FAR = 5.0  # a learning rate above FAR times the suitable one gets a warning
 
 
@@ -42,7 +45,10 @@ def suitable_rates(config: Config, num_weights: int) -> tuple[Rates, str]:
     size = f"{num_weights / 1e6:,.0f} M weights"
     small, large = (LORA_SMALL, LORA) if config.model.use_peft else (FULL_SMALL, FULL)
     how = "LoRA on" if config.model.use_peft else "full fine-tuning of"
-    return small if num_weights < LARGE else large, f"{how} {size}"
+    part = math.log(max(num_weights, SMALL) / SMALL) / math.log(LARGE / SMALL)
+    pairs = zip(small, large, strict=True)
+    rates = (float(f"{a * (b / a) ** min(part, 1.0):.1e}") for a, b in pairs)
+    return Rates(*rates), f"{how} {size}"
 
 
 def fitted(config: Config) -> tuple[Config, list[str]]:
