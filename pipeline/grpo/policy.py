@@ -100,6 +100,7 @@ class Policy:
     ) -> None:
         self.accelerator, self._ranks, self._config = accelerator, ranks, config
         self.updater: Updater | None = None
+        self._module: TokenLogprobs | None = None  # of the probe
         self.model, self._make_sampler = self._placed(model), make_sampler
         sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
         arguments = sampler, chat, environments, config.rollout, deterministic
@@ -129,9 +130,13 @@ class Policy:
     def give_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
         self.rollout.sampler.load_weights(trained_weights(self.model))
-        limits = self._config.rollout  # the updater's module computes under autocast only
-        module = TokenLogprobs(self.model, limits.temperature, max_tokens=limits.max_tokens).eval()
-        self._probe.check(self.rollout.sampler, module, self.accelerator, str(self._ranks.current))
+        limits = self._config.rollout
+        if self._module is None or self._module.model is not self.model:
+            # The updater's module computes under autocast only.
+            module = TokenLogprobs(self.model, limits.temperature, max_tokens=limits.max_tokens)
+            self._module = module.eval()
+        when = str(self._ranks.current)
+        self._probe.check(self.rollout.sampler, self._module, self.accelerator, when)
 
     def make_updater(
         self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]

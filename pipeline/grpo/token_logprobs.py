@@ -11,8 +11,7 @@ from torch import nn
 
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
-from pipeline.models.output_layer import logits_of, weight_of_logits
-from pipeline.models.saved_tensors import keep_less
+from pipeline.models.ops import keep_less, logits_of, weight_of_logits
 from pipeline.models.weights import has_adapters
 
 # Maximum number of logits that are in memory at the same time: 883 rows of Qwen's vocabulary. Fewer

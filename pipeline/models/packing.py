@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from pipeline.models.output_layer import bf16_units
+from pipeline.models.ops import bf16_units
 
 LARGE = 1 << 18  # minimum number of entries of a weight for which another layout pays
 MOST_BYTES = 1 << 31  # maximum number of bytes of weights in another layout
@@ -47,7 +47,7 @@ class PackedWeights:
     def __init__(self, model: Any) -> None:
         head, weight = model.get_output_embeddings(), model.get_input_embeddings().weight
         self._before = dict[Any, Any]()  # layer: its own `forward`, None for its class's
-        if weight.device.type != "cpu" or not packed_bytes(model, weight.itemsize):
+        if weight.device.type != "cpu":
             return
         layer: Any
         for layer in large_layers(model):
@@ -73,7 +73,7 @@ def _of_layer(layer: nn.Linear) -> Forward | None:
 
 
 def _of_head(layer: nn.Linear) -> Forward | None:
-    """Return the layer's product with float32 logits, as in `output_layer`."""
+    """Return the layer's product with float32 logits, as in `ops`."""
     weight = layer.weight.detach()
     if weight.dtype == torch.float32:
         return partial(_in_blocks, weight, layer.bias)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pipeline.models import lora
-from pipeline.models.output_layer import use_fp32_logits
-from pipeline.models.packing import PackedWeights
+from pipeline.models.ops import use_fp32_logits
+from pipeline.models.packing import PackedWeights, packed_bytes
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -45,15 +45,18 @@ class SamplingCopy:
         self.model: Any = lora.base_model(whole).requires_grad_(False).eval()
         self._adapters = lora.adapters_of(whole) if adapted else None
         self._packed: PackedWeights | None = None
+        self._is_large = False
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert parameters that are not adapters to `dtype`; `load` then converts new weights."""
         lora.cast(self.model, dtype)
         use_fp32_logits(self.model.get_output_embeddings())
+        self._is_large = packed_bytes(self.model, dtype.itemsize) > 0
 
     def pack(self) -> None:
         """Copy large weights on a CPU so that sampling is faster, until `unpack`."""
-        self._packed = PackedWeights(self.model)
+        if self._is_large:
+            self._packed = PackedWeights(self.model)
 
     def unpack(self) -> None:
         """Free the copies of `pack`."""

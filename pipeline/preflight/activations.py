@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.models.capabilities import outer_layers
 from pipeline.models.lora import base_model
-from pipeline.models.saved_tensors import keep_less
+from pipeline.models.ops import keep_less
 
 NAME = "counted"  # name of the attention implementation in transformers
 NUM_TOKENS = 64

@@ -143,7 +143,7 @@ class Bench:
 
         from pipeline.grpo.micro_batches import make_micro_batches
         from pipeline.grpo.token_logprobs import TokenLogprobs
-        from pipeline.models.output_layer import weight_of_logits
+        from pipeline.models.ops import weight_of_logits
         from pipeline.rollout.trajectory import Trajectory
 
         prompts, _ = self.texts(turns, size, length)

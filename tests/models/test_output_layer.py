@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.grpo import token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.output_layer import PART, logits_of, use_fp32_logits, weight_of_logits
+from pipeline.models.ops import PART, logits_of, use_fp32_logits, weight_of_logits
 from scripts.proofs.grid import make_episodes, small_model
 
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from pipeline.models.saved_tensors import keep_less
+from pipeline.models.ops import keep_less
 from scripts.proofs.grid import small_model
 
 IDS = torch.arange(24).view(2, 12) % 15
