@@ -23,15 +23,18 @@ def large_layers(model: Any) -> list[nn.Linear]:
     return [layer for layer in layers if layer.weight.numel() >= LARGE]
 
 
-def packed_bytes(model: Any, itemsize: int) -> int:
-    """Return the size of the copies, 0 if they are too large to be made.
+def packed_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Return the size of the copies; 0 if they are too large, or if this CPU gains nothing by them.
 
-    `itemsize` is that of the model's weights in the sampler. The copy of an output layer in bf16 is
+    `dtype` is that of the model's weights in the sampler. The copy of an output layer in bf16 is
     float32; one in float32 needs none.
     """
-    of_head, head = 4 * (itemsize < 4), model.get_output_embeddings()
-    sizes = [x.weight.numel() * (of_head if x is head else itemsize) for x in large_layers(model)]
-    return sum(sizes) if sum(sizes) <= MOST_BYTES else 0
+    if dtype != torch.float32 and not _packs(dtype):
+        return 0
+    of_head, head = 4 * (dtype != torch.float32), model.get_output_embeddings()
+    large = large_layers(model)
+    size = sum(x.weight.numel() * (of_head if x is head else dtype.itemsize) for x in large)
+    return size if size <= MOST_BYTES else 0
 
 
 class PackedWeights:
@@ -39,22 +42,19 @@ class PackedWeights:
 
     Float32 weights are laid out by columns (products of 64 rows are up to 1.4 times as fast), those
     in bf16 as oneDNN wants them, which it otherwise does at every product (1.7 times as fast, with
-    equal bits). The output layer, whose logits are float32, is laid out by oneDNN in float32. The
-    model's own weights must not change before `release`.
+    equal bits). The output layer's logits are float32: its weights in bf16 are laid out in float32,
+    and those in float32 are multiplied in blocks without a copy. The model, for which
+    `packed_bytes` must be above 0, must not get other weights before `release`.
     """
 
     @torch.no_grad()
     def __init__(self, model: Any) -> None:
-        head, weight = model.get_output_embeddings(), model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
         self._before = dict[Any, Any]()  # layer: its own `forward`, None for its class's
-        if weight.device.type != "cpu":
-            return
         layer: Any
         for layer in large_layers(model):
-            forward = _of_head(layer) if layer is head else _of_layer(layer)
-            if forward is not None:
-                self._before[layer] = vars(layer).get("forward")
-                layer.forward = forward
+            self._before[layer] = vars(layer).get("forward")
+            layer.forward = _of_head(layer) if layer is head else _of_layer(layer)
 
     def release(self) -> None:
         """Let the layers compute as before, and free the copies."""
@@ -65,20 +65,20 @@ class PackedWeights:
         self._before.clear()
 
 
-def _of_layer(layer: nn.Linear) -> Forward | None:
+def _of_layer(layer: nn.Linear) -> Forward:
     weight, bias = layer.weight.detach(), layer.bias
     if weight.dtype == torch.float32:
         return partial(linear, weight=weight.T.contiguous().T, bias=bias)
-    return partial(_multiplied, _packed(weight), bias) if _packs(weight.dtype) else None
+    return partial(_multiplied, _packed(weight), bias)
 
 
-def _of_head(layer: nn.Linear) -> Forward | None:
+def _of_head(layer: nn.Linear) -> Forward:
     """Return the layer's product with float32 logits, as in `ops`."""
     weight = layer.weight.detach()
     if weight.dtype == torch.float32:
         return partial(_in_blocks, weight, layer.bias)
     bias = None if layer.bias is None else layer.bias.float()
-    return partial(_logits, _packed(weight.float()), bias) if _packs(weight.dtype) else None
+    return partial(_logits, _packed(weight.float()), bias)
 
 
 def _packs(dtype: torch.dtype) -> bool:

@@ -45,17 +45,18 @@ class SamplingCopy:
         self.model: Any = lora.base_model(whole).requires_grad_(False).eval()
         self._adapters = lora.adapters_of(whole) if adapted else None
         self._packed: PackedWeights | None = None
-        self._is_large = False
+        self._packs = False
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert parameters that are not adapters to `dtype`; `load` then converts new weights."""
         lora.cast(self.model, dtype)
         use_fp32_logits(self.model.get_output_embeddings())
-        self._is_large = packed_bytes(self.model, dtype.itemsize) > 0
+        is_on_cpu = self.model.get_input_embeddings().weight.device.type == "cpu"
+        self._packs = is_on_cpu and packed_bytes(self.model, dtype) > 0
 
     def pack(self) -> None:
         """Copy large weights on a CPU so that sampling is faster, until `unpack`."""
-        if self._is_large:
+        if self._packs:
             self._packed = PackedWeights(self.model)
 
     def unpack(self) -> None:

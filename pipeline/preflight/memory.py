@@ -189,10 +189,10 @@ class Memory:
         masks, feeding = 2.0 * size * mask, 3.0 * 4 * self._intermediate * fed
         # Logits, log-probabilities and, in float64, cumulative probabilities of a token.
         logits = 32.0 * rows * self.shape.vocab_size
-        packed = 0 if self.has_gpu else packed_bytes(self.model, size)
+        packed = 0 if self.has_gpu else packed_bytes(self.model, self.dtype)
         return {
             "working memory of the sampler": layer + masks + feeding + logits,
-            "weights of the sampler as a CPU multiplies them": float(packed),
+            "packed weights of the sampler": float(packed),
         }
 
     def _update(self, config: Config) -> Terms:
