@@ -9,7 +9,7 @@ from pipeline.before_grpo import BeforeGRPO
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
 from pipeline.errors import RunError, UserError
-from pipeline.evaluation.dead_domains import lost_domains
+from pipeline.evaluation.dead_domains import fallen_domains, lost_domains
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import evaluate, mean_success, plateau, scored, validation_metrics
 from pipeline.evaluation.results import training_summary
@@ -196,6 +196,8 @@ class Trainer(BeforeGRPO):
         if self.config.run.keep_best and mean is not None and mean > best.get("success", -1.0):
             name = f"step-{step:06d}"
             self.state.best = {"checkpoint": name, "step": step, "success": mean}
+        for line in fallen_domains(self.state.validations, stage, self.config):
+            self.say(f"warning: step {step}: {line}")
         rates = ErrorRates(records)
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, "in a validation")
 

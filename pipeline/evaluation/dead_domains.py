@@ -1,14 +1,15 @@
-"""Find domains in which GRPO learns nothing, and domains that lost what the warm start gave."""
+"""Find domains in which GRPO learns nothing, and domains whose success falls."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeline.config.settings import EvaluationSettings
+from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation.one_action import advice
 from pipeline.evaluation.transfer_metrics import Z95, succeeded
 from pipeline.rollout.trajectory import RunRecord, StopReason
 
@@ -68,34 +69,81 @@ class DeadDomains:
         return lines
 
 
+class Fall(NamedTuple):
+    """A success rate that fell: before and now, and the paired change with its interval."""
+
+    before: float
+    now: float
+    change: str
+
+
+def fall(before: Mapping[str, float], now: Mapping[str, float]) -> Fall | None:
+    """Return how the success of the same tasks fell, or None.
+
+    It fell if more than half of the success before is gone, and the 95 % interval of the paired
+    change over tasks excludes 0.
+    """
+    changes = [now[task] - success for task, success in before.items()]
+    spread = Z95 * stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else 0.0
+    change, was, is_now = fmean(changes), fmean(before.values()), fmean(now.values())
+    if is_now >= was / 2 or change + spread >= 0:
+        return None
+    interval = f"[{change - spread:+.2f}, {change + spread:+.2f}]"
+    return Fall(was, is_now, f"change {change:+.2f} {interval}")
+
+
 def lost_domains(
     evaluations: Sequence[Mapping[str, Any]], stages: Sequence[Stage], settings: EvaluationSettings
 ) -> list[str]:
-    """Return a message for each domain that lost its success before its own stage, the last stage.
-
-    A domain has lost its success if more than half of the success before GRPO is gone, and the 95 %
-    interval of the paired change over tasks excludes 0.
-    """
+    """Return a message for each domain whose success fell before its own stage, the last stage."""
     names = {"warm_start": "the warm start", "rft": "rejection fine-tuning"}
     given = [entry for entry in evaluations if entry["after"] in names][-1:]
     earlier = {domain for stage in stages[:-1] for domain in stage.own}
     lines = []
     for domain in stages[-1].own if given else ():
-        tasks = [entry["success"][domain]["tasks"] for entry in (given[0], evaluations[-1])]
         before, now = (
-            [fmean(succeeded(r, settings.success_threshold) for r in of[task]) for task in tasks[0]]
-            for of in tasks
+            {
+                task: fmean(succeeded(r, settings.success_threshold) for r in rewards)
+                for task, rewards in entry["success"][domain]["tasks"].items()
+            }
+            for entry in (given[0], evaluations[-1])
         )
-        changes = [b - a for a, b in zip(before, now, strict=True)]
-        spread = Z95 * stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else 0.0
-        change = fmean(changes)
-        is_lost = fmean(now) < fmean(before) / 2 and change + spread < 0
-        if domain not in earlier and is_lost:
+        found = fall(before, now)
+        if found and domain not in earlier:
             lines.append(
-                f"{domain}: success fell from {fmean(before):.2f} after "
-                f"{names[given[0]['after']]} to "
-                f"{fmean(now):.2f} before its own stage (change {change:+.2f} "
-                f"[{change - spread:+.2f}, {change + spread:+.2f}]); raise `preview`, put it "
+                f"{domain}: success fell from {found.before:.2f} after "
+                f"{names[given[0]['after']]} to {found.now:.2f} before its own stage "
+                f"({found.change}); raise `preview`, put it "
                 "earlier in `order`, or train all domains together (curriculum mixed)"
             )
     return lines
+
+
+def fallen_domains(
+    validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config
+) -> list[str]:
+    """Return a message for each of a stage's domains whose success fell while GRPO trained it.
+
+    The newest validation is compared with the stage's best one before it. A domain is named once in
+    a stage.
+    """
+    threshold, lines = config.evaluation.success_threshold, []
+    for domain in stage.own:
+        history = [
+            (v["step"], {t: succeeded(r, threshold) for t, r in v["success"][domain].items()})
+            for v in validations
+            if v["step"] >= stage.first_step and domain in v["success"]
+        ]
+        best = [max(history[:n], key=_rate) for n in range(1, len(history))]
+        falls = [fall(of[1], now[1]) for of, now in zip(best, history[1:], strict=True)]
+        if falls and (found := falls[-1]) and not any(falls[:-1]):
+            kept = "--checkpoint best has" if config.run.keep_best else "--keep-best would keep"
+            lines.append(
+                f"{domain}: validation success fell from {found.before:.2f} at step {best[-1][0]} "
+                f"to {found.now:.2f} ({found.change}); {advice(config)}; {kept} the best policy"
+            )
+    return lines
+
+
+def _rate(validation: tuple[int, Mapping[str, bool]]) -> float:
+    return fmean(validation[1].values())

@@ -1,9 +1,9 @@
-"""Find policies that have fallen to one action: they act alike whatever a task asks."""
+"""Find policies that know one action only: they act alike whatever a task asks."""
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
@@ -85,13 +85,14 @@ class Decisions:
             self.first_entropy = entropy
         for name, kept in sorted(self.families.items()):
             domain, _, family = name.partition("/")
-            if domain not in self.said and (found := fallen(kept["first"], kept["last"])):
+            if domain not in self.said and (found := decided_alike(kept["first"], kept["last"])):
                 self.said.append(domain)
                 equal = metrics.get(f"rollout/frac_reward_zero_std/{domain}", 0.0)
                 yield (
-                    f"{domain}{f', {family} tasks' if family else ''}: {found}; entropy "
+                    f"{domain}{f', {family} tasks' if family else ''}: {found.said}; entropy "
                     f"{self.first_entropy:.2g} -> {entropy:.2g}, {100 * equal:.0f} % of the "
-                    f"domain's groups have equal rewards; {advice(config)}"
+                    f"domain's groups have equal rewards; "
+                    f"{spread_advice(config) if found.from_the_start else advice(config)}"
                 )
 
 
@@ -123,36 +124,50 @@ def decision_of(
     return ", then ".join(done)
 
 
-def fallen(first: Sequence[Tally], last: Sequence[Tally]) -> str:
-    """Return how a family's decisions have become one, or an empty text."""
+class Alike(NamedTuple):
+    """How a family is decided alike: in words, and whether that was so at the stage's start."""
+
+    said: str
+    from_the_start: bool
+
+
+def decided_alike(first: Sequence[Tally], last: Sequence[Tally]) -> Alike | None:
+    """Return how a family's decisions are one in the `last` steps, or None.
+
+    A family whose tasks name branches may have been decided alike from the start. Without branches,
+    equal decisions may be right, so the decisions of the `first` steps must have been spread.
+    """
     begun, now, branches = (
         _pooled(of, what)
         for of, what in ((first, "decisions"), (last, "decisions"), (last, "branches"))
     )
     action, count = max(now.items(), key=lambda of: (of[1], of[0]))
     share, solved = count / now.total(), sum(tally["solved"] for tally in last) / now.total()
-    asked = sorted(branches.values())[-2:-1] if "" not in branches else [now.total()]
+    has_branches = "" not in branches
+    asked = sorted(branches.values())[-2:-1] if has_branches else [now.total()]
+    from_the_start = has_branches and begun[action] >= ALIKE * begun.total()
     del begun[NOTHING]
     at_first = begun[action] / max(1, begun.total())
-    is_fallen = (
+    is_spread_at_first = 0 < max(begun.values(), default=0) <= SPREAD * begun.total()
+    is_alike = (
         len(last) == NUM_STEPS
         and sum(tally["tasks"] for tally in last) >= MIN_TASKS
         and asked
         and asked[0] >= MIN_BRANCH * now.total()
         and action != NOTHING
-        and begun.total()
-        and max(begun.values()) <= SPREAD * begun.total()
+        and (is_spread_at_first or from_the_start)
         and share >= ALIKE
         and solved < SOLVED
     )
-    if not is_fallen:
-        return ""
-    but = f", but its tasks have {len(branches)} branches" if "" not in branches else ""
-    return (
+    if not is_alike:
+        return None
+    but = f", but its tasks have {len(branches)} branches" if has_branches else ""
+    said = (
         f"since step {last[0]['step']} the policy acts alike{but}: {action} in "
         f"{100 * share:.0f} % of the episodes ({100 * at_first:.0f} % at first), and "
         f"{100 * solved:.0f} % succeed"
     )
+    return Alike(said, from_the_start)
 
 
 def _pooled(tallies: Sequence[Tally], what: str) -> Counter[str]:
@@ -168,3 +183,9 @@ def advice(config: Config) -> str:
         f"{broader if warm_start.steps else ''}more entropy_coef ({grpo.entropy_coef:g}), "
         f"beta ({grpo.beta:g}) or tasks_per_step ({config.rollout.tasks_per_step})"
     )
+
+
+def spread_advice(config: Config) -> str:
+    """Return what to change where the policy has never acted in two ways."""
+    broader = "demonstrations of the other actions for the warm start"
+    return f"give {broader}, or raise temperature ({config.rollout.temperature:g})"

@@ -28,9 +28,11 @@ def problem_of_name(name: str) -> str:
 
 def remedy_of(name: str) -> str:
     """Return what to do if `name` cannot be loaded as a model."""
-    if name.endswith(".gguf"):
-        return f"give the folder that `{command('convert')} {name} FOLDER` makes"
-    return "give a folder made by save_pretrained"
+    is_gguf = name.endswith(".gguf")
+    converted = f"that `{command('convert')} {name if is_gguf else 'FILE.gguf'} FOLDER` makes"
+    if is_gguf:
+        return f"give the folder {converted}"
+    return f"give a folder made by save_pretrained, or one {converted}"
 
 
 def check_name(name: str) -> None:

@@ -413,7 +413,7 @@ def test_a_warm_start_in_micro_batches_without_whole_logits_learns_the_same(use_
         assert all((old.detach().numpy() == new).all() for old, new in pairs)
 
 
-def train_on_this_rank(deterministic):
+def train_on_this_rank(deterministic, shards):
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     model, steps = tiny_model(tokenizer(), seed=1), []
@@ -421,7 +421,8 @@ def train_on_this_rank(deterministic):
         layer.self_attn.attention_dropout = 0.3
     settings = config(steps=3, batch_size=4, rule_share=1.0)
     run = settings.run.model_copy(update={"deterministic": deterministic})
-    settings = settings.model_copy(update={"run": run})
+    grpo = settings.grpo.model_copy(update={"shard_optimizer": shards})
+    settings = settings.model_copy(update={"run": run, "grpo": grpo})
     examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
     loss = fine_tune(settings, accelerator, ranks, model, examples, steps.append)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
@@ -433,8 +434,8 @@ def train_on_this_rank(deterministic):
     return flat.numpy(), loss, len(steps)
 
 
-def played(num_ranks, deterministic):
-    results = play_ranks(train_on_this_rank, num_ranks, deterministic)
+def played(num_ranks, deterministic, shards=False):
+    results = play_ranks(train_on_this_rank, num_ranks, deterministic, shards)
     for result in results:
         assert isinstance(result, tuple), result
     return results
@@ -452,8 +453,9 @@ def test_any_number_of_ranks_warm_starts_alike():
         assert steps == alone[2] == 3
 
 
-def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks():
-    alone, *three = played(1, True) + played(3, True)
+@pytest.mark.parametrize("shards", [False, True], ids=["", "shard_optimizer"])
+def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks(shards):
+    alone, *three = played(1, True) + played(3, True, shards)
     for parameters, loss, _ in three:
         assert (parameters == alone[0]).all()
         assert loss == alone[1]

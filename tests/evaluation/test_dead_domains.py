@@ -1,15 +1,16 @@
 """Domains in which nothing is learned, and domains that lost what the warm start gave them."""
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
 
-from pipeline.config.settings import EvaluationSettings
+from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation import dead_domains
-from pipeline.evaluation.dead_domains import DEAD_STEPS, DeadDomains, lost_domains
+from pipeline.evaluation.dead_domains import DEAD_STEPS, DeadDomains, fallen_domains, lost_domains
 from pipeline.rollout.trajectory import RunRecord, StopReason
 from pipeline.run import main
 from scripts.proofs.ranks import play_ranks
@@ -83,6 +84,29 @@ def test_a_domain_that_lost_its_success_before_its_own_stage_is_named():
     assert lost_domains([start, warm, lost], [RETAIL, RETAIL], settings) == []  # seen before
     few = [entry("warm_start", [1, 0]), entry("airline", [0, 0])]
     assert lost_domains(few, [AIRLINE, RETAIL], settings) == []  # the interval includes 0
+
+
+def validation(step, *solved, domain="retail"):
+    """A validation of ten tasks; each of `solved` says how many of them succeed."""
+    rewards = {f"t{i}": float(i < solved[0]) for i in range(10)}
+    return {"step": step, "success": {domain: rewards}}
+
+
+def test_a_domain_whose_success_falls_while_it_is_trained_is_named_once():
+    stage = dataclasses.replace(RETAIL, first_step=8)
+    settings = Config.model_validate({"grpo": {"learning_rate": 1e-3}})
+    history = [validation(0, 10), validation(8, 2), validation(12, 5), validation(16, 1)]
+    (line,) = fallen_domains(history, stage, settings)
+    says(line, "retail: validation success fell from 0.50 at step 12 to 0.10")
+    says(line, "(change -0.40 [-0.72, -0.08]); lower learning_rate (0.001)", "--keep-best would keep")
+    best = settings.model_copy(update={"run": settings.run.model_copy(update={"keep_best": True})})
+    says(fallen_domains(history, stage, best)[0], "--checkpoint best has the best policy")
+    assert fallen_domains([*history, validation(20, 1)], stage, settings) == []  # said before
+    assert fallen_domains(history[:3], stage, settings) == []
+    assert fallen_domains([*history[:3], validation(16, 3)], stage, settings) == []  # half is left
+    assert fallen_domains([validation(8, 2), validation(12, 0)], stage, settings) == []  # +-0.26
+    elsewhere = [{**v, "success": {"airline": v["success"]["retail"]}} for v in history]
+    assert fallen_domains(elsewhere, stage, settings) == []  # not a domain of this stage
 
 
 def stopped(folder: str, *flags: str) -> tuple[int, str]:

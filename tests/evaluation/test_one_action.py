@@ -115,11 +115,19 @@ def test_a_policy_that_falls_to_one_action_is_named_within_five_steps_and_once()
     assert state["decisions"]["said"] == ["desk"]
 
 
+def test_a_policy_that_acts_alike_from_the_start_is_told_to_spread():
+    lines, _ = told(*[ALIKE] * 9)
+    assert [bool(of) for of in lines] == [False, False, True, *[False] * 6]
+    says(lines[2][0], "desk, return tasks: since step 1 the policy acts alike", "100 % at first")
+    says(lines[2][0], "give demonstrations of the other actions", "or raise temperature (1)")
+    assert "learning_rate" not in lines[2][0]
+
+
 @pytest.mark.parametrize(
     "steps",
     [
         [SPREAD] * 9,
-        [ALIKE] * 9,  # it acted alike from the start: nothing fell
+        [of_step("refund", branches=[""], solved=False)] * 9,  # no branches, and nothing fell
         [*[SPREAD] * 3, *[of_step("refund", branches=["refund"])] * 6],  # the tasks ask for one
         [*[SPREAD] * 3, *[of_step("refund", solved=True)] * 6],  # solved
         [*[SPREAD] * 3, *[of_step(*["refund"] * 7, "refuse")] * 6],  # 88 %
