@@ -98,7 +98,9 @@ def test_a_domain_whose_success_falls_while_it_is_trained_is_named_once():
     history = [validation(0, 10), validation(8, 2), validation(12, 5), validation(16, 1)]
     (line,) = fallen_domains(history, stage, settings)
     says(line, "retail: validation success fell from 0.50 at step 12 to 0.10")
-    says(line, "(change -0.40 [-0.72, -0.08]); lower learning_rate (0.001)", "--keep-best would keep")
+    says(
+        line, "(change -0.40 [-0.72, -0.08]); lower learning_rate (0.001)", "--keep-best would keep"
+    )
     best = settings.model_copy(update={"run": settings.run.model_copy(update={"keep_best": True})})
     says(fallen_domains(history, stage, best)[0], "--checkpoint best has the best policy")
     assert fallen_domains([*history, validation(20, 1)], stage, settings) == []  # said before
