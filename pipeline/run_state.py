@@ -4,11 +4,20 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.disks import open_disk
-from pipeline.checkpoints.resume import load_start, open_together, refuse_other_facts
+from pipeline.checkpoints.resume import (
+    load_start,
+    open_together,
+    origin_of_model,
+    refuse_other_facts,
+    refuse_other_origin,
+    refuse_other_stages,
+    weights_of,
+)
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
 from pipeline.customers.service import customers_of, end_of_run, judge_of
@@ -68,16 +77,25 @@ class RunState:
         config, self.disk = open_disk(config, ranks)
         self.config, self.folder, self.parts = config, self.disk.folder, validate(config)
         tokenizer = self.parts.tokenizer
-        opened, resumed = open_together(config, self.disk, tokenizer, self.parts.about)
+        about, made_of = self.parts.about, dict(self.parts.made_of)
+        opened, resumed = open_together(config, self.disk, tokenizer, about, made_of)
         watchdog.can_resume = resumed is not None
         self._saved_state, model = load_start(config, tokenizer, resumed, accelerator.device)
         self.disk.refuse_other_weights(model)
-        refuse_other_facts(self._saved_state, self.parts.about, config.run.override)
+        refuse_other_facts(self._saved_state, about, config.run.override)
+        if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
+            made_of |= weights_of(model, ranks)  # read again when the run is resumed
+        origin = self._saved_state or origin_of_model(config)
+        name = (resumed or Path(config.model.model)).name
+        for line in refuse_other_origin(origin, made_of, name, config.run.override):
+            self.say(line)
         self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
         self.start, self.decisions = StartReport(), Decisions()
         for owner in (self.state, self.errors, self.dead, self.start, self.decisions):
             owner.load_state_dict(self._saved_state)
-        self.state.config, self.state.about = config.model_dump(mode="json"), self.parts.about
+        refuse_other_stages(self.state.evaluations, self.stages, self.folder)
+        self.state.config, self.state.about = config.model_dump(mode="json"), about
+        self.state.made_of = {**self.state.made_of, **made_of}
         chat, environments = self.parts.chat, self.parts.environments
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
         self.policy.rollout.most = self.parts.episodes_at_once
@@ -203,7 +221,7 @@ class RunState:
             }
             further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
             further |= {"rft": self.state.rft, "start": self.start.content}
-            further |= {"agents": self.state.agents}
+            further |= {"agents": self.state.agents, "made_of": self.state.made_of}
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -12,11 +11,15 @@ import torch
 
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
 from pipeline.checkpoints.disks import Disk
-from pipeline.checkpoints.manifest import hash_of, problem
+from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
+from pipeline.config.recipe import SETTINGS
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage
+from pipeline.data.tasks import HELD_OUT
+from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.errors import UserError
+from pipeline.files.layout import run_of_checkpoint
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
 
@@ -24,20 +27,22 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def open_together(
-    config: Config, disk: Disk, tokenizer: Any, about: Mapping[str, Any]
+    config: Config,
+    disk: Disk,
+    tokenizer: Any,
+    about: Mapping[str, Any],
+    made_of: Mapping[str, str],
 ) -> tuple[Opened | None, Path | None]:
     """Open the run folder on rank 0, and return the checkpoint to resume, as this rank sees it.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
-    Raises UserError if the ranks have a `tokenizer` with different tokens, or different facts
-    `about` the domains.
+    Raises UserError if the ranks have a `tokenizer` with different tokens, different facts `about`
+    the domains, or are `made_of` different things.
     """
     ranks = disk.ranks
     digest = sha256(str(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
-    own_facts = {"about": json.dumps(about, sort_keys=True)}
-    if len(set(disk.hosts)) > 1:
-        own_facts |= _hashes(config)
+    own_facts = {"about": json.dumps(about, sort_keys=True), **made_of}
     own = platform.node(), versions, own_facts, digest
     hosts, all_versions, facts, digests = zip(*ranks.all_gather_objects(own, "tokens"), strict=True)
     if rank := _other(all_versions):
@@ -45,8 +50,9 @@ def open_together(
         raise UserError(f"versions: {where} has {all_versions[0]}; install the same on both")
     if rank := _other(facts):
         name = next(name for name, fact in facts[0].items() if facts[rank].get(name) != fact)
-        why = f"rank {rank} on {hosts[rank]} has other data of a domain than rank 0 on {hosts[0]}"
-        raise UserError(f"{name}: {why}; give all the same files")
+        why = f"rank {rank} on {hosts[rank]} has others than rank 0 on {hosts[0]}"
+        remedy = "give all the same files; generate_tasks may depend on its arguments alone"
+        raise UserError(f"{name}: {why}; {remedy} (not on a set's order)")
     if _other(digests):
         why = "the expert of a domain without WORDS gave the ranks different conversations"
         raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
@@ -68,25 +74,6 @@ def code_hash() -> str:
     """Return the start of the SHA-256 of this package's source files."""
     files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
     return sha256(b"".join((PACKAGE / file).read_bytes() for file in files)).hexdigest()[:8]
-
-
-def _hashes(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of tasks, demonstrations and modules that are files, by what they are."""
-    data = config.data
-    paths = {f"tasks of {name}": path for name, path in data.tasks.items()}
-    paths |= {f"eval_tasks of {name}": path for name, path in data.eval_tasks.items()}
-    paths |= {f"demonstrations of {name}": path for name, path in data.demonstrations.items()}
-    targets = [*(of.factory for of in data.factories.values()), *data.reward_funcs]
-    modules = {name: sys.modules.get(name) for name in (of.partition(":")[0] for of in targets)}
-    paths |= {name: getattr(module, "__file__", None) or "" for name, module in modules.items()}
-    found = {}
-    for name, path in paths.items():
-        digest, top = sha256(), Path(path)
-        for file in [top] if top.is_file() else sorted(top.rglob("*")) if path else []:
-            if file.is_file():
-                digest.update(f"{file.relative_to(top).as_posix()} {hash_of(file)} ".encode())
-        found[name] = digest.hexdigest()
-    return found
 
 
 def _other(values: Sequence[Any]) -> int:
@@ -126,6 +113,63 @@ def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bo
         if changed := [key for key in was or now if was.get(key) != now.get(key)]:
             given = f"{changed[0]} was {was.get(changed[0])} and is {now.get(changed[0])}"
             raise UserError(f"about: {name}: {given}; restore the data, or give --override")
+
+
+def weights_of(model: Any, ranks: Ranks) -> dict[str, str]:
+    """Return the SHA-256 of a base model's weights on rank 0, by a name for them and their type."""
+    own = parameter_hash(model.named_parameters()) if ranks.is_main else ""
+    kind = str(next(model.parameters()).dtype).removeprefix("torch.")
+    found = ranks.all_gather_objects(own, "weights of the base model")
+    return {f"weights of the base model ({kind})": found[0]}
+
+
+def refuse_other_origin(
+    state: Mapping[str, Any], made_of: Mapping[str, str], name: str, override: bool
+) -> list[str]:
+    """Raise UserError if a run is not made of what its checkpoint `name` was made of.
+
+    With `override`, return a note instead. What an older version did not store may be anything.
+    """
+    saved = state.get("made_of", {})
+    changed = [what for what, found in made_of.items() if saved.get(what, found) != found]
+    if not changed:
+        return []
+    if override:
+        return [f"warning: overridden: {name} was made with other {', '.join(changed)}"]
+    remedy = "put back what was there, or start a new run; --override goes on all the same"
+    raise UserError(f"made_of: {name} was made with other {', '.join(changed)}; {remedy}")
+
+
+def refuse_other_stages(
+    evaluations: Sequence[Mapping[str, Any]], stages: Sequence[Stage], folder: Path
+) -> None:
+    """Raise UserError if a stage that has ended would have another length now."""
+    ended = {entry["after"]: entry["step"] for entry in evaluations}
+    for stage in stages:
+        if (step := ended.get(stage.name, stage.last_step)) != stage.last_step:
+            raise UserError(
+                f"max_steps: stage {stage.name} has ended at step {step}, and would now end at "
+                f"step {stage.last_step}; a stage that has ended takes no more steps: resume with "
+                f"the run's own settings, or train on in a new run with --model {folder}"
+            )
+
+
+def origin_of_model(config: Config) -> SavedState:
+    """Return the state of the checkpoint that is evaluated with its run's settings of data, or {}.
+
+    An evaluation trains nothing, so of what the run was made of only its held-out tasks count.
+    """
+    path = Path(config.model.model)
+    if config.grpo.use_grpo or run_of_checkpoint(config.model.model) is None:
+        return {}
+    state, now = read_state(path), config.model_dump(mode="json")
+    is_same = all(
+        state["config"].get(section, {}).get(name) == now[section][name]
+        for section, name in SETTINGS
+        if section == "data"
+    )
+    held_out = {k: v for k, v in state.get("made_of", {}).items() if k.startswith(HELD_OUT)}
+    return {"made_of": held_out} if is_same else {}
 
 
 def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpointer) -> str:

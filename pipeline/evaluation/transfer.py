@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.data.tasks import HELD_OUT
 from pipeline.errors import UserError
 from pipeline.evaluation import transfer_metrics as metrics
 from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
@@ -29,13 +30,15 @@ class Runs:
         self.runs, self.over_seeds, self.threshold = runs, over_seeds, threshold_of(runs)
         self.evaluations = [points_of(run) for run in runs]
         self.tasks: dict[str, list[str]] = {}
+        hashes = [of.get("made_of", {}) for of in runs]
         every = [evaluation["success"] for of in self.evaluations for evaluation in of]
         for domain in dict.fromkeys(domain for success in every for domain in success):
             first, *others = [set(of.get(domain, {}).get("tasks", {})) for of in every]
-            if any(tasks != first for tasks in others):
+            changed = {of[what] for of in hashes if (what := HELD_OUT + domain) in of}
+            if any(tasks != first for tasks in others) or len(changed) > 1:
                 raise UserError(
                     f"report: runs with other held-out tasks of {domain} cannot be put together; "
-                    "give runs with the same domains, task_seed, split and number of tasks"
+                    "give runs with the same domains, tasks, task_seed, split and number of tasks"
                 )
             self.tasks[domain] = sorted(first)
 

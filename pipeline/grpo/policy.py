@@ -12,7 +12,9 @@ from pipeline.checkpoints.checkpoint import Checkpointer, load_optimizer
 from pipeline.checkpoints.resume import (
     base_of_adapters,
     folder_of_reference,
+    refuse_other_origin,
     set_weights,
+    weights_of,
 )
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
@@ -162,7 +164,10 @@ class Policy:
         if config.grpo.beta > 0:
             if resumed is not None:
                 sync = config.grpo.reference_per_stage
-                load(folder_of_reference(checkpointer, stages, sync))
+                load(folder := folder_of_reference(checkpointer, stages, sync))
+                if folder is None and not config.model.use_peft:
+                    found, override = weights_of(self.model, self._ranks), config.run.override
+                    refuse_other_origin(saved, found, resumed.name, override)
             reference = Reference(module)
         if resumed is not None and (reference or config.model.use_peft):
             load(resumed)

@@ -27,6 +27,7 @@ from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.limits import check_limits, prompts_beyond
+from pipeline.preflight.made_of import made_of
 from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import longest_of, task_sets
 from pipeline.sft import sources_of
@@ -46,6 +47,7 @@ class Prepared:
     tokenizer: Any
     chat: Chat
     about: dict[str, Mapping[str, Any]]  # facts of domains about themselves
+    made_of: dict[str, str]  # SHA-256 of tasks, demonstrations and modules, by name
     notes: list[str]  # facts about the tasks and rewards that a user should know
     warnings: list[str]  # warnings about the demonstrations
     episodes_at_once: int  # `max_concurrent_episodes`, or fewer if no more fit into memory
@@ -83,6 +85,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     notes += [note for of in sets.values() for note in of.notes]
     notes += check_reward_functions(config, domains, train)
     graded = _graded(config, domains)
+    origin = made_of(config, sets, graded)
     notes += _mix_families(config, domains, train, graded)
     sizes = {name: num_drawn(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():
@@ -124,6 +127,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         tokenizer=tokenizer,
         chat=chat,
         about=about,
+        made_of=origin,
         notes=notes,
         warnings=warnings,
         episodes_at_once=limits.max_concurrent_episodes,

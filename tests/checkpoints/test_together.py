@@ -32,14 +32,13 @@ def _opened(folder: str, differing: str) -> str:
         resume.code_hash = lambda: has
     os.chdir(folder)
     about = {"airline": {"sha256": has if differing == "about" else "same"}}
-    ranks, file = Ranks(rank, 2, 60), Path(f"{differing}-{rank}.jsonl").absolute()
-    file.write_text(has if differing == "tasks of airline" else "same")
-    tasks = ["--tasks", f"{{airline: {file}}}"]
-    config = parse(["--output-dir", "run", "--report-to", "none", *tasks])
+    made_of = {"training tasks of airline": has if differing == "tasks" else "same"}
+    ranks = Ranks(rank, 2, 60)
+    config = parse(["--output-dir", "run", "--report-to", "none"])
     disk = Disk(Path("run").absolute(), ranks)
     disk.hosts = ("one", "two")
     try:
-        resume.open_together(config, disk, Tokenizer(), about)
+        resume.open_together(config, disk, Tokenizer(), about, made_of)
         weights = torch.full((2, 2), float(rank if differing == "model" else 0))
         model = torch.nn.ParameterDict({"weight": weights})
         disk.refuse_other_weights(model)
@@ -52,8 +51,11 @@ def _opened(folder: str, differing: str) -> str:
     ("differing", "lines"),
     [
         ("nothing", ["opened"]),
-        ("about", [f"about: rank 1 on {HOST} has other data of a domain than rank 0 on {HOST}; "]),
-        ("tasks of airline", [f"tasks of airline: rank 1 on {HOST} has other data of "]),
+        ("about", [f"about: rank 1 on {HOST} has others than rank 0 on {HOST}; give all the same"]),
+        (
+            "tasks",
+            [f"training tasks of airline: rank 1 on {HOST} has others than rank 0 on {HOST}; "],
+        ),
         ("model", ["model: rank 1 on two has other weights than rank 0 on one; give all the same"]),
         (
             "versions",

@@ -1,0 +1,141 @@
+"""A run that goes on, is evaluated or is compared must be made of what it was made of."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.tasks import HELD_OUT
+from pipeline.errors import UserError
+from pipeline.evaluation.transfer import Runs
+from tests.support.messages import says
+from tests.support.warm import play
+
+pytestmark = pytest.mark.whole_run
+
+ROWS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(20)]
+REWARD = "def correct(completions, answer, **_):\n    return [float(len(a)) for a in answer]\n"
+DOMAIN = """
+import os
+from pipeline.data.tasks import Task
+
+
+class Shop:
+    def reset(self, **row):
+        self.final_message = ""
+
+    def get_reward(self):
+        return 0.0
+
+
+def generate_tasks(seed, n, split, difficulty):
+    prompt = ({"role": "user", "content": f"hello from {os.environ['RANK']}"},)
+    return [Task(domain="shop", id=f"{split}-{i}", prompt=prompt, payload="{}") for i in range(n)]
+"""
+SHORT = [
+    *("--warm-start-steps", "0", "--tasks-per-step", "2", "--num-generations", "2"),
+    *("--max-tokens-per-turn", "4", "--eval-trials", "1", "--save-steps", "1"),
+    *("--validation-tasks", "2", "--report-to", "none"),
+]
+OWN = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "my_reward:correct"]
+OWN += [*SHORT, "--eval-tasks-per-domain", "4"]
+
+
+def write(folder: Path, rows: list[dict[str, str]], reward: str = REWARD) -> None:
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "my_reward.py").write_text(reward)
+
+
+def swapped(first: int, second: int) -> list[dict[str, str]]:
+    rows = [*ROWS]
+    rows[first], rows[second] = rows[second], rows[first]
+    return rows
+
+
+def test_other_data_are_refused_by_name_when_a_run_goes_on_or_is_evaluated(tmp_path: Path):
+    write(tmp_path, ROWS)
+    begun = [*OWN, "--output-dir", "out", "--max-steps", "2"]
+    play(*begun, cwd=tmp_path, num_ranks=1)
+    old = json.loads((tmp_path / "out" / "results.json").read_text())["made_of"]
+    begun += ["--resume-from-checkpoint", "step-000001"]
+    evaluation = ["--model", "out/checkpoints/step-000001", *OWN, "--no-grpo"]
+
+    def refused(*argv: str) -> str:
+        done = play(*argv, cwd=tmp_path, num_ranks=1, code=2)
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in done.stderr
+        return line
+
+    # The last 4 rows are held out, 2 before them validate.
+    write(tmp_path, swapped(0, 19))
+    line = refused(*begun)
+    says(line, "made_of: step-000001 was made with other training tasks of sums, held-out tasks of")
+    says(line, "put back what was there, or start a new run; --override goes on all the same")
+    write(tmp_path, [*ROWS[:19], {**ROWS[19], "answer": "7"}])
+    says(refused(*begun), "was made with other held-out tasks of sums; put back")
+    line = refused(*evaluation, "--output-dir", "eval")
+    says(line, "made_of: step-000001 was made with other held-out tasks of sums; put back")
+    write(tmp_path, swapped(0, 1))
+    says(refused(*begun), "was made with other training tasks of sums; put back")
+    play(*evaluation, "--output-dir", "eval", cwd=tmp_path, num_ranks=1)
+    write(tmp_path, ROWS, REWARD.replace("len(a)", "0"))
+    says(refused(*begun), "was made with other module my_reward; put back")
+
+    done = play(*begun, "--override", cwd=tmp_path, num_ranks=1)
+    says(done.stdout, "warning: overridden: step-000001 was made with other module my_reward")
+    new = json.loads((tmp_path / "out" / "results.json").read_text())["made_of"]
+    assert [name for name in old if old[name] != new[name]] == ["module my_reward"]
+
+
+def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
+    airline = [*SHORT, "--domains", "airline", "--eval-tasks-per-domain", "2", "--max-turns", "1"]
+    play(*airline, "--max-steps", "0", "--output-dir", "one", cwd=tmp_path, num_ranks=1)
+    other = [*airline, "--max-steps", "0", "--seed", "2", "--output-dir", "two"]
+    play(*other, cwd=tmp_path, num_ranks=1)
+    model, foreign = (next((tmp_path / n / "checkpoints").glob("stage-*")) for n in ("one", "two"))
+    shutil.copytree(model, tmp_path / "base", ignore=shutil.ignore_patterns("*state.json"))
+    begun = [*airline, "--model", "base", "--use-peft", "--max-steps", "1", "--output-dir", "out"]
+    play(*begun, cwd=tmp_path, num_ranks=1)
+    shutil.copy(foreign / "model.safetensors", tmp_path / "base" / "model.safetensors")
+    done = play(*begun, "--resume-from-checkpoint", "latest", cwd=tmp_path, num_ranks=1, code=2)
+    says(done.stderr, "was made with other weights of the base model (float32); put back")
+
+
+def test_tasks_that_differ_by_process_are_refused_on_all_ranks(tmp_path: Path):
+    (tmp_path / "shop.py").write_text(DOMAIN)
+    flags = ["--domains", "shop", "--environments", "{shop: shop:Shop}", *SHORT]
+    done = play(*flags, "--output-dir", "out", cwd=tmp_path, code=2)
+    says(
+        done.stderr,
+        "error: training tasks of shop: rank 1 on ",
+        "give all the same files; generate_tasks may depend on its arguments alone",
+    )
+
+
+def test_a_finished_run_takes_no_more_steps_and_says_so(tmp_path: Path):
+    write(tmp_path, ROWS)
+    begun = [*OWN, "--output-dir", "out", "--max-steps", "1"]
+    play(*begun, cwd=tmp_path, num_ranks=1)
+    more = [*begun[:-1], "2", "--override", "--resume-from-checkpoint", "latest"]
+    done = play(*more, cwd=tmp_path, num_ranks=1, code=2)
+    says(
+        done.stderr,
+        "error: max_steps: stage sums has ended at step 1, and would now end at step 2; ",
+        "train on in a new run with --model out",
+    )
+    assert "resuming from" not in done.stdout
+    play(*begun, "--resume-from-checkpoint", "latest", cwd=tmp_path, num_ranks=1)  # as it was
+
+
+def test_runs_on_other_tasks_under_equal_ids_are_not_compared():
+    success = {"shop": {"tasks": {"a": [1.0], "b": [0.0]}}}
+    run = {
+        "success_threshold": 1.0,
+        "evaluations": [{"after": "start", "success": success}],
+        "made_of": {f"{HELD_OUT}shop": "1", "training tasks of shop": "1"},
+    }
+    other = {**run, "made_of": {f"{HELD_OUT}shop": "1", "training tasks of shop": "2"}}
+    Runs([run, other, {**run, "made_of": {}}])  # a run of an earlier version has no hashes
+    with pytest.raises(UserError, match="runs with other held-out tasks of shop cannot"):
+        Runs([run, {**run, "made_of": {f"{HELD_OUT}shop": "2"}}])
