@@ -167,9 +167,9 @@ def start(command: Callable[[list[str]], int]) -> NoReturn:
     """Run `command` with the command line of this process, and end the process."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of c10d hold long stacks
     if "LOCAL_RANK" in os.environ:
-        from pipeline.distributed.launch import end_with_the_launcher
+        from pipeline.distributed.forks import end_with_the_parent
 
-        end_with_the_launcher()
+        end_with_the_parent()  # the launcher
     leave(command(sys.argv[1:]))
 
 

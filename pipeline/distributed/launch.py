@@ -251,14 +251,6 @@ def _set_environment(world: World, log_dir: str) -> None:
         environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def end_with_the_launcher() -> None:
-    """Make the kernel kill this rank when its launcher is killed (Linux only)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def _exit_code(rank: int, failure: Any) -> int:
     code: int = failure.exitcode
     if code in (1, 2, INTERRUPTED):

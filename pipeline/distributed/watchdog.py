@@ -29,6 +29,7 @@ from typing import Any, Self
 import psutil
 
 from pipeline.distributed import sentinel
+from pipeline.distributed.forks import STOPS, call_in_children
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, RunError, UserError
 from pipeline.files.untrusted import printable
@@ -41,7 +42,6 @@ PATIENCE_S, LOOK_S = 3.0, 5.0
 # After a pause longer than SUSPENDED_S and timeout / 10, the watchdog assumes a suspended run.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM sends SIGUSR1
 WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
 
@@ -101,7 +101,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        for number in SIGNALS:
+        for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
                 # The thread reads the number of the signal from the socket.
                 self._handlers[number] = signal.signal(number, lambda *_: None)
@@ -120,8 +120,18 @@ class Watchdog:
         self._sentinel: Any = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
         )
+        self._forget_children = call_in_children(self._let_go)
         self._thread.start()
         return self
+
+    def _let_go(self) -> None:
+        """In a process that was forked from this rank: be no rank."""
+        signal.set_wakeup_fd(-1)
+        for number in self._handlers:
+            is_ctrl_c = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
+        for file in (self._signals, self._wakeup, self._sentinel.stdin):
+            file.close()
 
     def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
         """Add the phase to the exception; raises ToldElsewhere if another rank is at fault."""
@@ -130,6 +140,7 @@ class Watchdog:
                 self._blame(error)
         finally:
             self._ranks.on_phase = lambda: None
+            self._forget_children()
             self._wakeup.send(b"\0")
             self._thread.join()
             self._sentinel.stdin.close()  # ends the sentinel
@@ -181,7 +192,7 @@ class Watchdog:
             received = self._signals.recv(64) if ready else b""
             if 0 in received:  # `__exit__` sends a 0
                 return
-            if numbers := [number for number in received if number in SIGNALS]:
+            if numbers := [number for number in received if number in STOPS]:
                 self._handle_signal(numbers[0])
             try:
                 self._exchange_heartbeats(tick)

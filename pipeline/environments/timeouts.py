@@ -8,6 +8,7 @@ late result is dropped. A late coroutine is cancelled.
 import asyncio
 import inspect
 import math
+import os
 import signal
 import sys
 import threading
@@ -88,6 +89,15 @@ def _alarm(number: int, frame: Any) -> None:
             _other_handler(number, frame)
     elif _state.interruptible and frame is not _state.frame:
         raise CallTimeout
+
+
+def _in_child() -> None:
+    """Give SIGALRM back, in a process that was forked during a call."""
+    if _signal.getsignal(signal.SIGALRM) is _alarm:
+        signal.signal(signal.SIGALRM, _other_handler or signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _under_alarm(seconds: float, steps: Steps[Any]) -> Any:
