@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ NUM_TASKS = 400
 
 
 def write_sums(path: Path) -> Path:
-    """Write tasks whose answers have one or two digits."""
+    """Write sums of two digits, which a small pretrained model can learn in some steps."""
     draw = random.Random(1)
-    pairs = [(draw.randint(0, 49), draw.randint(0, 49)) for _ in range(NUM_TASKS)]
+    pairs = [(draw.randint(0, 9), draw.randint(0, 9)) for _ in range(NUM_TASKS)]
     prompts = [[{"role": "user", "content": f"{a} + {b} ="}] for a, b in pairs]
     rows = [
         {"prompt": prompt, "answer": str(a + b)}
@@ -23,6 +24,7 @@ def write_sums(path: Path) -> Path:
 
 
 def correct(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 for a completion, a text or a list of messages, that is the answer."""
+    """1 for a completion, a text or a list of messages, whose last number is the answer."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]
+    numbers = [re.findall(r"\d+", text)[-1:] for text in texts]
+    return [float(found == [right]) for found, right in zip(numbers, answer, strict=True)]
