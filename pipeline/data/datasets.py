@@ -4,10 +4,11 @@ A dataset cannot make the pipeline read files outside the dataset's folder.
 """
 
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.rows import DatasetRows
+from pipeline.data.rows import DatasetRows, JoinedRows, rows_of_dataset_file
 from pipeline.data.tasks import Tasks, Visit, load_tasks, tasks_of
 from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
@@ -39,7 +40,8 @@ def open_tasks(
         split_setting = f"dataset_{'test' if setting == 'eval_tasks' else 'train'}_split"
         remedy = f"give a file, a folder or a hub id, or set {split_setting}"
         raise UserError(f"{where}, nor a dataset that {fault}; {remedy}") from None
-    return tasks_of(DatasetRows(dataset, name), domain, visit, has_columns)
+    rows = dataset if isinstance(dataset, JoinedRows) else DatasetRows(dataset, name)
+    return tasks_of(rows, domain, visit, has_columns)
 
 
 def has_split(source: str, split: str) -> bool:
@@ -91,25 +93,32 @@ def _named(path: Path, key: str) -> list[str]:
 
 
 def _load_dataset(source: str, split: str) -> Any:
-    """Load a split of a dataset on the hub or in a folder.
+    """Return rows of JSON files, or a split of a dataset on the hub or in a folder.
 
     Raises ValueError for a file outside the dataset's folder, or with a format that KINDS lacks.
     """
-    from datasets import Features, Json, config, load_dataset, load_dataset_builder
+    from datasets import config, load_dataset, load_dataset_builder
+    from datasets.download import DownloadManager
 
     builder = load_dataset_builder(source)
     kind, is_folder = builder.info.builder_name, os.path.isdir(source)
     if kind not in KINDS:
         raise ValueError(f"its files are {kind}, not {' or '.join(KINDS)}")
     inside = os.path.abspath(source) + os.sep if is_folder else "hf://datasets/"
-    for files in (builder.config.data_files or {}).values():
-        for file in map(str, files):
-            if not (os.path.normpath(file) if is_folder else file).startswith(inside):
-                raise ValueError(f"it names the file {shown(file)} outside of it")
+    named = {str(name): [*map(str, of)] for name, of in (builder.config.data_files or {}).items()}
+    for file in chain(*named.values()):
+        if not (os.path.normpath(file) if is_folder else file).startswith(inside):
+            raise ValueError(f"it names the file {shown(file)} outside of it")
+    if kind == "json" and split in named and (is_folder or not config.HF_HUB_OFFLINE):
+        # Arrow's types would turn texts into dates and large integers into floats, and would give
+        # all objects of a column the same keys.
+        paths = DownloadManager().download_and_extract(named[split])
+        parts = [rows_of_dataset_file(Path(str(path))) for path in paths]
+        rows = [part for part in parts if part is not None]
+        if len(rows) == len(parts):
+            return JoinedRows(rows, named[split])
     dataset = load_dataset(source, split=split)
-    has_structs = isinstance(dataset.features.get("payload"), dict)
-    if has_structs and kind == "json" and (is_folder or not config.HF_HUB_OFFLINE):
-        # `Json` keeps payloads unchanged; an Arrow struct would give all payloads the same keys.
-        features = Features({**dataset.features, "payload": Json()})
-        dataset = load_dataset(source, split=split, features=features)
+    for name, feature in dataset.features.items() if kind == "json" else ():
+        if "timestamp" in repr(feature):
+            raise ValueError(f"texts of its column {name} became dates; write one row a line")
     return dataset

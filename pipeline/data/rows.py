@@ -10,7 +10,8 @@ import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ from pipeline.files.untrusted import (
 )
 
 TaskRow = dict[str, Any]
-Rows: TypeAlias = "JsonArray | JsonLines | DatasetRows"
+Rows: TypeAlias = "JsonArray | JsonLines | JoinedRows | DatasetRows"
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_CHARACTERS = 1_000_000  # largest length of a conversation; limits the time of tokenization
@@ -43,6 +44,18 @@ def rows_of_file(path: Path) -> JsonArray | JsonLines:
     with open_file(path) as file:
         is_array = path.suffix == ".json" or file.read(1 << 16).lstrip().startswith(b"[")
     return JsonArray(path) if is_array else JsonLines(path)
+
+
+def rows_of_dataset_file(path: Path) -> JsonArray | JsonLines | None:
+    """Return the rows of a dataset's JSON file: one array or JSON Lines; None for another form."""
+    with open_file(path) as file:
+        line = file.readline(MAX_LINE_BYTES).strip()
+    if line.startswith(b"["):
+        return JsonArray(path)
+    try:
+        return JsonLines(path) if isinstance(parse_json(line.decode()), dict) else None
+    except ValueError:
+        return None
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, int, bytes, Any]]:
@@ -111,8 +124,31 @@ class JsonLines:
         return json.loads(line)
 
 
+class JoinedRows:
+    """The rows of several files, one after another."""
+
+    def __init__(self, parts: Sequence[JsonArray | JsonLines], names: Sequence[str]) -> None:
+        self.name, self._parts = ", ".join(names), parts
+        self._firsts: list[int] = []  # the number of each part's first row
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        count = 0
+        for part in self._parts:
+            self._firsts.append(count)
+            for row in part:
+                yield row
+                count += 1
+
+    def __getitem__(self, index: int) -> Any:
+        part = bisect_right(self._firsts, index) - 1
+        return self._parts[part][index - self._firsts[part]]
+
+
 class DatasetRows:
-    """The rows of a memory-mapped `datasets.Dataset`, without the nulls that Arrow adds."""
+    """The rows of a memory-mapped `datasets.Dataset`, without the nulls that Arrow adds.
+
+    Arrow gives all objects of a column the same keys. Only columns of `Json` are as written.
+    """
 
     def __init__(self, dataset: Any, name: str) -> None:
         if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - KINDS:
@@ -122,28 +158,27 @@ class DatasetRows:
             raise UserError(f"{name}: payload: got a struct; store payloads as JSON text")
         self.name, self._dataset = name, dataset.with_format(None)
         self._versions = self._file_versions()
+        self._typed = [k for k, v in dataset.features.items() if type(v).__name__ != "Json"]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         names, batches = self._dataset.column_names, self._dataset.iter(batch_size=256)
         rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
         for index, values in enumerate(rows):
-            yield f"{self.name}[{index}]", _task_row(dict(zip(names, values, strict=True)))
+            yield f"{self.name}[{index}]", self._task(dict(zip(names, values, strict=True)))
 
     def __getitem__(self, index: int) -> TaskRow:
         if self._file_versions() != self._versions:
             raise UserError(f"{self.name}: {CHANGED}")
-        return _task_row(self._dataset[index])
+        return self._task(self._dataset[index])
+
+    def _task(self, row: TaskRow) -> TaskRow:
+        kept = {k: v for k, v in row.items() if v is not None or k not in OPTIONAL}
+        return kept | {name: _without_nulls(kept[name]) for name in self._typed if name in kept}
 
     def _file_versions(self) -> list[tuple[int, int]]:
         files = (Path(file["filename"]) for file in self._dataset.cache_files)
         stats = (file.stat() for file in files if file.exists())
         return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
-
-
-def _task_row(row: TaskRow) -> TaskRow:
-    prompt = _without_nulls(row["prompt"]) if row.get("prompt") is not None else None
-    kept = {k: v for k, v in row.items() if v is not None or k not in OPTIONAL}
-    return {**kept, "prompt": prompt} if "prompt" in row else kept
 
 
 def _without_nulls(value: Any) -> Any:

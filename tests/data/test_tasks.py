@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Json, Value, config
 
 from pipeline.config.settings import Config
+from pipeline.data.datasets import open_tasks
 from pipeline.data.rng import permutation
 from pipeline.data.rows import DatasetRows
 from pipeline.data.tasks import (
@@ -386,6 +387,40 @@ def test_files_and_folders_of_datasets_give_the_same_tasks(tmp_path, own_cache):
         found, _ = loaded(source, dataset_train_split=split)
         assert list(found) == tasks, source
     assert len(loaded(tmp_path / "two")[0]) == 1
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.json with lines"])
+def test_a_folder_of_json_files_gives_the_values_of_its_files(tmp_path, own_cache, name):
+    """Arrow's types would make dates of texts, floats of large integers, and nulls of nothing."""
+    rows = [
+        {"prompt": "when?", "answer": "2024-05-01", "zone": "2024-05-01T10:00:00+02:00", "n": 1},
+        {"prompt": "when?", "answer": "2024-05-01 07:00", "zone": "", "n": 2**63 + 5},
+        {"prompt": [PROMPT[1]], "answer": 7, "deep": {"at": ["2024-05-01"], "none": None}},
+        {"prompt": "when?", "answer": "2024", "deep": {"other": [{"a": 1}, {"b": "1e400"}]}},
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "folder").mkdir()
+    held = json.dumps(rows) if name == "rows.json" else lines
+    (tmp_path / "folder" / name.split()[0]).write_text(held)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    of_file, of_folder = (
+        list(open_tasks("d", str(tmp_path / at), "train", None, True))
+        for at in ("rows.jsonl", "folder")
+    )
+    assert of_folder == of_file
+    assert json.loads(of_folder[0].columns)["answer"] == "2024-05-01"
+    assert json.loads(of_folder[1].columns)["n"] == 2**63 + 5
+
+
+def test_the_nulls_that_arrow_adds_inside_of_columns_do_not_reach_reward_functions():
+    asked = {"id": "a", "prompt": PROMPT, "goal": {"fee": 20, "steps": [{"a": 1}, {"b": 2}]}}
+    dataset = Dataset.from_list([asked, {**asked, "id": "b", "goal": {"seat": "A1"}}])
+    assert dataset[1]["goal"]["fee"] is None
+    first, second = (
+        json.loads(task.columns) for task in tasks_of(DatasetRows(dataset, "d"), "d", None, True)
+    )
+    assert first == {"goal": {"fee": 20, "steps": [{"a": 1}, {"b": 2}]}}
+    assert second == {"goal": {"seat": "A1"}}
 
 
 def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, monkeypatch):
