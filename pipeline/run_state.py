@@ -36,6 +36,7 @@ from pipeline.evaluation.evaluate import (
     in_words,
     refuse_failed_trials,
     success,
+    unscored_trials,
 )
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.evaluation.one_action import Decisions
@@ -150,7 +151,8 @@ class RunState:
             sampled, trajectories = evaluate(rollout, tasks, trials, seed, self.ranks)
             greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
         is_trained = self.policy.updater is not None
-        if failed_trials([*sampled, *greedy]) and is_trained and not self.checkpointer.is_current:
+        ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
+        if ends and is_trained and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")  # a check below may end the run
         self.check_language_models()
         rates, when = ErrorRates(sampled), f"in the evaluation after {after}"

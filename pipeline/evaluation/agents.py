@@ -19,7 +19,7 @@ from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.timeouts import Guard
 from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.error_rates import commonest, errors_of
-from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, success
+from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, success, unscored_trials
 from pipeline.files.untrusted import parse_json
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
@@ -159,14 +159,17 @@ def evaluate_agent(
     The entry has `success`, as an evaluation has, or else `failed`: one line that says why trials
     have failed ATTEMPTS times. All ranks return the same entry.
     """
-    trials, seed = config.evaluation.eval_trials, config.run.seed
-    records, played = evaluate(agent, tasks, trials, seed, ranks)
+    num_trials, seed = config.evaluation.eval_trials, config.run.seed
+    records, played = evaluate(agent, tasks, num_trials, seed, ranks)
     greedy = list[RunRecord]()
     if not failed_trials(records):
         greedy, _ = evaluate(agent, tasks, 1, seed, ranks, greedy=True)
     ended = next(filter(None, ranks.all_gather_objects(agent.model.ended, "agent")), "")
-    if failed := failed_trials([*records, *greedy]):
-        count = f"{len(failed)} of {len(records) + len(greedy)} trials failed {ATTEMPTS} times"
+    trials = [*records, *greedy]
+    if failed := failed_trials(trials):
+        count = f"{len(failed)} of {len(trials)} trials failed {ATTEMPTS} times"
         return {"failed": ended or f"{count}{commonest(errors_of(failed))}"}, played
-    found = success(records, greedy, trials, config.evaluation.success_threshold)
+    if unscored := unscored_trials(trials):
+        return {"failed": f"{len(unscored)} of {len(trials)} trials have no reward"}, played
+    found = success(records, greedy, num_trials, config.evaluation.success_threshold)
     return {"temperature": agent.temperature, "success": found}, played

@@ -10,7 +10,7 @@ from pipeline.data.curriculum import Stage, on_plateau
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import RunError
+from pipeline.errors import RunError, UserError
 from pipeline.evaluation.error_rates import commonest, errors_of
 from pipeline.evaluation.transfer_metrics import is_graded, pass_hat_k, succeeded
 from pipeline.rollout.rollout import Rollout, RolloutRequest
@@ -67,16 +67,29 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     return [record for record in records if record.stop_reason == StopReason.ENVIRONMENT_ERROR]
 
 
-def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
-    """Raise RunError, on every rank, if the environment of a trial failed in each attempt.
+def unscored_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
+    """Return the trials that were played and got no reward, because each function gave None."""
+    failed, left = StopReason.ENVIRONMENT_ERROR, (r for r in records if r.left_out == "reward")
+    return [record for record in left if record.stop_reason != failed]
 
-    If failed trials counted as a reward of 0, the policy would seem to have forgotten tasks.
+
+def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
+    """Raise RunError, on every rank, if a trial's environment failed in each attempt.
+
+    Raises UserError if a trial has no reward. If such trials counted as a reward of 0, the policy
+    would seem to have forgotten tasks.
     """
     if failed := failed_trials(records):
         raise RunError(
             f"{len(failed)} of {len(records)} trials {when} ended in environment errors {ATTEMPTS} "
             f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
             f"{commonest(errors_of(failed))}; mend the environment and resume"
+        )
+    if unscored := unscored_trials(records):
+        raise UserError(
+            f"reward_funcs: {len(unscored)} of {len(records)} trials {when} have no reward (the "
+            f"first: {unscored[0].domain}/{unscored[0].task_id}), because every function returned "
+            "None, so nothing is scored; let a function return a number for each held-out task"
         )
 
 
@@ -173,7 +186,7 @@ def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
     return {
         domain: {record.task_id: record.reward for record in of}
         for domain, of in grouped(records, "domain").items()
-        if not failed_trials(of)
+        if not failed_trials(of) and not unscored_trials(of)
     }
 
 

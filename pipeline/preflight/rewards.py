@@ -26,12 +26,16 @@ OF_EVERY_TASK = {"domain", "id", "payload", "family", "branch"}
 
 
 def check_reward_functions(
-    config: Config, domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]
+    config: Config,
+    domains: Mapping[str, Domain],
+    tasks: Mapping[str, Sequence[Task]],
+    held_out: Mapping[str, Sequence[Task]],
 ) -> list[str]:
     """Try the reward functions; return notes on functions and on columns that are not used.
 
-    Raises UserError if a function applies to no domain, if a domain has no reward, or if a
-    function fails on an empty answer. Async functions are not called.
+    Raises UserError if a function applies to no domain, if a domain has no reward, if held-out
+    tasks lack a column that training tasks have and a function needs, or if a function fails on an
+    empty answer. Async functions are not called.
     """
     rewards = load_reward_functions(config)
     functions = [] if rewards is None else list(rewards.functions)
@@ -49,6 +53,11 @@ def check_reward_functions(
                 notes.append(f"reward function {function.name} is not called for {name}: {given}")
         if not applying and not hasattr(domain.environment, "get_reward"):
             unscored.append(name)
+        for function in applying:
+            if lacking := function.missing(columns_of(held_out[name][0])):
+                where = f"held-out tasks of {name} have no {', '.join(lacking)}"
+                why = f"{function.name} needs what its training tasks have, but the {where}"
+                raise UserError(f"reward_funcs: {why}; add it to them")
         for task in tasks[name][:NUM_TRIED]:
             _try([f for f in applying if not f.is_async], domain, task, config)
         is_single = config.data.factories[name].factory == SINGLE_TURN

@@ -107,3 +107,16 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     shown = chunk["groups"][0][0]
     assert set(shown["rewards"]) == {"correct", "digits"}
     assert chunk["texts"][shown["extra"]["characters"]].isdigit()
+
+
+def test_functions_that_never_give_a_reward_end_the_run_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "silent.py").write_text(
+        "def silent(completions, **_): return [None] * len(completions)\n"
+    )
+    rows = "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(12))
+    (tmp_path / "sums.jsonl").write_text(rows)
+    argv = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "silent:silent"]
+    assert play_ranks(run, 2, str(tmp_path), [*argv, *SHORT, "--warm-start-steps", "0"]) == [2, 2]
+    said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
+    assert "error: reward_funcs: 4 of 4 trials in the evaluation after start have no reward" in said
+    assert "Traceback" not in said

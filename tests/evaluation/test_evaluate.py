@@ -13,11 +13,20 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain
 from pipeline.evaluation.baselines import baselines
-from pipeline.evaluation.evaluate import evaluate, failed_trials, refuse_failed_trials, success
+from pipeline.evaluation.evaluate import (
+    evaluate,
+    failed_trials,
+    refuse_failed_trials,
+    scored,
+    success,
+    unscored_trials,
+)
 from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.trajectory import RunRecord, StopReason
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import Desk, ScriptedSampler, chat, make_task, say
+from tests.support.messages import refusal, says
 
 ALONE = Ranks(0, 1, 5)
 TASKS = [make_task(f"t{n}") for n in range(5)]
@@ -118,6 +127,19 @@ def test_trials_that_fail_every_time_are_not_scored():
     assert failed_trials(records) == [records[1]]
     with pytest.raises(RuntimeError, match=r"1 of 2 trials at the end ended.*desk/broken"):
         refuse_failed_trials(records, "at the end")
+
+
+def test_trials_without_any_reward_are_not_scored():
+    played = RunRecord(domain="sums", task_id="a", reward=1.0)
+    silent = RunRecord(domain="sums", task_id="b", left_out="reward")
+    failed = replace(silent, stop_reason=StopReason.ENVIRONMENT_ERROR)
+    assert unscored_trials([played, silent, failed]) == [silent]
+    assert scored([played, silent]) == {}
+    assert scored([played]) == {"sums": {"a": 1.0}}
+    refuse_failed_trials([played], "at the end")
+    message = refusal(refuse_failed_trials, [played, silent], "at the end")
+    says(message, "reward_funcs: 1 of 2 trials at the end have no reward (the first: sums/b)")
+    says(message, "every function returned None", "return a number for each held-out task")
 
 
 def evaluations_on_this_rank():

@@ -57,7 +57,8 @@ def prepared(source, function="correct", **data):
     )
     domains = load_domains(config.data)
     sets = task_sets(config, domains["sums"])
-    return sets, [*sets.notes, *check_reward_functions(config, domains, {"sums": sets.train})]
+    tasks = {"sums": sets.train}, {"sums": sets.held_out}
+    return sets, [*sets.notes, *check_reward_functions(config, domains, *tasks)]
 
 
 def requests(tasks):
@@ -182,6 +183,17 @@ QUESTION = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(9)]
 )
 def test_a_mistake_is_told_in_one_line(found, function, data, words, place):
     says(refusal(lambda: prepared(lines(place / "own.jsonl", found), function, **data)), *words)
+
+
+def test_held_out_tasks_without_a_column_that_a_function_needs_are_refused(place):
+    """They would all score 0, as if the model had failed."""
+    held_out = lines(place / "held.jsonl", [{"prompt": f"{n} + 7"} for n in range(6)])
+    trained = lines(place / "own.jsonl", rows(9))
+    message = refusal(lambda: prepared(trained, eval_tasks={"sums": held_out}))
+    says(
+        message, "reward_funcs: correct needs what its training tasks have, but the held-out tasks"
+    )
+    says(message, "of sums have no answer; add it to them")
 
 
 def test_an_unknown_split_is_refused(place):
