@@ -77,17 +77,19 @@ class Training(Trainer):
         """Write the results and the report on rank 0, and print the table of results."""
         if self.ranks.is_main:
             self._write_results()
+            found = "checkpoints, without a report"
             again = f"{command('report')} {self.folder}"
             with may_fail("report", f"{again} makes it again"):
                 write_report(self.folder)
+                found = "report, plots and checkpoints"
             self.log.results = self.folder
             with may_fail("table", f"{again} has it"):
                 results = json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
                 print(final_table(results))
             if best := self.state.best:
-                found = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
-                print(f"best checkpoint: {found}; export and chat take it by --checkpoint best")
-            print(f"report, plots and checkpoints: {self.folder}")
+                which = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
+                print(f"best checkpoint: {which}; export and chat take it by --checkpoint best")
+            print(f"{found}: {self.folder}")
         self.disk.close()
 
     def stop(self) -> int:

@@ -1,4 +1,4 @@
-"""Refuses or sets environment variables that would change the results of a run."""
+"""Refuses or sets environment variables that would change or break a run."""
 
 import os
 
@@ -18,8 +18,26 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }
 
 
+# Numbers that Accelerate reads before anything is checked.
+COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")
+
+
 def refuse() -> None:
-    """Raise UserError for an environment variable that would change the results of a run."""
+    """Raise UserError for a variable that would change results, or that a library cannot read.
+
+    An empty number counts as none.
+    """
+    for name in COUNTS:
+        value = os.environ.get(name, "").strip()
+        if not value:
+            os.environ.pop(name, None)
+        elif not (value.isascii() and value.isdigit() and int(value)):
+            raise UserError(f"{name}: got {value!r} in the environment; give a number of threads")
+    mode = os.environ.get("WANDB_MODE") or WANDB_MODES[0]
+    if mode not in WANDB_MODES:
+        known = ", ".join(WANDB_MODES)
+        raise UserError(f"WANDB_MODE: got {mode!r} in the environment; give one of {known}")
     for name, harmless in REFUSED.items():
         value = os.environ.get(name, "")
         if value.lower() not in harmless:

@@ -13,6 +13,7 @@ from pipeline.run import main
 from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched
+from tests.support.messages import refusal
 
 FLAGS = [
     *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2", "--report-to"),
@@ -85,3 +86,28 @@ def test_what_cannot_be_pinned_is_refused_by_name(
     for harmless in variables.REFUSED[name]:
         monkeypatch.setenv(name, harmless.upper())
         variables.refuse()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("OMP_NUM_THREADS", "abc", "give a number of threads"),
+        ("OMP_NUM_THREADS", "0", "give a number of threads"),
+        ("OMP_NUM_THREADS", "4,2", "give a number of threads"),
+        ("MKL_NUM_THREADS", "-1", "give a number of threads"),
+        ("WANDB_MODE", "banana", "give one of online, offline, "),
+    ],
+)
+def test_what_a_library_could_not_read_is_refused_in_one_line(
+    name: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    message = refusal(variables.refuse)
+    assert message.startswith(f"{name}: got {value!r} in the environment; {remedy}")
+
+
+def test_empty_variables_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*variables.COUNTS, "WANDB_MODE"):
+        monkeypatch.setenv(name, "")
+    variables.refuse()
+    assert not {*variables.COUNTS} & {*os.environ}

@@ -1,6 +1,9 @@
 """Pictures of runs of any kind: drawn in the colours of their domains, and nothing is cut off."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -107,3 +110,13 @@ def test_smoothing_keeps_a_line_straight_and_its_ends_in_place():
     assert smooth([0.5] * 20) == [0.5] * 20
     assert smooth([0.0, 1.0]) == [0.5, 0.5]
     assert smooth(list(range(20)))[4:16] == [float(i) for i in range(4, 16)]
+
+
+def test_pictures_are_drawn_whatever_backend_a_notebook_has_named(tmp_path: Path) -> None:
+    code = "from pipeline.plots import drawing; from matplotlib import pyplot; print('drawn')"
+    environ = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    environ |= {"MPLCONFIGDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "drawn\n"), done.stderr
