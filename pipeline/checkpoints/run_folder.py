@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import yaml
+
 from pipeline.checkpoints.manifest import newest_first, problem, put_aside
 from pipeline.config.recipe import SETTINGS, dump
 from pipeline.config.settings import Config
@@ -94,9 +96,26 @@ def check_folder(config: Config) -> None:
         raise UserError(f"output_dir: got '{folder}', but {why}; name another folder")
     if name is not None:
         _candidates(folder, name)
-    elif os.path.exists(folder / RUN_SETTINGS):
+    elif holds_a_run(folder):
         remedy = "resume it with --resume-from-checkpoint latest, or name another folder"
         raise UserError(f"output_dir: {folder} holds a run; {remedy}")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Return whether a folder holds more than a start that failed.
+
+    Without a checkpoint there is nothing to resume. What only evaluates has results alone.
+    """
+    settings = folder / RUN_SETTINGS
+    if not os.path.isfile(settings):
+        return False
+    if newest_first(folder / "checkpoints"):
+        return True
+    try:
+        is_trained = yaml.safe_load(settings.read_text(encoding="utf-8"))["grpo"]["use_grpo"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return True  # not a file that a run has written
+    return not is_trained and (folder / "results.json").is_file()
 
 
 def resumable(config: Config) -> list[Path]:
@@ -114,7 +133,7 @@ def _candidates(folder: Path, name: str) -> list[Path]:
     known = ", ".join(sorted(path.name for path in checkpoints)) or "none"
     why = f"got {name!r}; checkpoints here: {known}"
     if name == "latest":
-        why = f"{folder} holds no checkpoint; check --output-dir, or remove it and start anew"
+        why = f"{folder} holds no checkpoint; check --output-dir, or leave the flag out to start anew"
     elif path.is_dir():
         if path.resolve().parent == (folder / "checkpoints").resolve():
             return [path]

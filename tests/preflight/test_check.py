@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -527,15 +528,23 @@ def test_an_opened_folder_holds_the_resolved_settings(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     settings = config(run={"output_dir": str(tmp_path)})
+    resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
     begin(open_folder(settings), settings, 0, set())
+    check_folder(settings)  # a start that failed, or a run without a checkpoint: begin anew
+    assert "holds no checkpoint" in refusal(check_folder, config(run=resumed))
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
     for refuse in (check_folder, open_folder, check.main):
         says(
             refusal(refuse, settings),
             f"output_dir: {tmp_path} holds a run",
             "--resume-from-checkpoint",
         )
-    resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
-    assert "holds no checkpoint" in refusal(check_folder, config(run=resumed))
+    shutil.rmtree(tmp_path / "checkpoints")
+    evaluates = config(run={"output_dir": str(tmp_path)}, grpo={"use_grpo": False})
+    begin(open_folder(settings), evaluates, 0, set())
+    check_folder(settings)
+    (tmp_path / "results.json").write_text("{}")
+    assert f"{tmp_path} holds a run" in refusal(check_folder, settings)
 
 
 def test_a_folder_with_other_files_is_fine(tmp_path):
