@@ -133,7 +133,9 @@ def _candidates(folder: Path, name: str) -> list[Path]:
     known = ", ".join(sorted(path.name for path in checkpoints)) or "none"
     why = f"got {name!r}; checkpoints here: {known}"
     if name == "latest":
-        why = f"{folder} holds no checkpoint; check --output-dir, or leave the flag out to start anew"
+        why = (
+            f"{folder} holds no checkpoint; check --output-dir, or leave the flag out to start anew"
+        )
     elif path.is_dir():
         if path.resolve().parent == (folder / "checkpoints").resolve():
             return [path]

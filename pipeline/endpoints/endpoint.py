@@ -19,11 +19,12 @@ from typing import Any
 from pipeline.data.tasks import Message
 from pipeline.environments.faults import Outage
 from pipeline.errors import UserError
-from pipeline.files.untrusted import one_line, parse_json
+from pipeline.files.untrusted import keep_secret, one_line, parse_json, without_secrets
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
 TOLD = 3  # failed attempts without a success between them, before a line says so
 QUIET_S = 60.0  # seconds in which the same line is not printed again
+MAX_REPLY = 8 << 20  # bytes of a reply, unpacked; a longer one is no message
 MAX_USELESS = 3  # answers of one call that hold no message; they are paid
 NOT_HERE = (401, 403, 404)  # statuses that no other conversation will change
 REPEATED = (408, 409, 425, 429)  # statuses below 500 that another attempt may change
@@ -77,6 +78,7 @@ class Endpoint:
         self._loop: object = None
         self._client: Any = None
         self.url, self.model, self.temperature = url.rstrip("/"), model, temperature
+        keep_secret(key)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.patience_s, self._say, self._random = patience_s, say, random.Random()
         self.has_answered, self._role, self._as_written = False, role, as_written
@@ -126,7 +128,9 @@ class Endpoint:
         client, address = self._connected(), f"{self.url}/chat/completions"
         try:
             async with asyncio.timeout(self.patience_s / 2):
-                response = await client.post(address, json=body, headers=self._headers)
+                request = client.stream("POST", address, json=body, headers=self._headers)
+                async with request as response:
+                    text = await _text_of(response)
         except TimeoutError:
             raise Failed(f"no answer within {self.patience_s / 2:.3g} s") from None
         except (self._httpx.TransportError, OSError) as error:
@@ -136,9 +140,9 @@ class Endpoint:
             pause = seconds_of(response.headers.get("Retry-After", ""))
             raise Failed(f"status {status}", min(pause, self.patience_s))
         if status != 200:
-            why = f"status {status}: {one_line(response.text[:300])}"
+            why = f"status {status}: {one_line(text[:300])}"
             raise Refused(why, for_all=status in NOT_HERE or not self.has_answered)
-        return _read(response.text, self._as_written)
+        return _read(without_secrets(text), self._as_written)
 
     def _connected(self) -> Any:
         """Return the client of the running event loop; a client works in one loop only."""
@@ -181,7 +185,18 @@ def seconds_of(retry_after: str) -> float:
         until = parsedate_to_datetime(retry_after)
     except (ValueError, TypeError):
         return 0.0
-    return max(0.0, (until - datetime.now(UTC)).total_seconds())
+    # A date without a zone is in UTC.
+    return max(0.0, (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+
+
+async def _text_of(response: Any) -> str:
+    """Return the text of a response up to MAX_REPLY bytes, or an empty one if it is longer."""
+    received = bytearray()
+    async for part in response.aiter_bytes():
+        received += part
+        if len(received) > MAX_REPLY:
+            return ""
+    return received.decode(errors="replace")
 
 
 def _read(text: str, as_written: bool) -> tuple[Message | None, int]:

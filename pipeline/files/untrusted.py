@@ -21,9 +21,22 @@ MAX_MESSAGE = 1000  # largest number of characters of a message
 
 _USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _TOKEN = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|(?<=[?&])(?:[a-z_]*token|[a-z_]*key|password|sig|signature)=[^&\s'\"]+",
+    r"\bhf_[A-Za-z0-9]{20,}"
+    r"|\bsk-(?=[\w-]*\d)[\w-]{16,}"
+    r"|(?<=\bBearer )(?=\S*\d)[\w.~+/=-]{12,}"
+    r"|(?<=[?&])(?:[a-z_]*token|[a-z_]*key|password|sig|signature)=[^&\s'\"]+",
     re.IGNORECASE,
 )
+
+
+_secrets = set[str]()  # values of `keep_secret`
+SHORTEST_SECRET = 8  # characters; local servers take keys such as EMPTY, which are words
+
+
+def keep_secret(value: str) -> None:
+    """Mask a value, such as an API key, in all texts that are shown from now on."""
+    if len(value) >= SHORTEST_SECRET:
+        _secrets.add(value)
 
 
 def parse_json(text: str) -> Any:
@@ -94,8 +107,8 @@ def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 def shown(value: Any) -> str:
     """Return the `repr` of a value, cut to MAX_SHOWN characters, with passwords masked."""
-    text = repr(value)
-    return masked(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
+    text = masked(repr(value))
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def one_line(text: str) -> str:
@@ -107,13 +120,25 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace each control character in a text, except newline and tab, by its Python escape."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    """Mask secrets in a text; replace control characters but newline and tab by Python escapes."""
+    shown = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in masked(text))
+    return "".join(shown)
 
 
 def masked(text: str) -> str:
-    """Replace secrets in a text by ***: `user:password@`, `hf_...`, and X in `?token=X`."""
-    return _TOKEN.sub("***", _USER_INFO.sub("***", text))
+    """Replace secrets in a text by ***.
+
+    These are values of `keep_secret`, `user:password@`, `hf_...`, `sk-...`, and X in `?token=X` and
+    `Bearer X`.
+    """
+    return _TOKEN.sub("***", _USER_INFO.sub("***", without_secrets(text)))
+
+
+def without_secrets(text: str) -> str:
+    """Replace the values of `keep_secret` in a text by ***, and nothing else."""
+    for secret in _secrets:
+        text = text.replace(secret, "***")
+    return text
 
 
 def masked_tree(value: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from pipeline.endpoints import endpoint as module
 from pipeline.endpoints.endpoint import Endpoint, Refused, seconds_of
 from pipeline.environments.faults import Outage
+from pipeline.files.untrusted import one_line, printable, shown
 from tests.support.endpoint import USELESS, calling, serving
 
 ASKED = [{"role": "user", "content": "Hello."}]
@@ -171,3 +172,29 @@ def test_a_refusal_is_not_repeated(server, status, first, for_all):
         client()
     assert caught.value.for_all == for_all
     assert len(server.bodies) == 1 + (not first)
+
+
+def test_a_key_that_a_reply_repeats_is_neither_stored_nor_printed(server):
+    key = "k3y-of-a-user-17"
+    server.answer = lambda body: {"content": f"Your key is {key}."}
+    client = Client(server.url, key=key)
+    assert client()["content"] == "Your key is ***."
+    assert key not in str(client.paid)
+    for shows in (printable, one_line, shown):
+        assert key not in shows(f"bad key {key} in the request")
+        assert "***" in shows(f"bad key {key} in the request")
+
+
+def test_a_reply_without_an_end_is_no_message(server, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REPLY", 10_000)
+    server.answer = lambda body: {"content": "x" * 20_000}
+    client = Client(server.url)
+    with pytest.raises(Outage, match="gave 3 answers without a message"):
+        client()
+    server.answer = lambda body: {"content": "x" * 5_000}
+    assert len(client()["content"]) == 5_000
+
+
+def test_a_date_without_a_zone_is_a_time_to_wait():
+    assert seconds_of("Wed, 21 Oct 2015 07:28:00") == 0.0
+    assert seconds_of("Wed, 21 Oct 2099 07:28:00") > 1e9

@@ -1,0 +1,22 @@
+"""Secrets do not come into messages; words that only look a little like secrets do."""
+
+import pytest
+
+from pipeline.files.untrusted import masked
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ("key sk-proj-Ab12Cd34Ef56Gh78 refused", "key *** refused"),
+        ("Authorization: Bearer abc123def456ghi", "Authorization: Bearer ***"),
+        ("https://me:pw@host/v1", "https://***@host/v1"),
+        ("token hf_" + "a" * 30, "token ***"),
+        ("get?api_key=12", "get?***"),
+        ("sk-learn-based-pipelines", "sk-learn-based-pipelines"),
+        ("the bearer certificates", "the bearer certificates"),
+        ("task-1234567890123456789", "task-1234567890123456789"),
+    ],
+)
+def test_a_secret_is_masked(text, after):
+    assert masked(text) == after
