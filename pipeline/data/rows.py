@@ -11,6 +11,7 @@ import re
 import zlib
 from array import array
 from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,14 +43,15 @@ CHANGED = "changed since it was read; put it back as it was, or start a new run"
 def rows_of_file(path: Path) -> JsonArray | JsonLines:
     """Return the rows of a task file, which holds one JSON array or JSON Lines."""
     with open_file(path) as file:
-        is_array = path.suffix == ".json" or file.read(1 << 16).lstrip().startswith(b"[")
+        begin = file.read(1 << 16).removeprefix(BOM_UTF8).lstrip()
+    is_array = path.suffix == ".json" or begin.startswith(b"[")
     return JsonArray(path) if is_array else JsonLines(path)
 
 
 def rows_of_dataset_file(path: Path) -> JsonArray | JsonLines | None:
     """Return the rows of a dataset's JSON file: one array or JSON Lines; None for another form."""
     with open_file(path) as file:
-        line = file.readline(MAX_LINE_BYTES).strip()
+        line = file.readline(MAX_LINE_BYTES).removeprefix(BOM_UTF8).strip()
     if line.startswith(b"["):
         return JsonArray(path)
     try:
@@ -63,7 +65,7 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, int, bytes, Any]]:
     start = 0
     with open_file(path) as file:
         for number, line in lines_of(file, str(path)):
-            if text := line.decode().strip():
+            if text := line.decode().removeprefix("\ufeff" * (not start)).strip():
                 where = f"{path}, line {number}"
                 yield where, start, line, _parsed(text, where, "line")
             start += len(line)
@@ -83,7 +85,8 @@ class JsonArray:
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self._rows = _parsed(read_file(path, MAX_ARRAY_BYTES).decode(), self.name, "file")
+        text = read_file(path, MAX_ARRAY_BYTES).decode("utf-8-sig")
+        self._rows = _parsed(text, self.name, "file")
         if not isinstance(self._rows, list):
             kind = type(self._rows).__name__
             raise UserError(f"{path}: got a {kind}; a .json task file is one array of tasks")
@@ -197,7 +200,8 @@ def row_problem(row: Any, domain: str, has_columns: bool) -> str:
     if not isinstance(row.get("id"), str) or not row["id"]:
         return f"id: got {shown(row.get('id'))}; give a non-empty string"
     if (stated := row.get("domain", domain)) != domain:
-        return f"domain: got {shown(stated)} in a file of {domain} tasks; move it or mend it"
+        got = f"domain: got {shown(stated)} in a file of {domain} tasks"
+        return f"{got}; move it or mend it, or rename a column `domain` that means something else"
     if problem := messages_problem(row.get("prompt")):
         return f"prompt: {problem}"
     if row["prompt"][-1]["role"] != "user":
@@ -216,6 +220,46 @@ def row_problem(row: Any, domain: str, has_columns: bool) -> str:
         if not isinstance(row.get(name, ""), str):
             return f"{name}: got {shown(row.get(name))}; give a string"
     return ""
+
+
+def with_usual_messages(messages: Any) -> Any:
+    """Return messages in the form that the pipeline uses; what is ambiguous stays as it is.
+
+    Files for the API of OpenAI have the role `developer` for `system`, contents in parts of text,
+    no or a null content beside calls, and arguments of calls as JSON text.
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [_usual(message) if isinstance(message, dict) else message for message in messages]
+
+
+def _usual(message: dict[str, Any]) -> dict[str, Any]:
+    calls, content = message.get("tool_calls"), message.get("content")
+    found = {k: v for k, v in message.items() if v is not None or k == "content"}
+    if found.get("role") == "developer":
+        found["role"] = "system"
+    if isinstance(content, list) and all(map(_is_text, content)):
+        found["content"] = "".join(part["text"] for part in content)
+    if isinstance(calls, list) and calls:
+        found["tool_calls"] = [*map(_with_arguments, calls)]
+        found["content"] = found.get("content") or ""
+    return found
+
+
+def _is_text(part: Any) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _with_arguments(call: Any) -> Any:
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(text, str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": parse_json(text or "{}")}}
+    except ValueError:
+        return call
 
 
 def messages_problem(messages: Any) -> str:

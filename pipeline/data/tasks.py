@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.data.rng import permutation
-from pipeline.data.rows import KEYS, ROUTE, Rows, TaskRow, row_problem, rows_of_file
+from pipeline.data.rows import (
+    KEYS,
+    OPTIONAL,
+    ROUTE,
+    Rows,
+    TaskRow,
+    row_problem,
+    rows_of_file,
+    with_usual_messages,
+)
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 
@@ -89,7 +98,8 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
     seen: dict[str, str] = {}
     names: dict[str, None] = {}  # columns of this domain's rows; a row without a column has None
     indices = array("Q")  # numbers of this domain's rows
-    for number, (where, row) in enumerate(rows):
+    for number, (where, written) in enumerate(rows):
+        row = _usual(written)
         if isinstance(row, dict) and row.get(ROUTE, domain) != domain:
             continue
         full = _with_defaults(row, number) if has_columns else row
@@ -113,7 +123,7 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
     further = sorted(names.keys() - KEYS)
 
     def make(index: int) -> Task:
-        row = rows[index]
+        row = _usual(rows[index])
         is_text = isinstance(row.get("prompt", ""), str)
         row = {"payload": {}, **_with_defaults(row, index), "domain": domain}
         if not isinstance(row["payload"], str):
@@ -129,6 +139,14 @@ def columns_text(columns: Mapping[str, Any]) -> str:
     """Return columns except ROUTE as JSON text; dates and other objects become texts."""
     kept = {name: value for name, value in columns.items() if name != ROUTE}
     return json.dumps(kept, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def _usual(row: Any) -> Any:
+    """Return a row without nulls that mean nothing, and with a prompt in the usual form."""
+    if not isinstance(row, dict):
+        return row
+    kept = {k: v for k, v in row.items() if v is not None or k not in OPTIONAL}
+    return {**kept, "prompt": with_usual_messages(row["prompt"])} if "prompt" in row else kept
 
 
 def _with_defaults(row: Any, number: int) -> Any:

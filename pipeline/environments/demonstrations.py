@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
-from pipeline.data.rows import json_lines, messages_problem
+from pipeline.data.rows import json_lines, messages_problem, with_usual_messages
 from pipeline.data.shares import TaskMixture, quota
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain, generated
@@ -45,7 +45,7 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     try:
         for where, _, _, row in json_lines(path):
             fields: Any = row if isinstance(row, dict) else {}
-            messages, tools = fields.get("messages"), fields.get("tools")
+            messages, tools = with_usual_messages(fields.get("messages")), fields.get("tools")
             if problem := messages_problem(messages):
                 raise UserError(f"{where}: messages: {problem}")
             roles = [message["role"] for message in messages]

@@ -265,7 +265,6 @@ TASK_FILES = [
     ("a truncated line", row()[:30], ("line 1", "not JSON", "mend")),
     ("another encoding", row().replace("hello", "h\xe9llo").encode("latin-1"), ("UTF-8", "0xe9")),
     ("two bytes a character", row().encode("utf-16"), ("cannot be read", "UTF-8")),
-    ("a byte order mark", "\ufeff" + row(), ("line 1", "UTF-8 BOM", "mend")),
     ("an id used twice", f"{row()}\n{row()}", ("line 2", "'a'", "already used")),
     ("no id", '{"prompt": []}', ("line 1", "id: got None", "give")),
     ("no prompt", '{"id": "a"}', ("line 1", "prompt", "non-empty list")),

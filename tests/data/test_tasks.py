@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict, Features, Json, Value, config
 from pipeline.config.settings import Config
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rng import permutation
-from pipeline.data.rows import DatasetRows
+from pipeline.data.rows import DatasetRows, messages_problem, with_usual_messages
 from pipeline.data.tasks import (
     Task,
     load_tasks,
@@ -158,7 +158,7 @@ def test_any_text_survives_saving(tmp_path):
         ({**ROW, "payload": 3}, (OF_A, "payload: got 3", "give an object")),
         ({**ROW, "payload": "{'a': 1}"}, (OF_A, "payload: not JSON", "give an object")),
         ({**ROW, "family": 3}, (OF_A, "family: got 3", "give a string")),
-        ({**ROW, "branch": None}, (OF_A, "branch: got None", "give a string")),
+        ({**ROW, "branch": 1}, (OF_A, "branch: got 1", "give a string")),
     ],
 )
 def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, words):
@@ -615,3 +615,72 @@ def test_the_benchmark_of_many_tasks_writes_its_figures(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit) as refused:
         loader.main([*flags, "--shape", "tiny"])
     assert refused.value.code == 2
+
+
+CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"card": "A1"}}}
+AS_TEXT, LIST, BROKEN = (
+    {**CALL, "function": {"name": "look", "arguments": text}}
+    for text in ('{"card": "A1"}', "[1]", "{")
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "usual"),
+    [
+        ({"role": "developer", "content": "rules"}, {"role": "system", "content": "rules"}),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [AS_TEXT]},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [CALL], "refusal": None},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
+            {"role": "user", "content": "ab"},
+        ),
+    ],
+)
+def test_messages_as_the_api_of_openai_has_them_are_read(write, given, usual):
+    row = {**ROW, "prompt": [given, PROMPT[1]]}
+    (task,) = load_tasks(write("own.jsonl", row), "bank")
+    assert list(task.prompt) == [usual, PROMPT[1]]
+    assert messages_problem(list(task.prompt)) == ""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"role": "assistant", "content": None},  # says nothing
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**CALL, "function": {"name": "look", "arguments": "[1]"}}],
+        },
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**CALL, "function": {"name": "look", "arguments": "{"}}],
+        },
+    ],
+)
+def test_messages_that_are_ambiguous_are_refused(given):
+    assert messages_problem(with_usual_messages([given, PROMPT[1]]))
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.json"])
+def test_a_byte_order_mark_and_null_keys_mean_nothing(tmp_path, name):
+    row = {**ROW, "domain": None, "family": None, "branch": None}
+    text = json.dumps([row] if name == "own.json" else row)
+    (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+    (task,) = load_tasks(tmp_path / name, "bank")
+    assert (task.id, task.family, task.branch) == (ROW["id"], "", "")
+    (tmp_path / name).write_text(text.replace(json.dumps(ROW["id"]), "null"), encoding="utf-8")
+    (task,) = load_tasks(tmp_path / name, "bank", has_columns=True)
+    assert task.id == "0"
+
+
+def test_a_column_of_another_meaning_is_told_to_be_renamed(write):
+    says(source_refusal(write("own.jsonl", {**ROW, "domain": "maths"})), "rename a column `domain`")

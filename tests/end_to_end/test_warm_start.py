@@ -487,3 +487,19 @@ def test_a_signal_stops_a_warm_start_within_a_micro_batch():
     """On all ranks: the rank with the signal leaves out the rest of its step."""
     assert play_ranks(stopped, 1, "rank 0, micro-batch 3") == [(3, 1)]
     assert play_ranks(stopped, 2, "rank 1, micro-batch 3") == [(4, 1), (3, 1)]
+
+
+def test_demonstrations_as_the_api_of_openai_has_them_are_read(tmp_path):
+    call_as_text = {"type": "function", "id": "c1", "function": {"name": "look"}}
+    call_as_text["function"]["arguments"] = '{"item": "lamp"}'
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "desk"}]},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call_as_text]},
+    ]
+    path = tmp_path / "said.jsonl"
+    path.write_text("\ufeff" + json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    (found,) = read_demonstrations(path)
+    system, _, said = found.messages
+    assert (system["role"], system["content"], said["content"]) == ("system", "desk", "")
+    assert said["tool_calls"][0]["function"]["arguments"] == {"item": "lamp"}
