@@ -159,10 +159,13 @@ def origin_of_model(config: Config) -> SavedState:
 
     An evaluation trains nothing, so of what the run was made of only its held-out tasks count.
     """
-    path = Path(config.model.model)
+    path, now = Path(config.model.model), config.model_dump(mode="json")
     if config.grpo.use_grpo or run_of_checkpoint(config.model.model) is None:
         return {}
-    state, now = read_state(path), config.model_dump(mode="json")
+    try:
+        state = read_state(path)
+    except (OSError, ValueError):  # a model folder of someone else's
+        return {}
     is_same = all(
         state["config"].get(section, {}).get(name) == now[section][name]
         for section, name in SETTINGS

@@ -15,7 +15,7 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer, save
 from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import newest_first, number_of, problem, prune, put_aside
-from pipeline.checkpoints.resume import refuse_other_facts
+from pipeline.checkpoints.resume import origin_of_model, refuse_other_facts
 from pipeline.checkpoints.run_folder import find_checkpoint, read_state
 from pipeline.config.settings import Config, ModelSettings, RunSettings
 from pipeline.distributed.gradients import consolidated_state_dict
@@ -615,3 +615,12 @@ def test_frozen_weights_are_hashed_once_and_what_is_trained_in_each_checkpoint(
     with torch.no_grad():
         frozen[0][0] += 1
     assert ranks.check_same_parameters(model.named_parameters(), "now") != before
+
+
+def test_a_model_folder_of_someone_else_has_no_origin(tmp_path):
+    folder = tmp_path / "checkpoints" / "step-000100"
+    folder.mkdir(parents=True)
+    evaluates = {"model": {"model": str(folder)}, "grpo": {"use_grpo": False}}
+    assert origin_of_model(Config.model_validate(evaluates)) == {}
+    (folder / "state.json").write_text("{")
+    assert origin_of_model(Config.model_validate(evaluates)) == {}
