@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files.console import command
-from pipeline.files.layout import ADAPTER_CONFIG
+from pipeline.files.layout import ADAPTER_CONFIG, RUN_SETTINGS
 from pipeline.files.untrusted import one_line, parse_json, read_file
 
 _MAX_JSON_BYTES = 64 << 20
@@ -23,7 +23,11 @@ def problem_of_name(name: str) -> str:
         return "a GGUF file"
     if os.path.lexists(name):
         return "which is no folder"
-    return "" if HUB_ID.fullmatch(name) else "there is no such folder"
+    if not HUB_ID.fullmatch(name):
+        return "there is no such folder"
+    # A folder of runs is no user of the hub.
+    beside_runs = "/" in name and any(Path(name).parent.glob(f"*/{RUN_SETTINGS}"))
+    return "there is no such run" if beside_runs else ""
 
 
 def remedy_of(name: str) -> str:
