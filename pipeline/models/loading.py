@@ -85,11 +85,13 @@ def load_folder(
         merged = lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
         lora.cast(merged, dtype)
         return merged
+    shape = _from_files(AutoConfig.from_pretrained, str(folder), "model", settings)
     model, info = _from_files(
         AutoModelForCausalLM.from_pretrained,
         str(folder),
         "model",
         settings,
+        config=with_our_kernels(shape, settings),
         dtype=dtype,
         attn_implementation=settings.attn_implementation,
         use_safetensors=True,
@@ -114,6 +116,19 @@ def load_folder(
     return model
 
 
+def with_our_kernels(shape: Any, settings: ModelSettings) -> Any:
+    """Return a configuration whose file chooses no kernels, in any part: the settings do.
+
+    transformers prefers what config.json names, which may be code to download.
+    """
+    parts = [shape, *(part for name in shape.sub_configs if (part := getattr(shape, name, None)))]
+    for part in parts:
+        part._attn_implementation = settings.attn_implementation
+        if hasattr(part, "_experts_implementation"):
+            part._experts_implementation = None
+    return shape
+
+
 def empty_model(config: Config, tokenizer: Any = None) -> Any:
     """Return the model that `config` names, on the device `meta`, without weights.
 
@@ -130,6 +145,7 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
         if name not in SHAPES:
             raise
         shape = AutoConfig.for_model(**SHAPES[name])
+    shape = with_our_kernels(shape, settings)
 
     def make(_: str, local_files_only: bool, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(shape, **options)

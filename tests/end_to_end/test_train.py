@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,26 +352,3 @@ def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path:
     assert said[0] == "running on CPU: 1 rank" and len(said) == 2
     assert said[1].startswith("error: airline.jsonl, line 7: not JSON")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_last_line_names_no_report_that_failed(tmp_path, monkeypatch, capsys):
-    def fails(folder):
-        raise OSError("no space")
-
-    run = SimpleNamespace(
-        ranks=SimpleNamespace(is_main=True),
-        folder=tmp_path,
-        log=SimpleNamespace(),
-        state=SimpleNamespace(best={}),
-        disk=SimpleNamespace(close=lambda: None),
-        _write_results=lambda: (tmp_path / "results.json").write_text("{}"),
-    )
-    last = []
-    for write in (fails, lambda folder: None):
-        monkeypatch.setattr("pipeline.train.write_report", write)
-        Training.finish(run)
-        last.append(capsys.readouterr().out.splitlines()[-1])
-    assert last == [
-        f"checkpoints, without a report: {tmp_path}",
-        f"report, plots and checkpoints: {tmp_path}",
-    ]

@@ -1,5 +1,6 @@
 """The policy: what is sampled, its log-probabilities, and the weights that both come from."""
 
+import json
 from random import Random
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import loading
 from pipeline.models.capabilities import unserved
-from pipeline.models.loading import load_folder, load_model, load_tokenizer
+from pipeline.models.loading import empty_model, load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sequences import cumulative, inverse_cdf
@@ -395,6 +396,24 @@ def test_a_folder_can_be_the_model_of_a_recipe(tmp_path):
     )
     (episode,) = sampler.open([ids], [1])
     assert 1 <= len(sampler.sample([episode], [5])[0].ids) <= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_attn_implementation", "eager"),
+        ("_attn_implementation", "kernels-community/flash-attn2"),
+        ("_experts_implementation", "kernels-community/experts"),
+    ],
+)
+def test_the_settings_choose_the_kernels_and_not_the_folder(tmp_path, name, value):
+    small_model(1).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    settings = ModelSettings(model=str(tmp_path))
+    for model in (load_folder(tmp_path, settings), empty_model(Config(model=settings))):
+        assert model.config._attn_implementation == "sdpa"
+        assert getattr(model.config, "_experts_implementation", None) in (None, "eager")
 
 
 def test_the_tiny_model_has_the_attention_that_is_set():
