@@ -77,11 +77,12 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     for setting, found in asked.items() if source is None and eval_source is None else ():
         if len(found) < (number := getattr(data, setting)):
             sets.notes.append(f"{name}: {len(found)} tasks are all there are ({setting} {number})")
-    trained = {_content(task) for task in sets.train} if source is None else set()
-    seen = sum(_content(task) in trained for task in sets.held_out)
-    if seen and domain.generate_tasks is not None:
-        of = f"{seen} of {len(sets.held_out)} held-out tasks"
-        sets.notes.append(f"{name}: {of} are training tasks too; make the splits from other values")
+    has_content = source is not None or domain.generate_tasks is not None  # beside ids
+    trained = {_content(task) for task in sets.train} if has_content else set()
+    if seen := sum(_content(task) in trained for task in sets.held_out):
+        of = f"{seen} of {len(sets.held_out)} held-out tasks are training tasks too"
+        remedy = "take out equal rows" if source else "make the splits from other values"
+        sets.notes.append(f"{name}: {of}; {remedy}")
     for tool in undocumented(domain.environment):
         why = "has no docstring, so a model sees only its name"
         sets.notes.append(f"{name}: the tool {tool} {why}")

@@ -196,6 +196,13 @@ def test_held_out_tasks_without_a_column_that_a_function_needs_are_refused(place
     says(message, "of sums have no answer; add it to them")
 
 
+def test_held_out_rows_that_are_trained_too_are_told(place):
+    _, notes = prepared(lines(place / "own.jsonl", rows(6) + rows(6)))
+    assert any("2 of 2 held-out tasks are training tasks too; take out equal" in n for n in notes)
+    _, notes = prepared(lines(place / "own.jsonl", rows(12)))
+    assert not any("training tasks too" in note for note in notes)
+
+
 def test_an_unknown_split_is_refused(place):
     (place / "own").mkdir()
     Dataset.from_list(rows(9)).to_parquet(place / "own" / "train-00000.parquet")
