@@ -95,9 +95,15 @@ def none_is_left(folder: Path) -> bool:
         if not left(folder):
             return True
         time.sleep(0.1)
-    for process in left(folder):
-        process.kill()
     return False
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path):
+    """A test that fails leaves no process either."""
+    yield
+    for process in left(tmp_path):
+        process.kill()
 
 
 @pytest.mark.parametrize("name", GRADERS)
