@@ -164,7 +164,7 @@ def origin_of_model(config: Config) -> SavedState:
         return {}
     try:
         state = read_state(path)
-    except (OSError, ValueError):  # a model folder of someone else's
+    except (OSError, ValueError, AttributeError):  # a model folder of someone else
         return {}
     is_same = all(
         state["config"].get(section, {}).get(name) == now[section][name]

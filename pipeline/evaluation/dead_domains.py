@@ -81,8 +81,10 @@ def fall(before: Mapping[str, float], now: Mapping[str, float]) -> Fall | None:
     """Return how the success of the same tasks fell, or None.
 
     It fell if more than half of the success before is gone, and the 95 % interval of the paired
-    change over tasks excludes 0.
+    change over tasks excludes 0. A run that goes on with `override` may have other tasks.
     """
+    if before.keys() != now.keys():
+        return None
     changes = [now[task] - success for task, success in before.items()]
     spread = Z95 * stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else 0.0
     change, was, is_now = fmean(changes), fmean(before.values()), fmean(now.values())

@@ -107,6 +107,8 @@ def test_a_domain_whose_success_falls_while_it_is_trained_is_named_once():
     assert fallen_domains(history[:3], stage, settings) == []
     assert fallen_domains([*history[:3], validation(16, 3)], stage, settings) == []  # half is left
     assert fallen_domains([validation(8, 2), validation(12, 0)], stage, settings) == []  # +-0.26
+    other = {"step": 16, "success": {"retail": {"new": 0.0}}}  # of a run that was overridden
+    assert fallen_domains([*history[:3], other], stage, settings) == []
     elsewhere = [{**v, "success": {"airline": v["success"]["retail"]}} for v in history]
     assert fallen_domains(elsewhere, stage, settings) == []  # not a domain of this stage
 
