@@ -43,7 +43,9 @@ def meeting(timeout_s: float) -> Iterator[None]:
     A rank that still waits LATE_S seconds after the deadline prints the line and exits with 1.
     """
     ended = threading.Event()
-    threading.Thread(target=_give_up, args=(timeout_s, ended), daemon=True).start()
+    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    about = (timeout_s, ended, address, _resolved(address))
+    threading.Thread(target=_give_up, args=about, daemon=True).start()
     try:
         yield
     except RuntimeError as error:
@@ -90,19 +92,41 @@ def named(
     return None
 
 
-def _give_up(timeout_s: float, ended: threading.Event) -> None:
+def _resolved(address: tuple[str, int]) -> tuple[Any, ...] | None:
+    """The family and the address of a socket, or None while the name is not known."""
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    return found[0][0], found[0][4]
+
+
+def _give_up(
+    timeout_s: float,
+    ended: threading.Event,
+    address: tuple[str, int],
+    resolved: tuple[Any, ...] | None,
+) -> None:
     until, reached = time.monotonic() + timeout_s + LATE_S, False
-    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    reason = f"gloo still waits after {timeout_s + LATE_S:.0f} s"
+    reason, why = f"gloo still waits after {timeout_s + LATE_S:.0f} s", ""
     while not ended.is_set():
+        is_late = time.monotonic() >= until
+        # Resolving a name reads the environment, and Accelerate sets variables as it starts: at
+        # the same time both would crash. So a name is resolved before, or after the deadline.
+        resolved = _resolved(address) if is_late and resolved is None else resolved
         # Asked at once and often: rank 0 may end within 0.1 s after this rank has met it.
         if not reached:
             try:
-                socket.create_connection(address, 2.0).close()
+                if resolved is None:
+                    raise OSError(f"{address[0]} is no known name")
+                family, place = resolved
+                with socket.socket(family) as asking:
+                    asking.settimeout(2.0)
+                    asking.connect(place)
                 reached = True
             except OSError as error:
                 why = f"client socket: {error}"
-        if time.monotonic() >= until:
+        if is_late:
             line = named(RuntimeError(reason if reached else why), timeout_s)
             print(f"error: {printable(str(line))}", file=sys.stderr, flush=True)
             sys.stdout.flush()

@@ -5,6 +5,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -83,3 +85,19 @@ def test_a_rank_that_waits_for_ever_ends_after_the_deadline(port):
             assert done.returncode == 1
             assert done.stderr.startswith(f"{start}{why} at 127.0.0.1:{port}")
             assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["localhost", "no-such-host.invalid"])
+def test_no_name_is_resolved_beside_the_connecting(port, monkeypatch, host):
+    """Name resolution reads the environment, to which Accelerate writes then: it would crash."""
+    asked, resolve = [], socket.getaddrinfo
+
+    def by_thread(*address, **how):
+        asked.append(threading.current_thread())
+        return resolve(*address, **how)
+
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setattr(socket, "getaddrinfo", by_thread)
+    with meeting(60):
+        time.sleep(0.35)
+    assert asked == [threading.main_thread()]
