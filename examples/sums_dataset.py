@@ -1,8 +1,9 @@
 """A dataset with a reward function: sums of a number with two digits and a number with one digit.
 
-python examples/sums_dataset.py   # writes sums.jsonl (tasks) and shown.jsonl (demonstrations)
+python examples/sums_dataset.py   # writes sums.jsonl, held_out.jsonl and shown.jsonl
 python pipeline/run.py --domains sums --tasks '{sums: sums.jsonl}' --num-gpus 2 \
-    --reward-funcs examples.sums_dataset:is_right --demonstrations '{sums: shown.jsonl}'
+    --eval-tasks '{sums: held_out.jsonl}' --demonstrations '{sums: shown.jsonl}' \
+    --reward-funcs examples.sums_dataset:is_right
 
 Only the tiny model needs demonstrations; half of their answers have a random last digit.
 """
@@ -11,6 +12,8 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+
+NUM_HELD_OUT = 99
 
 
 def is_right(completions: Any, answer: list[str], **columns: Any) -> list[float]:
@@ -45,5 +48,6 @@ def write(path: str, lines: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     made = tasks()
-    write("sums.jsonl", made)  # the last 99 are held out
-    write("shown.jsonl", demonstrations(made[:-120]))
+    write("sums.jsonl", made[:-NUM_HELD_OUT])
+    write("held_out.jsonl", made[-NUM_HELD_OUT:])
+    write("shown.jsonl", demonstrations(made[:-NUM_HELD_OUT]))

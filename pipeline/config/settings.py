@@ -89,7 +89,9 @@ class DataSettings(Section):
     customer_key: Text = field("OPENAI_API_KEY", "environment variable that holds the API key")
     max_customer_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
     max_customer_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
-    tasks_per_domain: PositiveInt = field(800, "training tasks of each domain")
+    tasks_per_domain: PositiveInt | None = field(
+        None, "training tasks of each domain; null: all rows of a source, or 800 generated tasks"
+    )
     eval_tasks_per_domain: PositiveInt = field(120, "held-out tasks of each domain")
     eval_split: Literal["validation", "test", "base"] = field("test", "split of held-out tasks")
     difficulty: Difficulty = field("medium", "difficulty of generated tasks")
@@ -121,6 +123,11 @@ class DataSettings(Section):
         """The language model that judges, or an empty text."""
         model = f"{self.judge_model} at temperature {self.judge_temperature:g}"
         return "" if self.judge_url is None else model
+
+    @property
+    def num_train_tasks(self) -> int:
+        """The number of generated training tasks of each domain."""
+        return self.tasks_per_domain or 800
 
     @property
     def own_domains(self) -> dict[str, EnvironmentFactory]:

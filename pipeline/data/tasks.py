@@ -78,6 +78,10 @@ class Tasks(Sequence[Task]):
         chosen = self._indices[index]
         return Tasks(self._make, chosen) if isinstance(index, slice) else self._make(chosen)
 
+    def at(self, numbers: Sequence[int]) -> Tasks:
+        """The tasks with these numbers, counted from 0 in this sequence."""
+        return Tasks(self._make, array("Q", (self._indices[number] for number in numbers)))
+
 
 def load_tasks(path: Path, domain: str, visit: Visit = None, has_columns: bool = False) -> Tasks:
     """Return the tasks of a domain's JSON or JSONL file. Raises UserError for an invalid task."""

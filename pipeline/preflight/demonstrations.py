@@ -1,9 +1,12 @@
 """Checks of the warm start's demonstrations before a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import Config, RolloutSettings
+from pipeline.data.splits import content_of
+from pipeline.data.tasks import Task
 from pipeline.environments.demonstrations import (
     Demonstration,
     demonstrations_of,
@@ -22,7 +25,10 @@ NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solv
 
 
 def check_demonstrations(
-    config: Config, domains: Mapping[str, Domain], chat: Chat
+    config: Config,
+    domains: Mapping[str, Domain],
+    chat: Chat,
+    held_out: Mapping[str, Sequence[Task]] | None = None,
 ) -> tuple[list[str], list[TooLow]]:
     """Return warnings about the demonstrations of a warm start, and those beyond the limits.
 
@@ -37,6 +43,7 @@ def check_demonstrations(
     for domain in sources:
         tried = list(_tried(config, domain, count))
         notes += _other_tools(domain, tried)
+        notes += _held_out_prompts(config, domain, count, (held_out or {}).get(domain.name, ()))
         beyond += _beyond_limits(config.rollout, domain, chat, tried)
     return notes, beyond
 
@@ -74,6 +81,22 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
     for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
         messages = try_expert(domain, task, timeout, threshold)
         yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
+
+
+def _held_out_prompts(
+    config: Config, domain: Domain, count: int, held_out: Sequence[Task]
+) -> list[str]:
+    """Return a warning if a file shows answers to held-out prompts."""
+    if domain.name not in config.data.demonstrations:
+        return []
+    begins = {
+        content_of(takewhile(lambda message: message["role"] != "assistant", one.messages))
+        for one in demonstrations_of(config, domain, count)
+    }
+    if not (seen := sum(content_of(task.prompt) in begins for task in held_out)):
+        return []
+    found = f"{seen} of {len(held_out)} held-out prompts are answered in the file"
+    return [f"demonstrations of {domain.name}: {found}; take them out, or give other eval_tasks"]
 
 
 def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> list[str]:

@@ -116,7 +116,9 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         if tokens > (most := limits.max_tool_result_tokens):
             limit = f"tool results of more than max_tool_result_tokens ({most}) become errors"
             notes.append(f"{name}: reset returns {tokens} tokens; {limit}")
-    warnings, beyond = ([], []) if resumed else check_demonstrations(config, domains, chat)
+    warnings, beyond = (
+        ([], []) if resumed else check_demonstrations(config, domains, chat, held_out)
+    )
     prepared = Prepared(
         domains=domains,
         train=train,
@@ -179,7 +181,7 @@ def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
                 f"{shown(data.tasks[name])}, which has none; take one of the two out"
             )
         settings = data.model_copy(update={"difficulty": difficulty})
-        tasks = generated(settings, domains[name], data.tasks_per_domain, "train")
+        tasks = generated(settings, domains[name], data.num_train_tasks, "train")
         graded[name, str(difficulty)] = tasks
     return graded
 

@@ -103,7 +103,7 @@ def start_up(source: Path, num_tasks: int) -> dict[str, float]:
     import datasets  # noqa: F401  (excludes the import from the measurement)
 
     from pipeline.environments.domains import generated, load_domains
-    from pipeline.preflight.tasks import train_tasks
+    from pipeline.preflight.tasks import split_source
 
     data = {
         "domains": ["airline"],
@@ -115,7 +115,7 @@ def start_up(source: Path, num_tasks: int) -> dict[str, float]:
     held_out = generated(config.data, domain, config.data.eval_tasks_per_domain, "test")
     resident, private = memory_mb("VmRSS"), memory_mb("RssAnon")
     begun, worked = perf_counter(), process_time()
-    tasks, _ = train_tasks(config, domain, held_out)
+    tasks = split_source(config, domain, held_out, with_validation=False).train
     found = {"s": perf_counter() - begun, "cpu_s": process_time() - worked}
     assert len(tasks) == num_tasks
     memory = {

@@ -39,7 +39,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.preflight.check import check_model, refuse_full_disk
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.memory import Memory
-from pipeline.preflight.tasks import train_tasks
+from pipeline.preflight.tasks import split_source, task_sets
 from pipeline.run import _keyboard as keyboard  # Ctrl-C raises CtrlC, as in every run
 from pipeline.run import main
 from tests.support import ROOT
@@ -240,7 +240,7 @@ def test_more_than_is_generated(case):
 
     def generate() -> None:
         check_demonstrations(config, domains, chat())
-        train_tasks(config, domains["airline"], [])
+        task_sets(config, domains["airline"])
 
     says(refusal(generate), *words)
 
@@ -340,7 +340,7 @@ TASK_FILES = [
 def tasks_in(path: Path) -> None:
     """Read and try the tasks of the airline that a path leads to."""
     config = Config.model_validate({"data": {"tasks": {"airline": str(path)}}})
-    train_tasks(config, embedded("airline")["airline"], [])
+    split_source(config, embedded("airline")["airline"], [], with_validation=False)
 
 
 @cases(TASK_FILES)

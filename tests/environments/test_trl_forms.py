@@ -134,15 +134,15 @@ def test_a_tool_result_that_is_too_long_is_one_warning(capsys):
 def test_two_environments_of_one_dataset_with_reward_functions(routed):
     config = config_of(BOTH, tasks=routed, reward_funcs=HITS)
     prepared = prepare(config)
-    held_back = ["the last 1 of 8 tasks are held out", "tasks 7 to 7 of 8 are for validations"]
-    held_back.append("trains on the first 6 tasks (tasks_per_domain)")
+    drawn = "8 tasks: 1 held out, 1 for validations, 6 for training; drawn by a hash of the task"
     assert prepared.notes == [
-        *(f"{name}: {note}" for name in BOTH for note in held_back),
+        *(f"{name}: {drawn}" for name in BOTH),
         "strict: the tool lower has no docstring, so a model sees only its name",
     ]
-    script = [call("add", numbers=[1, 1]), call("done"), say("2")]
-    (total,) = episodes(config, prepared.train["total"][1:2], script, group=1)
-    assert replies(total) == ["2", "noted"]  # a tool `done` does not end the episode
+    script = [call("add", numbers=[2, 1]), call("done"), say("3")]
+    (task,) = [task for task in prepared.train["total"] if task.id == "2"]
+    (total,) = episodes(config, [task], script, group=1)
+    assert replies(total) == ["3", "noted"]  # a tool `done` does not end the episode
     assert (total.reward, total.rewards) == (1.0, {"hits": 1.0, "lowered": None})
     script = [call("lower", step=9), say("ok")]
     (strict,) = episodes(config, prepared.train["strict"][:1], script, group=1)

@@ -30,7 +30,7 @@ from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_MESSAGE, parse_json
 from pipeline.models.tiny import RESPONSE_TEMPLATE
-from pipeline.preflight.tasks import train_tasks
+from pipeline.preflight.tasks import split_source
 from tests.support.helpers import chat, embedded, tokenizer
 
 _home = TemporaryDirectory(prefix="hypothesis-")  # what it writes goes with it
@@ -214,7 +214,7 @@ def test_any_change_of_a_task_leaves_one_that_can_be_played_or_a_mistake(tmp_pat
     path = tmp_path / "own.jsonl"
     path.write_text(text)
     config = Config.model_validate({"data": {"tasks": {"airline": str(path)}}})
-    refusal_of(lambda: train_tasks(config, embedded("airline")["airline"], []))
+    refusal_of(lambda: split_source(config, embedded("airline")["airline"], [], False))
 
 
 @fuzz

@@ -434,7 +434,8 @@ def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
     tasks, path = generate_tasks(9, 8, "train", "easy"), tmp_path / "own.jsonl"
     save_tasks(tasks, path)
     parts = prepare(config(data={"tasks": {"airline": str(path)}, "tasks_per_domain": 5}))
-    assert list(parts.train["airline"]) == tasks[:5]
+    trained = list(parts.train["airline"])
+    assert len(trained) == 5 and trained == [task for task in tasks if task in trained]
     assert len(parts.train["retail"]) == 5
 
 

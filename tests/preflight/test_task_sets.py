@@ -2,14 +2,17 @@
 
 import datetime
 import json
+from collections import Counter
 
 import pytest
 from datasets import Dataset
 
 from pipeline.config.settings import Config
 from pipeline.environments.domains import load_domains
+from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import task_sets
+from tests.support.helpers import chat, make_task
 from tests.support.messages import refusal, says
 
 FUNCTIONS = """
@@ -42,7 +45,7 @@ def lines(path, found):
     return str(path)
 
 
-def prepared(source, function="correct", **data):
+def prepared(source, function="correct", evaluation=None, **data):
     """The task sets of the domain `sums`, and the notes before the run."""
     config = Config.model_validate(
         {
@@ -52,7 +55,8 @@ def prepared(source, function="correct", **data):
                 "reward_funcs": [f"own_rewards:{function}"],
                 "eval_tasks_per_domain": 6,
                 **data,
-            }
+            },
+            "evaluation": evaluation or {},
         }
     )
     domains = load_domains(config.data)
@@ -65,16 +69,72 @@ def requests(tasks):
     return [task.prompt[-1]["content"] for task in tasks]
 
 
-def test_the_last_rows_of_a_file_are_held_out_with_a_note(place):
+def test_held_out_rows_are_drawn_wherever_they_stand(place):
+    """The parts depend on what a row holds alone: on neither its place nor its id."""
     sets, notes = prepared(lines(place / "sums.jsonl", rows(40)))
-    assert requests(sets.held_out) == [f"{n} + 1" for n in range(34, 40)]
-    assert requests(sets.validation) == [f"{n} + 1" for n in range(26, 34)]
-    assert requests(sets.train) == [f"{n} + 1" for n in range(26)]
-    assert (sets.train[2].id, json.loads(sets.train[2].columns)) == ("2", {"answer": "3"})
+    parts = [requests(tasks) for tasks in (sets.held_out, sets.validation, sets.train)]
+    assert [len(part) for part in parts] == [6, 8, 26]
+    assert {*parts[0], *parts[1], *parts[2]} == {f"{n} + 1" for n in range(40)}
+    assert min(int(text.split()[0]) for text in parts[0]) < 20  # the file's first half, too
+    first = sets.train[0]
+    assert (first.id, json.loads(first.columns)) == ("0", {"answer": "1"})
     assert notes == [
-        "sums: the last 6 of 40 tasks are held out",
-        "sums: tasks 27 to 34 of 40 are for validations",
+        "sums: 40 tasks: 6 held out, 8 for validations, 26 for training; "
+        "drawn by a hash of the task"
     ]
+    other, _ = prepared(lines(place / "turned.jsonl", [*reversed(rows(40))]))
+    assert sorted(requests(other.held_out)) == sorted(parts[0])
+    assert sorted(requests(other.validation)) == sorted(parts[1])
+
+
+def test_families_in_blocks_are_held_out_evenly(place):
+    """Three blocks of unequal length; a family of four rows is too small to share."""
+    found = [
+        {**row, "family": "a" if n < 30 else "b" if n < 90 else "c" if n < 96 else "rare"}
+        for n, row in enumerate(rows(100))
+    ]
+    sets, notes = prepared(lines(place / "sums.jsonl", found), eval_tasks_per_domain=9)
+    of = {name: Counter(t.family for t in getattr(sets, name)) for name in ("held_out", "train")}
+    assert of["held_out"] == {"a": 4, "b": 4, "c": 1}
+    assert of["train"].keys() == {"a", "b", "c", "rare"}
+    assert of["train"]["c"] == 4  # one is held out, one validates
+    assert notes[0].endswith("; drawn by a hash of the task, evenly over `family`")
+    held_out = lines(
+        place / "held.jsonl", [{**row, "prompt": row["prompt"] + "?"} for row in found]
+    )
+    own, notes = prepared(
+        lines(place / "own.jsonl", found), eval_tasks={"sums": held_out}, eval_tasks_per_domain=8
+    )
+    assert Counter(task.family for task in own.held_out) == {"a": 2, "b": 2, "c": 2, "rare": 2}
+    assert notes[0].startswith("sums: 8 of the 100 held-out tasks of ")
+
+
+@pytest.mark.parametrize("copied", [{}, {"level": 3}])
+def test_no_copy_of_a_held_out_row_is_trained_on(place, copied):
+    """In a task of one turn, the prompt is all that the model sees."""
+    once, twice = rows(12), [{**row, **copied} for row in rows(30)[12:]]
+    found = [*once, *twice, *rows(30)[12:]]
+    source = lines(place / "sums.jsonl", [{"level": 1, **row} for row in found])
+    sets, notes = prepared(source)
+    parts = [requests(tasks) for tasks in (sets.held_out, sets.validation, sets.train)]
+    assert not {*parts[0], *parts[1]} & {*parts[2]} and not {*parts[0]} & {*parts[1]}
+    assert {*parts[0]} <= {f"{n} + 1" for n in range(12)}  # rows without copies, first
+    assert [len(part) for part in parts[:2]] == [6, 6]
+    every, notes = prepared(lines(place / "all.jsonl", rows(30) + rows(30)))
+    assert len(every.train) == 2 * 18
+    assert "36 for training, 12 equal to one of these and unused; " in notes[0]
+
+
+def test_all_rows_of_a_source_are_trained_on_and_what_is_left_is_told(place):
+    source = lines(place / "sums.jsonl", rows(1000))
+    sets, _ = prepared(source)
+    assert (len(sets.train), len(sets.validation), len(sets.held_out)) == (974, 20, 6)
+    sets, notes = prepared(source, tasks_per_domain=50)
+    assert "50 for training, 924 unused (tasks_per_domain); " in notes[0]
+    assert max(int(text.split()[0]) for text in requests(sets.train)) > 500
+    sets, notes = prepared(source, evaluation={"validation_steps": 0})
+    assert (len(sets.train), sets.validation) == (994, [])
+    assert notes[0].startswith("sums: 1000 tasks: 6 held out, 994 for training; ")
 
 
 @pytest.mark.parametrize(("step", "seen"), [(7, 2), (10, 0)])
@@ -115,12 +175,13 @@ def test_eval_tasks_or_a_test_split_are_held_out(place):
         (place / "gsm").mkdir(exist_ok=True)
         Dataset.from_list(found).to_parquet(place / "gsm" / f"{split}-00000.parquet")
     split, _ = prepared("gsm")
-    assert requests(split.held_out) == [f"{n} + 1" for n in range(20, 26)]
-    assert requests([*split.train, *split.validation]) == [f"{n} + 1" for n in range(20)]
+    assert len(split.held_out) == 6
+    assert {*requests(split.held_out)} < {f"{n} + 1" for n in range(20, 30)}
+    assert {*requests([*split.train, *split.validation])} == {f"{n} + 1" for n in range(20)}
     source, other = lines(place / "a.jsonl", both[:20]), lines(place / "b.jsonl", both[20:23])
     given, notes = prepared(source, eval_tasks={"sums": other}, tasks_per_domain=9)
     assert requests(given.held_out) == ["20 + 1", "21 + 1", "22 + 1"]
-    assert "sums: trains on the first 9 tasks (tasks_per_domain)" in notes
+    assert notes[0].startswith("sums: 20 tasks: 4 for validations, 9 for training, 7 unused (t")
 
 
 def test_columns_keep_their_values(place):
@@ -131,12 +192,15 @@ def test_columns_keep_their_values(place):
     (place / "own").mkdir()
     Dataset.from_list(found).to_parquet(place / "own" / "train-00000.parquet")
     sets, _ = prepared("own")
-    assert json.loads(sets.train[1].columns) == {
+    plain = next(task for task in [*sets.train, *sets.validation] if task.id == "1")
+    assert json.loads(plain.columns) == {
         **{"answer": "2", "day": "2026-01-02", "nested": {"a": [1, None]}, "hint": None}
     }
     uneven = [{**row, **({"hint": "x"} if number else {})} for number, row in enumerate(rows(10))]
     of_file, _ = prepared(lines(place / "uneven.jsonl", uneven))
-    assert json.loads(of_file.train[0].columns) == {"answer": "1", "hint": None}
+    parts = [*of_file.train, *of_file.validation, *of_file.held_out]
+    (first,) = [task for task in parts if task.id == "0"]
+    assert json.loads(first.columns) == {"answer": "1", "hint": None}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +212,7 @@ def test_columns_keep_their_values(place):
 )
 def test_notes_tell_what_is_not_tried_or_not_read(function, noted, place):
     _, notes = prepared(lines(place / "sums.jsonl", rows(10, level=3)), function)
-    assert notes[2:] == [noted]
+    assert notes[1:] == [noted]
 
 
 QUESTION = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(9)]
@@ -161,7 +225,7 @@ QUESTION = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(9)]
         (rows(9), "typo", {}, ("typo", "no domain", "no anwser", "answer", "rename")),
         (rows(9), "first", {}, ("empty answer", "'0'", "function first", "IndexError", "mend")),
         ([], "correct", {}, ("no tasks of sums", "one JSON object per line")),
-        (rows(2), "correct", {}, ("holds 2 tasks", "3 or more", "eval_tasks")),
+        (rows(2), "correct", {}, ("holds 2 different tasks", "3 or more", "eval_tasks")),
         (rows(9, id="x"), "correct", {}, ("line 2", "'x'", "already used", "own id")),
         (rows(9, id=2.5), "correct", {}, ("line 1", "id", "2.5", "string")),
         (rows(9, prompt=None), "correct", {}, ("line 1", "prompt", "messages")),
@@ -197,9 +261,11 @@ def test_held_out_tasks_without_a_column_that_a_function_needs_are_refused(place
 
 
 def test_held_out_rows_that_are_trained_too_are_told(place):
-    _, notes = prepared(lines(place / "own.jsonl", rows(6) + rows(6)))
+    held_out = lines(place / "held.jsonl", rows(8, level=2)[6:])
+    source = lines(place / "own.jsonl", rows(12, level=1))
+    _, notes = prepared(source, eval_tasks={"sums": held_out}, evaluation={"validation_steps": 0})
     assert any("2 of 2 held-out tasks are training tasks too; take out equal" in n for n in notes)
-    _, notes = prepared(lines(place / "own.jsonl", rows(12)))
+    _, notes = prepared(source)
     assert not any("training tasks too" in note for note in notes)
 
 
@@ -209,3 +275,25 @@ def test_an_unknown_split_is_refused(place):
     for split in ("train", "test"):
         message = refusal(lambda: prepared("own", **{f"dataset_{split}_split": "dev"}))  # noqa: B023
         says(message, "sums", "'own'", "split dev", f"set dataset_{split}_split")
+
+
+def test_demonstrations_that_answer_held_out_prompts_are_told(place):
+    shown = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} + 1"},
+                {"role": "assistant", "content": "2"},
+            ]
+        }
+        for n in range(40)
+    ]
+    files = {"demonstrations": {"sums": lines(place / "shown.jsonl", shown)}}
+    data = {"domains": ["sums"], "tasks": {"sums": lines(place / "sums.jsonl", rows(40))}}
+    data |= {"reward_funcs": ["own_rewards:correct"], "eval_tasks_per_domain": 6, **files}
+    config = Config.model_validate({"data": data})
+    domains = load_domains(config.data)
+    held_out = {"sums": task_sets(config, domains["sums"]).held_out}
+    (line,), _ = check_demonstrations(config, domains, chat(), held_out)
+    says(line, "demonstrations of sums: 6 of 6 held-out prompts are answered in the file")
+    unseen = {"sums": [make_task(domain="sums", request="100 + 1")]}
+    assert check_demonstrations(config, domains, chat(), unseen)[0] == []

@@ -1,0 +1,135 @@
+"""Draws held-out and validation tasks from a source, by a hash of each row.
+
+Rows of a file often lie in blocks, so their places say nothing about them that a split may use. A
+hash of what a row holds puts the rows in an order that is as good as random, that all ranks share,
+and in which a row that is added or moved changes the place of no other row.
+"""
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.rows import KEYS, TaskRow
+from pipeline.data.tasks import Message, Task, columns_text
+
+HELD_BACK_SHARE = 5  # at most a fifth of the rows is held out, and at most a fifth validates
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The numbers of the rows that each part of a run uses, from 0, in the order of the source."""
+
+    train: list[int]
+    validation: list[int]
+    held_out: list[int]
+    num_left: int  # rows that could be trained on, beyond the asked number
+    num_copies: int  # rows that equal one that is held out or validates; no part uses them
+
+
+class Census:
+    """Collects of each row its content's hash, its family, and its prompt's characters."""
+
+    def __init__(self, by_prompt: bool = False) -> None:
+        """With `by_prompt`, rows with equal prompts are the same task."""
+        self.lengths = array("Q")
+        self._by_prompt = by_prompt
+        self._contents, self._families = array("Q"), array("Q")
+        self._numbers: dict[str, int] = {}  # of families
+
+    def add(self, row: TaskRow) -> None:
+        """Count a checked row with an id."""
+        self.lengths.append(num_characters(row["prompt"]))
+        content = content_of(row["prompt"]) if self._by_prompt else content_of_row(row)
+        self._contents.append(content)
+        family = row.get("family", "")
+        self._families.append(self._numbers.setdefault(family, len(self._numbers)))
+
+    @property
+    def has_families(self) -> bool:
+        return len(self._numbers) > 1
+
+    @property
+    def num_different(self) -> int:
+        return len(set(self._contents))
+
+    def drawn(self, count: int) -> list[int]:
+        """Draw up to `count` different rows, evenly over the families."""
+        order, _, _ = self._order()
+        return sorted(order[:count].tolist())
+
+    def split(self, num_train: int | None, num_validation: int, num_held_out: int) -> Split:
+        """Draw rows for each part. No content is in two of them, or twice where it is not trained.
+
+        Families have equal numbers of held-out rows, as far as a fifth of a family allows it.
+        `num_train` of None means all rows that are left.
+        """
+        order, places, sizes = self._order()
+        caps = sizes // HELD_BACK_SHARE
+        caps = caps if caps.any() else np.ones_like(caps)
+        most = max(1, len(order) // HELD_BACK_SHARE)
+        held_out = order[places < caps][: min(num_held_out, most)]
+        rest = order[(places < 2 * caps) & ~np.isin(order, held_out)]
+        validation = rest[: min(num_validation, most)]
+        contents = np.frombuffer(self._contents, dtype=np.uint64)
+        drawn = np.concatenate([held_out, validation])
+        is_free = ~np.isin(contents, contents[drawn])
+        free = np.flatnonzero(is_free)
+        by_hash = free[np.argsort(contents[free], kind="stable")]
+        train = by_hash[:num_train]
+        return Split(
+            train=sorted(train.tolist()),
+            validation=sorted(validation.tolist()),
+            held_out=sorted(held_out.tolist()),
+            num_left=len(free) - len(train),
+            num_copies=len(contents) - len(free) - len(drawn),
+        )
+
+    def _order(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the first row of each content, its place in its family, and the family's size.
+
+        The first rows of all families come first, then their second rows, and so on. In a family,
+        contents without copies come first. Families of fewer than HELD_BACK_SHARE rows count as
+        one.
+        """
+        contents = np.frombuffer(self._contents, dtype=np.uint64)
+        hashes, rows, copies = np.unique(contents, return_index=True, return_counts=True)
+        families = np.frombuffer(self._families, dtype=np.uint64)[rows].astype(np.int64) + 1
+        families[np.bincount(families)[families] < HELD_BACK_SHARE] = 0
+        by_family = np.lexsort((hashes, copies, families))
+        sizes = np.bincount(families)
+        begins = np.cumsum(sizes) - sizes
+        places = np.empty_like(rows)
+        places[by_family] = np.arange(len(rows)) - begins[families[by_family]]
+        order = np.lexsort((hashes, places))
+        return rows[order], places[order], sizes[families[order]]
+
+
+def content_of(
+    prompt: Iterable[Message], payload: str = "{}", columns: Mapping[str, Any] | None = None
+) -> int:
+    """Return 64 bits of the hash (BLAKE2b, RFC 7693) of what a task holds, without its names."""
+    values = {name: value for name, value in (columns or {}).items() if value is not None}
+    text = json.dumps([[*prompt], json.loads(payload), values], sort_keys=True)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def content_of_task(task: Task) -> int:
+    return content_of(task.prompt, task.payload, json.loads(task.columns))
+
+
+def content_of_row(row: TaskRow) -> int:
+    payload = row.get("payload", {})
+    text = payload if isinstance(payload, str) else json.dumps(payload)
+    columns = json.loads(columns_text({key: row[key] for key in row.keys() - KEYS}))
+    return content_of(row["prompt"], text, columns)
+
+
+def num_characters(prompt: Iterable[Message]) -> int:
+    return sum(len(message["content"]) for message in prompt)
