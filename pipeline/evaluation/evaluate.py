@@ -155,6 +155,7 @@ def success(
             "num_trials": num_trials,
             "pass^k": [fmean(pass_hat_k(sum(of), len(of), k) for of in solved) for k in ks],
             "tasks": {task: [record.reward for record in of] for task, of in tasks.items()},
+            "greedy_tasks": {record.task_id: record.reward for record in greedy},
             "tools": dict(sorted(tools.items())),
             "families": by("family"),
             "branches": by("family", "branch"),

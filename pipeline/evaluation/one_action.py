@@ -1,4 +1,4 @@
-"""Find policies that know one action only: they act alike whatever a task asks."""
+"""Find policies that know one action only, and policies that no longer try anything new."""
 
 import json
 from collections import Counter, defaultdict
@@ -19,7 +19,9 @@ NOTHING = ""  # the decision of an episode whose policy has called no tool that 
 NUM_STEPS = 3  # steps with tasks of a family at the stage's start, and the last ones
 MIN_TASKS = 6  # fewer tasks of a family in these steps tell nothing
 SPREAD, ALIKE, SOLVED = 0.8, 0.95, 0.9  # largest share at first, least share now, least success
+COLLAPSED = 0.1  # of the entropy at the stage's start
 MIN_BRANCH = 0.1  # least share of the tasks' second most frequent branch
+ENTROPY = ""  # stands in `said` for the entropy, which is of all domains
 MOST_CHARACTERS = 60  # of an answer that counts as a decision
 
 Tally: TypeAlias = dict[str, Any]  # a family's episodes of one step
@@ -38,16 +40,19 @@ class Decisions:
     def __init__(self) -> None:
         self.families: dict[str, dict[str, list[Tally]]] = {}  # domain/family -> first, last
         self.first_entropy: float | None = None
-        self.said: list[str] = []  # domains that had their message in this stage
+        self.last_entropies: list[float] = []
+        self.said: list[str] = []  # domains that had their message in this stage, or ENTROPY
 
     def state_dict(self) -> dict[str, Any]:
-        found = {"families": self.families, "entropy": self.first_entropy, "said": self.said}
+        entropies = {"entropy": self.first_entropy, "entropies": self.last_entropies}
+        found = {"families": self.families, "said": self.said, **entropies}
         return {"decisions": json.loads(json.dumps(found))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         found = state.get("decisions", {})
         self.families, self.said = found.get("families", {}), found.get("said", [])
         self.first_entropy = found.get("entropy")
+        self.last_entropies = found.get("entropies", [])
 
     def add(
         self,
@@ -79,10 +84,28 @@ class Decisions:
             kept["last"] = [*kept["last"], tally][-NUM_STEPS:]
 
     def messages(self, metrics: Mapping[str, float], config: Config) -> Iterator[str]:
-        """Yield a message for each domain with a family that is decided alike, once per stage."""
+        """Yield a message for each domain with a family that is decided alike, once per stage.
+
+        Another message, once per stage, tells that the entropy has collapsed. It may fall while
+        episodes succeed.
+        """
         entropy = metrics.get("train/entropy", 0.0)
         if self.first_entropy is None:
             self.first_entropy = entropy
+        if metrics.get("train/trained_episodes"):
+            self.last_entropies = [*self.last_entropies, entropy][-NUM_STEPS:]
+        is_low = max(self.last_entropies, default=1.0) < COLLAPSED * self.first_entropy
+        if is_low and len(self.last_entropies) == NUM_STEPS and ENTROPY not in self.said:
+            last = [tally for kept in self.families.values() for tally in kept["last"]]
+            num_episodes = sum(sum(tally["decisions"].values()) for tally in last)
+            solved = sum(tally["solved"] for tally in last) / max(1, num_episodes)
+            if solved < SOLVED:
+                self.said.append(ENTROPY)
+                yield (
+                    f"entropy collapsed: {self.first_entropy:.2g} at the stage's start, "
+                    f"{entropy:.2g} now, so the policy tries hardly anything new, but only "
+                    f"{100 * solved:.0f} % of the last episodes succeed; {advice(config)}"
+                )
         for name, kept in sorted(self.families.items()):
             domain, _, family = name.partition("/")
             if domain not in self.said and (found := decided_alike(kept["first"], kept["last"])):

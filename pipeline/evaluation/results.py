@@ -13,6 +13,7 @@ from pipeline.data.curriculum import Stage, describe
 from pipeline.data.tasks import Task
 from pipeline.evaluation.evaluate import grouped, tool_counts
 from pipeline.evaluation.transfer import summary
+from pipeline.evaluation.worse import worse
 from pipeline.files.console import command, may_fail
 from pipeline.files.durable import write_text
 from pipeline.rollout.trajectory import RunRecord, StopReason
@@ -42,6 +43,7 @@ def write_results(
         "evaluations": state.evaluations,
         "validations": state.validations,
         "task_families": {d: {task.id: task.family for task in of} for d, of in held_out.items()},
+        "task_branches": {d: {task.id: task.branch for task in of} for d, of in held_out.items()},
         "training": state.training,
         "curriculum": described,
         **facts,
@@ -50,6 +52,7 @@ def write_results(
     if is_final:
         with may_fail("transfer numbers", f"{command('report')} {folder} tries again"):
             results["transfer"] = summary([results])
+            results["worse"] = worse(results)
     write_text(folder / "results.json", json.dumps(results))
 
 

@@ -37,6 +37,7 @@ UNSIGNED = ("average_accuracy", "area_under_curve")
 AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
 ENDS = ("before GRPO", "after GRPO")
+MOST_FALLS = 5  # lines in the terminal about what became worse; the report has all
 MOST_CHARACTERS = 100  # maximum length of a line in the terminal
 
 STOP, LEFT_OUT = "rollout/stop/", "rollout/left_out/"
@@ -161,6 +162,7 @@ def final_table(results: Mapping[str, Any]) -> str:
     words = [*([ends_in_words(evaluations)] if tables[1:] else []), "in brackets: 95 % intervals"]
     lines[-1:] = [fill("; ".join(words), MOST_CHARACTERS)] if tables else []
     lines += [f"(!) {line}" for line in (*failed.values(), *failed_agents(results))]
+    lines += worse_in_words(results)
     if rewards := transfer.get("rewards", {}):
         ends = {domain: map(shown, [*of[:1], *of[1:][-1:]]) for domain, of in rewards.items()}
         lines += ["", *(f"mean reward {d}  {' -> '.join(of)}" for d, of in ends.items())]
@@ -169,6 +171,38 @@ def final_table(results: Mapping[str, Any]) -> str:
         width = max((len(METRICS[name]) for name in numbers), default=0)
         lines += ["", *(f"{METRICS[n]:{width}}  {metric(of, n)}" for n, of in numbers.items())]
     return "\n".join(lines)
+
+
+def worse_in_words(results: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of the largest falls, and one that counts all."""
+    worse = results.get("worse", {"found": []})
+    lines = [
+        f"worse: {of['name']}, {of['kind']}  {number(of['before'])} -> {number(of['after'])}, "
+        f"change {shown(of['change'], '+')}, {of['num_tasks']} tasks"
+        for of in worse["found"][:MOST_FALLS]
+    ]
+    return [*lines, f"worse in all: {worse_count(worse)}"] if lines else []
+
+
+def worse_count(worse: Mapping[str, Any]) -> str:
+    by_chance = max(1, round(worse["compared"] / 40))
+    return (
+        f"{len(worse['found'])} of {worse['compared']} comparisons (domains, families, branches; "
+        f"about {by_chance} by chance)"
+    )
+
+
+def worse_table(results: Mapping[str, Any]) -> Rows:
+    """Return a row for each domain, family or branch whose success is lower after GRPO."""
+    header = ["", "tasks", "episodes", *ENDS, "change"]
+    rows = [
+        [
+            *(of["name"], str(of["num_tasks"]), of["kind"]),
+            *(number(of["before"]), number(of["after"]), shown(of["change"], "+")),
+        ]
+        for of in results.get("worse", {"found": []})["found"]
+    ]
+    return [header, *rows] if rows else []
 
 
 def aligned(rows: Rows) -> list[str]:
@@ -228,6 +262,8 @@ def data_of(run: RunData) -> dict[str, Any]:
         "success_tables": success_tables({**run.results, "transfer": run.transfer}),
         "ends_in_words": ends_in_words(run.evaluations),
         "failures": failures(run.evaluations, run.transfer),
+        "worse": worse_table(run.results),
+        "worse_count": worse_count(of) if (of := run.results.get("worse")) else "",
         "baselines": baseline_table(run.results),
         "agents": agent_table(run.results),
         "failed_agents": failed_agents(run.results),

@@ -141,10 +141,16 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of the last evaluation (`final/...`) and the transfer numbers."""
+    """Return the numbers of the last evaluation (`final/...`) and the transfer numbers.
+
+    `worse/...` are the changes of what became worse.
+    """
     evaluations = results.get("evaluations") or [{"success": {}}]
     names = {"mean": "success", "greedy": "greedy", "reward": "reward"}
-    return dict(_flat("transfer", results.get("transfer"))) | {
+    falls = results.get("worse", {}).get("found", [])
+    worse = {f"{fall['name']}/{fall['kind']}": fall["change"] for fall in falls}
+    flat = _flat("", {"transfer": results.get("transfer"), "worse": worse})
+    return {name.removeprefix("/"): value for name, value in flat} | {
         f"final/{domain}/{name}": rates[key]
         for domain, rates in evaluations[-1]["success"].items()
         for key, name in names.items()

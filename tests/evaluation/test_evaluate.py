@@ -274,6 +274,7 @@ def test_sampled_and_greedy_success_stand_side_by_side():
         "num_trials": 2,
         "pass^k": [0.0, 0.0],
         "tasks": {"a": [0.0, 0.0]},
+        "greedy_tasks": {"a": 1.0},
         "tools": {},
         "families": {},
         "branches": {},

@@ -123,6 +123,28 @@ def test_a_policy_that_acts_alike_from_the_start_is_told_to_spread():
     assert "learning_rate" not in lines[2][0]
 
 
+def entropies(*values, solved=False, trained=8.0):
+    """The lines after steps with these entropies, with a resume before each."""
+    lines, decisions = list[str](), Decisions()
+    for step, entropy in enumerate(values, 1):
+        again = Decisions()
+        again.load_state_dict(json.loads(json.dumps(decisions.state_dict())))
+        decisions = again
+        decisions.add(STAGE, step, named(of_step("", solved=solved)), {"desk": Returns}, 1.0, ALONE)
+        metrics = {"train/entropy": entropy, "train/trained_episodes": trained}
+        lines += [f"{step} {line}" for line in decisions.messages(metrics, CONFIG)]
+    return lines
+
+
+def test_an_entropy_that_collapses_is_told_once_while_it_happens():
+    (line,) = entropies(0.5, 0.2, 0.04, 0.03, 0.02, 0.01, 0.01, 0.01)
+    says(line, "5 entropy collapsed: 0.5 at the stage's start, 0.02 now", "0 % of the last epi")
+    says(line, "lower learning_rate (0.0003)", "more entropy_coef (0.005)")
+    assert entropies(0.5, 0.2, 0.04, 0.06, 0.02, 0.01) == []
+    assert entropies(0.5, 0.04, 0.03, 0.02, 0.01, solved=True) == []  # there is nothing to try
+    assert entropies(0.5, 0.0, 0.0, 0.0, 0.0, trained=0.0) == []  # of no episode
+
+
 @pytest.mark.parametrize(
     "steps",
     [
