@@ -227,6 +227,6 @@ class RunState:
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}
-            facts["num_tools"] = {n: len(tool_schemas(e)) for n, e in environments.items()}
+            facts["tools"] = {n: tool_schemas(e) for n, e in environments.items()}
             stages, held_out = self.stages, self.parts.held_out
             write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from pipeline.checkpoints.run_folder import HARMLESS
 from pipeline.config.cli import flag
@@ -19,6 +19,8 @@ from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.evaluation.transfer import summary
 from pipeline.export.checkpoint import RunCheckpoint
+from pipeline.export.example import example_of
+from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import masked, printable
 from pipeline.models.files import HUB_ID
 from pipeline.report.page import TEMPLATES, table
@@ -32,6 +34,7 @@ from pipeline.report.tables import (
 )
 from pipeline.tracking.run_files import RunData, after_name, load_run
 
+LICENCE = ("license", "license_name", "license_link")  # keys of a card's metadata
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 # Settings that say where a run writes and what follows training.
 ELSEWHERE = {"output_dir", "resume_from_checkpoint", "override", "check", "doctor"}
@@ -41,7 +44,10 @@ CARD = TEMPLATES / "model_card.md.jinja"
 TINY = "random weights (a Qwen3 of half a million parameters, `tiny`)"
 WARM_START = "{} supervised steps on demonstrations (warm start) and "
 RFT = "{} round{} of rejection fine-tuning on its own successes and "
-TOOLS = " `TOOLS` are the JSON schemas of the domain's tools; the model saw these tools alone."
+TOOLS = ", and the JSON schemas of its tools. The model saw the tools of its domains alone"
+UNKNOWN = (
+    "The licence of the base model {} is not known here. Look it up before you share this model."
+)
 
 
 def model_card(
@@ -53,14 +59,18 @@ def model_card(
     on the hub. Raises UserError if the run's files cannot be read.
     """
     run, config = load_run(checkpoint.run), without_places(checkpoint.config)
+    example, model = example_of(run), checkpoint.config.model.model
     # Without results, a domain that is not of one message counts as one with tools.
     may_have = (config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)
-    has_tools = any(run.results.get("num_tools", {"": any(may_have)}).values())
+    has_tools = any(run.results.get("tools", {"": any(may_have)}).values())
     kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
-    base = base_of_adapters or checkpoint.config.model.model
+    base = hub_id_of(base_of_adapters or model)
+    licence = {"license": "apache-2.0"} if model == "tiny" else licence_of(model)
+    unknown = [] if licence else [UNKNOWN.format(f"`{config.model.model}`")]
     card: ModelCard = ModelCard.from_template(
         ModelCardData(
-            base_model=base if _is_hub_id(base) else None,
+            base_model=base,
+            **licence,
             library_name="peft" if base_of_adapters else "transformers",
             pipeline_tag="text-generation",
             tags=["grpo", "reinforcement-learning", *["tool-use"] * has_tools],
@@ -73,12 +83,12 @@ def model_card(
         step=checkpoint.step,
         domains=", ".join(config.data.domains),
         results=_results(run, checkpoint),
-        place=repo_id or "FOLDER",
-        options="".join(["tools=TOOLS, " * has_tools, *kwargs]),
-        tools=TOOLS * has_tools,
+        repo_id=repo_id,
+        options="".join(['tools=example["tools"], ' * bool(example["tools"]), *kwargs]),
+        tools=TOOLS * bool(example["tools"]),
         config=config,
         limits=config.rollout,
-        warnings=_limits(config),
+        warnings="\n".join([_limits(config), *(f"- {line}" for line in unknown)]),
         command=command_of(config),
         made=_made(run),
         differing=_differing(config),
@@ -142,8 +152,25 @@ def command_of(config: Config) -> str:
     return shlex.join(words)
 
 
-def _is_hub_id(name: str) -> bool:
-    return "/" in name and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+def hub_id_of(model: str) -> str | None:
+    """Return the hub id of a model, also of one in a folder of the hub's cache, or None."""
+    if Path(model).exists():
+        cached = [part for part in Path(model).resolve().parts if part.startswith("models--")]
+        return cached[-1].removeprefix("models--").replace("--", "/") if cached else None
+    return model if "/" in model and HUB_ID.fullmatch(model) else None
+
+
+def licence_of(model: str) -> dict[str, Any]:
+    """Return the licence in the card of a model, in a folder or on the hub; {} if there is none."""
+    path = Path(model) / "README.md"
+    try:
+        if not Path(model).is_dir():
+            is_offline = not hub_reachable()
+            path = Path(hf_hub_download(model, "README.md", local_files_only=is_offline))
+        data = ModelCard.load(path).data.to_dict()
+    except Exception:  # no such file, a broken one, or any error of the hub's library
+        return {}
+    return {name: data[name] for name in LICENCE if data.get(name)}
 
 
 def _results(run: RunData, checkpoint: RunCheckpoint) -> str:

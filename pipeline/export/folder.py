@@ -10,10 +10,12 @@ from pipeline.checkpoints.manifest import read_manifest
 from pipeline.errors import UserError
 from pipeline.export.card import model_card
 from pipeline.export.checkpoint import RunCheckpoint
+from pipeline.export.example import example_of, write_example
 from pipeline.files.durable import sync
 from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import reason_of
 from pipeline.models.files import HUB_ID
+from pipeline.tracking.run_files import load_run
 
 OF_THE_RUN = ("optimizer.pt", "state.json")  # files of a checkpoint that are no part of a model
 
@@ -89,3 +91,4 @@ def _write(checkpoint: RunCheckpoint, folder: Path, merge: bool, repo_id: str | 
         path.write_text(json.dumps(content, indent=2, sort_keys=True))
     base = base_of(checkpoint) if is_adapter else None
     model_card(checkpoint, base, repo_id).save(folder / "README.md")
+    write_example(folder, example_of(load_run(checkpoint.run)))

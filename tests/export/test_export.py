@@ -1,5 +1,6 @@
 """A checkpoint becomes a plain folder that transformers and PEFT load, with a card of its run."""
 
+import gzip
 import json
 import shlex
 import shutil
@@ -52,7 +53,7 @@ def test_an_exported_folder_is_loaded_with_the_weights_of_the_checkpoint(tmp_pat
     assert "checkpoint step-000001 (step 1)" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == {
         *("README.md", "chat_template.jinja", "config.json", "generation_config.json"),
-        *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *("example.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     }
     model = AutoModelForCausalLM.from_pretrained(out)
     named = dict(model.named_parameters())
@@ -135,6 +136,7 @@ def test_the_card_has_the_numbers_of_the_report(tmp_path):
     assert "after retail (step 20)" in text
     assert ModelCard(text).data.to_dict() == {
         "library_name": "transformers",
+        "license": "apache-2.0",
         "pipeline_tag": "text-generation",
         "tags": ["grpo", "reinforcement-learning", "tool-use"],
     }
@@ -163,7 +165,10 @@ def test_a_card_names_base_model_settings_and_limits(tmp_path):
     data = {"tasks": {"airline": "/home/me/tasks.jsonl"}}
     text = text_of(run_with(tmp_path / "run", 20, model=model, data=data), tmp_path / "out")
     assert ModelCard(text).data.base_model == "Qwen/Qwen3-4B"
-    assert "tools=TOOLS, enable_thinking=False, add_generation_prompt=True" in text
+    held_out(run := run_with(tmp_path / "other", 20, model=model, data=data))
+    other = text_of(run, tmp_path / "with-tools")
+    assert 'tools=example["tools"], enable_thinking=False, add_generation_prompt=True' in other
+    assert "The licence of the base model `Qwen/Qwen3-4B` is not known here." in text
     assert '| `data.tasks` | `{}` | `{"airline": "tasks.jsonl"}` |' in text
     assert "/home/me" not in text and "tiny" not in text.partition("## How it was made")[0]
 
@@ -172,11 +177,57 @@ def test_the_card_of_a_run_without_tools_does_not_speak_of_tools(tmp_path):
     run = run_with(tmp_path / "run", 20)
     assert "tool-use" in text_of(run, tmp_path / "with")
     results = json.loads((run / "results.json").read_text())
-    results["num_tools"] = dict.fromkeys(results["num_tools"], 0)
+    results["tools"] = {key: [] for key in results["tools"]}
     (run / "results.json").write_text(json.dumps(results))
     text = text_of(run, tmp_path / "without")
     assert ModelCard(text).data.tags == ["grpo", "reinforcement-learning"]
-    assert "TOOLS" not in text
+    assert "tools" not in text.partition("## How to use")[2].partition("## Limits")[0]
+
+
+def held_out(run: Path) -> list[dict[str, Any]]:
+    """Write the transcript of an episode; returns what its model was asked."""
+    asked = [{"role": "system", "content": "Serve."}, {"role": "user", "content": "where is R1"}]
+    answer = {"role": "assistant", "content": "here"}
+    folder = run / "trajectories" / "evaluation-retail"
+    folder.mkdir(parents=True)
+    with gzip.open(folder / "step-000020.rank-0.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"domain": "retail", "messages": [*asked, answer]}) + "\n")
+    return asked
+
+
+@pytest.mark.parametrize("has_transcripts", [True, False])
+def test_the_snippet_of_a_card_runs_in_its_folder(tmp_path, monkeypatch, capsys, has_transcripts):
+    run = run_with(tmp_path / "run", 20)
+    asked = held_out(run) if has_transcripts else [{"role": "user", "content": "Hello"}]
+    text = text_of(run, tmp_path / "out")
+    example = json.loads((tmp_path / "out" / "example.json").read_text())
+    assert example["messages"] == asked
+    names = [tool["function"]["name"] for tool in example["tools"]]
+    assert names == ["look_up"] * has_transcripts
+    snippet = text.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path / "out")
+    found: dict[str, Any] = {}
+    capsys.readouterr()
+    exec(snippet, found)
+    begin = found["tokenizer"].decode(found["inputs"]["input_ids"][0])
+    assert asked[-1]["content"] in begin and ("look_up" in begin) == has_transcripts
+    assert found["output"].shape[1] > found["inputs"]["input_ids"].shape[1]
+    assert capsys.readouterr().out  # what the model says
+
+
+def test_the_licence_of_a_base_model_is_that_of_its_card(tmp_path, monkeypatch):
+    base = tmp_path / "models--org--name" / "snapshots" / "main"
+    base.mkdir(parents=True)
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: gemma\n---\n# Base\n")
+    data = ModelCard(
+        text_of(run_with(tmp_path / "a", 20, model={"model": str(base)}), tmp_path / "o")
+    )
+    assert (data.data.license, data.data.license_name) == ("other", "gemma")
+    assert data.data.base_model == "org/name"
+    assert "is not known here" not in data.content
+    (base / "README.md").write_text("no metadata")
+    other = text_of(run_with(tmp_path / "b", 20, model={"model": str(base)}), tmp_path / "p")
+    assert "The licence of the base model `main` is not known here. Look it up" in other
 
 
 def test_the_command_of_a_card_makes_a_run_with_the_same_settings(tmp_path):

@@ -56,7 +56,7 @@ def test_the_command_uploads_exactly_the_folder_that_it_wrote(tmp_path):
     assert created.get("private") is True or created.get("visibility") == "private"
     assert sum("/commit/" in call for call in hub.calls) == 1
     text = (out / "README.md").read_text()
-    assert 'from_pretrained("me/desk")' in text and "\n# desk\n" in text
+    assert 'place = "me/desk"' in text and "\n# desk\n" in text
     assert TOKEN not in text + done.stdout + done.stderr
 
 

@@ -66,6 +66,16 @@ def evaluation(after: str, step: int, means: Mapping[str, float]) -> dict[str, A
     return {"after": after, "step": step, "success": rates}
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up an order.",
+        "parameters": {"type": "object", "properties": {"order": {"type": "string"}}},
+    },
+}
+
+
 def make_run(
     folder: Path,
     stages: Sequence[str],
@@ -143,7 +153,7 @@ def make_run(
         "wall_s": 83.4,
         "reward_parts": dict.fromkeys(domains, PARTS),
         "num_train_tasks": dict.fromkeys(domains, 800),
-        "num_tools": dict.fromkeys(domains, 4),
+        "tools": {key: [TOOL] for key in domains},
     }
     (folder / "curriculum.json").write_text(json.dumps(curriculum))
     (folder / "results.json").write_text(json.dumps(results))
