@@ -23,7 +23,8 @@ def made_of(
     """Return the SHA-256 of each thing that a run is made of, by its name.
 
     `graded` has the training tasks of curricula with difficulties, by domain and difficulty. Of
-    code, the files of modules that settings name count; not what they import, and not this package.
+    code, the files of modules that settings name count, and of the modules beside them that they
+    import: not this package, and not installed ones.
     """
     data = config.data
     found = {}
@@ -36,11 +37,29 @@ def made_of(
     for name, path in data.demonstrations.items():
         found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
     targets = [*(of.factory for of in data.factories.values()), *data.reward_funcs]
-    for name in {target.partition(":")[0] for target in targets}:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file and name.partition(".")[0] != __package__.partition(".")[0]:
-            found[f"module {name}"] = hash_of(Path(file))
+    for target in targets:
+        found |= _hashes_of_modules(target.partition(":")[0])
     return found
+
+
+def _hashes_of_modules(named: str) -> dict[str, str]:
+    """Return the hash of a module's file, and of the imported files in its folder and below."""
+    files = {
+        name: Path(file)
+        for name, module in [*sys.modules.items()]
+        if (file := getattr(module, "__file__", None))
+        and name.partition(".")[0] != __package__.partition(".")[0]
+    }
+    if named not in files:
+        return {}
+    folder = files[named].parent
+    beside = {
+        name: file
+        for name, file in files.items()
+        if name == named
+        or (folder in file.parents and "site-packages" not in file.relative_to(folder).parts)
+    }
+    return {f"module {name}": hash_of(file) for name, file in beside.items() if file.is_file()}
 
 
 def _hash_of_tasks(tasks: Iterable[Task]) -> str:

@@ -15,7 +15,14 @@ from tests.support.warm import play
 pytestmark = pytest.mark.whole_run
 
 ROWS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(20)]
-REWARD = "def correct(completions, answer, **_):\n    return [float(len(a)) for a in answer]\n"
+REWARD = """
+from my_graders import graded
+
+
+def correct(completions, answer, **_):
+    return [graded(a) for a in answer]
+"""
+GRADERS = "def graded(answer):\n    return float(len(answer))\n"
 DOMAIN = """
 import os
 from pipeline.data.tasks import Task
@@ -42,22 +49,25 @@ OWN = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "
 OWN += [*SHORT, "--eval-tasks-per-domain", "4"]
 
 
-def write(folder: Path, rows: list[dict[str, str]], reward: str = REWARD) -> None:
+def write(folder: Path, rows: list[dict[str, str]], graders: str = GRADERS) -> None:
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "my_reward.py").write_text(reward)
+    (folder / "my_reward.py").write_text(REWARD)
+    (folder / "my_graders.py").write_text(graders)
 
 
-def swapped(first: int, second: int) -> list[dict[str, str]]:
-    rows = [*ROWS]
-    rows[first], rows[second] = rows[second], rows[first]
-    return rows
+def changed(number: int, answer: str) -> list[dict[str, str]]:
+    """The rows, with another answer in one of them."""
+    return [{**row, "answer": answer} if n == number else row for n, row in enumerate(ROWS)]
 
 
 def test_other_data_are_refused_by_name_when_a_run_goes_on_or_is_evaluated(tmp_path: Path):
     write(tmp_path, ROWS)
     begun = [*OWN, "--output-dir", "out", "--max-steps", "2"]
     play(*begun, cwd=tmp_path, num_ranks=1)
-    old = json.loads((tmp_path / "out" / "results.json").read_text())["made_of"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    old = results["made_of"]
+    held_out = [int(task) for task in results["task_families"]["sums"]]
+    trained = next(number for number in range(20) if number not in held_out)
     begun += ["--resume-from-checkpoint", "step-000001"]
     evaluation = ["--model", "out/checkpoints/step-000001", *OWN, "--no-grpo"]
 
@@ -67,25 +77,25 @@ def test_other_data_are_refused_by_name_when_a_run_goes_on_or_is_evaluated(tmp_p
         assert "Traceback" not in done.stderr
         return line
 
-    # The last 4 rows are held out, 2 before them validate.
-    write(tmp_path, swapped(0, 19))
+    write(tmp_path, [*ROWS[1:], ROWS[0]])
     line = refused(*begun)
-    says(line, "made_of: step-000001 was made with other training tasks of sums, held-out tasks of")
+    says(line, "made_of: step-000001 was made with other training tasks of sums, ")
     says(line, "put back what was there, or start a new run; --override goes on all the same")
-    write(tmp_path, [*ROWS[:19], {**ROWS[19], "answer": "7"}])
+    write(tmp_path, changed(held_out[0], "7"))
     says(refused(*begun), "was made with other held-out tasks of sums; put back")
     line = refused(*evaluation, "--output-dir", "eval")
     says(line, "made_of: step-000001 was made with other held-out tasks of sums; put back")
-    write(tmp_path, swapped(0, 1))
+    write(tmp_path, changed(trained, "70"))
     says(refused(*begun), "was made with other training tasks of sums; put back")
     play(*evaluation, "--output-dir", "eval", cwd=tmp_path, num_ranks=1)
-    write(tmp_path, ROWS, REWARD.replace("len(a)", "0"))
-    says(refused(*begun), "was made with other module my_reward; put back")
+    write(tmp_path, ROWS, GRADERS.replace("len(answer)", "0"))
+    says(refused(*begun), "was made with other module my_graders; put back")
 
     done = play(*begun, "--override", cwd=tmp_path, num_ranks=1)
-    says(done.stdout, "warning: overridden: step-000001 was made with other module my_reward")
+    says(done.stdout, "warning: overridden: step-000001 was made with other module my_graders")
     new = json.loads((tmp_path / "out" / "results.json").read_text())["made_of"]
-    assert [name for name in old if old[name] != new[name]] == ["module my_reward"]
+    assert [name for name in old if old[name] != new[name]] == ["module my_graders"]
+    assert "module my_reward" in old
 
 
 def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
