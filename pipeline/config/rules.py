@@ -87,8 +87,10 @@ def _endpoints(config: Config) -> Iterator[str]:
     yield from _endpoint(data, "customer", data.customer == "llm", given, remedy)
     is_judged, given = data.judge_url is not None, "without judge_url"
     yield from _endpoint(data, "judge", is_judged, given, "give judge_url")
-    if is_judged and (data.tau2 is None or data.tau2_reward != "official"):
-        yield f"judge_url: got {data.judge_url}; give tau2 and tau2_reward official, or take it out"
+    is_official = data.tau2 is not None and data.tau2_reward == "official"
+    if is_judged and not (is_official or data.reward_funcs):
+        hint = "give tau2 and tau2_reward official, or a reward function that asks it"
+        yield f"judge_url: got {data.judge_url}; {hint}, or take it out"
     is_agent, given = evaluation.agent_url is not None, "without agent_url"
     yield from _endpoint(evaluation, "agent", is_agent, given, "give agent_url")
 

@@ -7,7 +7,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 BUSY = (408, 425, 429, 500, 502, 503, 504, 529)  # statuses that another attempt may change
-AWAY = (ConnectionError, TimeoutError)
+# Classes of a lost connection, by name: Python's own, httpx's, aiohttp's and openai's.
+AWAY = {"ConnectionError", "TimeoutError", "NetworkError", "RemoteProtocolError"}
+AWAY |= {"TimeoutException", "ClientConnectionError", "APIConnectionError"}
 
 
 def seconds_of(retry_after: str) -> float:
@@ -60,5 +62,6 @@ def _asked(error: Any) -> float | None:
         seconds = seconds_of(str(header if given is None else given))
     except Exception:  # the exception is the user's code
         return None
-    is_busy = isinstance(error, AWAY) or any(status in BUSY for status in statuses)
+    is_away = any(kind.__name__ in AWAY for kind in type(error).__mro__)
+    is_busy = is_away or any(status in BUSY for status in statuses)
     return seconds if seconds or is_busy else None
