@@ -104,7 +104,8 @@ class RunState:
         held_out = self.parts.held_out
         customers = customers_of(config, self.folder, self.parts.domains, held_out, ranks)
         self.policy.rollout.welcomes = customers.welcomes if customers else {}
-        judge = judge_of(config, self.folder, self.parts.domains, ranks)
+        rewards = self.policy.rollout.rewards
+        judge = judge_of(config, self.folder, self.parts.domains, ranks, rewards)
         self.language_models = [customers.model] if customers else []
         self.language_models += [judge] if judge else []
         self.disk.begin(opened, config, self.state.step, self.state.evaluations)

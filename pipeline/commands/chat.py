@@ -39,7 +39,10 @@ def main(argv: list[str]) -> int:
         model = LanguageModel("customer", config, checkpoint.run, name="chat")
         rollout.welcomes = Customers(model, [name]).welcomes
     if config.data.judge_url is not None:
-        domain.environment.judge = LanguageModel("judge", config, checkpoint.run, name="chat").ask
+        judge = LanguageModel("judge", config, checkpoint.run, name="chat").ask
+        domain.environment.judge = judge
+        if rollout.rewards is not None and rollout.rewards.asks_judge:
+            rollout.rewards.judge = judge
     try:
         play(rollout, task, seed, options)
     except (KeyboardInterrupt, EOFError):

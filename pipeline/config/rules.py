@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.config.section import Section
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config
+from pipeline.config.urls import mistake_of
 from pipeline.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -86,8 +87,10 @@ def _endpoints(config: Config) -> Iterator[str]:
     yield from _endpoint(data, "customer", data.customer == "llm", given, remedy)
     is_judged, given = data.judge_url is not None, "without judge_url"
     yield from _endpoint(data, "judge", is_judged, given, "give judge_url")
-    if is_judged and (data.tau2 is None or data.tau2_reward != "official"):
-        yield f"judge_url: got {data.judge_url}; give tau2 and tau2_reward official, or take it out"
+    is_official = data.tau2 is not None and data.tau2_reward == "official"
+    if is_judged and not (is_official or data.reward_funcs):
+        hint = "give tau2 and tau2_reward official, or a reward function that asks it"
+        yield f"judge_url: got {data.judge_url}; {hint}, or take it out"
     is_agent, given = evaluation.agent_url is not None, "without agent_url"
     yield from _endpoint(evaluation, "agent", is_agent, given, "give agent_url")
 
@@ -104,9 +107,9 @@ def _endpoint(part: Section, role: str, is_used: bool, given: str, remedy: str) 
     for name in (n for n in (f"{role}_url", f"{role}_model") if not getattr(part, n)):
         who = "customer llm" if role == "customer" else f"the {role}"
         yield f"{name}: {who} needs it; give the endpoint's URL and its model's name"
-    if not re.match(r"https?://[^/\s]", str(url)):
+    if mistake := mistake_of(str(url)):
         hint = "give the base URL of an OpenAI-compatible server, such as http://HOST:8000/v1"
-        yield f"{role}_url: got {url!r}; {hint}"
+        yield f"{role}_url: got {url!r}; {mistake}; {hint}"
     if key != getattr(default, f"{role}_key") and key not in os.environ:
         yield f"{role}_key: got {key}, which is not set; set the variable"
 

@@ -75,7 +75,7 @@ class DataSettings(Section):
     tau2_reward: Literal["verifiable", "official"] = field(
         "verifiable", "official: a judge decides what only a language model can"
     )
-    judge_url: Text | None = field(None, "chat endpoint of the judge of tau2_reward official")
+    judge_url: Text | None = field(None, "chat endpoint of the judge, for rewards")
     judge_model: Text | None = field(None, "name of the model at judge_url")
     judge_temperature: NonNegativeFloat = field(0.0, "sampling temperature of the judge")
     judge_key: Text = field("OPENAI_API_KEY", "environment variable that holds its API key")

@@ -63,19 +63,26 @@ def customers_of(
 
 
 def judge_of(
-    config: Config, folder: Path, domains: Mapping[str, Domain], ranks: Ranks
+    config: Config,
+    folder: Path,
+    domains: Mapping[str, Domain],
+    ranks: Ranks,
+    rewards: Any = None,
 ) -> LanguageModel | None:
-    """Give the environments with `has_judge` the judge of a run; return the judge, or None.
+    """Give those who ask the judge of a run the judge; return the judge, or None.
 
-    An environment asks with `await self.judge(messages, seed=...)`.
+    They are environments with `has_judge`, with `await self.judge(messages, seed=...)`, and the
+    reward functions `rewards`, with their argument `judge`.
     """
-    kinds = [d.environment for d in domains.values() if getattr(d.environment, "has_judge", False)]
-    if not kinds or config.data.judge_url is None:
+    kinds = [d.environment for d in domains.values()]
+    asking = [kind for kind in kinds if getattr(kind, "has_judge", False)]
+    asking += [rewards] if rewards is not None and rewards.asks_judge else []
+    if not asking or config.data.judge_url is None:
         return None
     arguments = config, folder, told_once(ranks), ranks.rank, ranks.num_ranks
     model = LanguageModel("judge", *arguments)
-    for kind in kinds:
-        kind.judge = staticmethod(model.ask)
+    for one in asking:
+        one.judge = model.ask
     return model
 
 

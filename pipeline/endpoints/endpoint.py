@@ -1,25 +1,32 @@
 """A client of an OpenAI-compatible chat endpoint, for hundreds of calls at once.
 
 An attempt that meets a lost connection, a status of 429 or 5xx, or a useless answer is repeated
-after a pause. The pauses grow, are shortened at random, and last at least as long as the header
-Retry-After says.
+after a pause. The pauses grow and are shortened at random. While the endpoint asks to wait
+(Retry-After), no call is made.
 """
 
 import asyncio
 import json
+import math
 import random
+import ssl
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from importlib import import_module
 from itertools import count
 from typing import Any
 
 from pipeline.data.tasks import Message
 from pipeline.environments.faults import Outage
+from pipeline.environments.waits import causes_of, seconds_of
 from pipeline.errors import UserError
-from pipeline.files.untrusted import keep_secret, one_line, parse_json, without_secrets
+from pipeline.files.untrusted import (
+    keep_secret,
+    one_line,
+    parse_json,
+    reason_of,
+    without_secrets,
+)
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
 TOLD = 3  # failed attempts without a success between them, before a line says so
@@ -28,35 +35,42 @@ MAX_REPLY = 8 << 20  # bytes of a reply, unpacked; a longer one is no message
 MAX_USELESS = 3  # answers of one call that hold no message; they are paid
 NOT_HERE = (401, 403, 404)  # statuses that no other conversation will change
 REPEATED = (408, 409, 425, 429)  # statuses below 500 that another attempt may change
+LOST = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)  # a lost connection
+PROBE_S = 5.0  # seconds to find out whether a server speaks TLS
 
 
 class Failed(Exception):
-    """An attempt failed, and another one may succeed, `pause_s` seconds later at the earliest."""
+    """An attempt failed, and another one may succeed. `wait_s` are the seconds of Retry-After."""
 
-    def __init__(self, why: str, pause_s: float = 0.0) -> None:
+    def __init__(self, why: str, wait_s: float = 0.0) -> None:
         super().__init__(why)
-        self.pause_s = pause_s
+        self.wait_s = wait_s
 
 
 class Refused(Exception):
-    """The endpoint refuses a request; `for_all` is True if it will refuse all requests."""
+    """The endpoint refuses a request; `for_all` is True if it will refuse all requests.
 
-    def __init__(self, why: str, for_all: bool) -> None:
+    `remedy` says what to do, where this is known.
+    """
+
+    def __init__(self, why: str, for_all: bool, remedy: str = "") -> None:
         super().__init__(why)
-        self.for_all = for_all
+        self.for_all, self.remedy = for_all, remedy
 
 
 class Endpoint:
     """The model `model` at `url`; `key` is the API key, or empty. Lines begin with the `role`.
 
     A call ends at most `patience_s` seconds after its begin, and an attempt after half of this
-    time. While the endpoint is away, the patience of all calls runs from the first failure. `say`
-    prints one line when the endpoint is busy, one when it is away, and one when it is back.
+    time. While the endpoint is away, the patience of all calls runs from the first failure. If the
+    endpoint asks for a longer wait, calls wait for `patience_s` and fail, and no attempt is made
+    before the time has come. `say` prints one line when the endpoint is busy, one when it is away,
+    and one when it is back.
 
     By default, an answer is useless if it is empty or has a call with unreadable arguments. With
     `as_written`, such an answer is a message: unreadable arguments stay text, and `is_cut` is True
     in a message that the limit of its tokens has cut off. Raises UserError if the package httpx is
-    missing.
+    missing, or if the URL, the key or the environment's settings for HTTP cannot be used.
     """
 
     def __init__(
@@ -75,14 +89,27 @@ class Endpoint:
         except ModuleNotFoundError:
             hint = "pip install 'three-domain-grpo[endpoints]'"
             raise UserError(f"{role}_url: needs the package httpx; {hint}") from None
-        self._loop: object = None
-        self._client: Any = None
         self.url, self.model, self.temperature = url.rstrip("/"), model, temperature
         keep_secret(key)
+        if not (key.isascii() and key.isprintable()):
+            hint = "a header holds printable ASCII alone; set the variable again"
+            raise UserError(f"{role}_key: the key in the variable has other characters; {hint}")
+        self._loop: object = None
+        try:
+            is_safe = self._httpx.URL(self.url).scheme == "https"
+            # Without https no certificates are needed, nor loaded.
+            self._verify = self._httpx.create_ssl_context() if is_safe else False
+            self._client = self._new_client()
+        except (self._httpx.InvalidURL, ValueError, ImportError, OSError) as error:
+            names = "SSL_CERT_FILE, SSL_CERT_DIR, HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY"
+            why = f"{self.url} cannot be called ({reason_of(error)}); mend it, or {names}"
+            raise UserError(f"{role}_url: {why}") from None
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.patience_s, self._say, self._random = patience_s, say, random.Random()
         self.has_answered, self._role, self._as_written = False, role, as_written
         self._num_failed, self._failing_since = 0, 0.0
+        self._opens_at, self._asked = -math.inf, ""  # after a Retry-After
+        self._has_probed = False
         self._told, self._told_at = set[str](), dict[str, float]()  # by kind of failure
 
     async def answer(
@@ -103,19 +130,23 @@ class Endpoint:
         body |= {"tools": list(tools)} if tools else {}
         begun, useless = time.monotonic(), 0
         for attempt in count():
+            await self._open(begun)
             try:
                 message, num_tokens = await self._post(body)
             except Failed as failed:
-                since = self._note(str(failed), begun)
+                since = self._note(failed, begun)
                 pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt, 9))
-                pause = max(failed.pause_s, pause * self._random.uniform(0.5, 1))
+                pause *= self._random.uniform(0.5, 1)
+                if failed.wait_s:
+                    self._close_for(max(pause, failed.wait_s), failed)
+                    continue
                 if time.monotonic() + pause > since + self.patience_s:
                     waited = time.monotonic() - since
                     why = f"{self.url} is away for {waited:.0f} s ({failed})"
                     raise Outage(f"{self._role}: {why}") from None
                 await asyncio.sleep(pause)
                 continue
-            self._note("", begun)
+            self._note(None, begun)
             paid(message, num_tokens)
             if message is not None:
                 return message
@@ -123,6 +154,26 @@ class Endpoint:
             if useless == MAX_USELESS:
                 raise Outage(f"{self._role}: {self.url} gave {useless} answers without a message")
         raise AssertionError("unreachable")
+
+    async def _open(self, begun: float) -> None:
+        """Wait until the endpoint can be asked; raises Outage if this takes too long."""
+        while (wait := self._opens_at - time.monotonic()) > 0:
+            left = begun + self.patience_s - time.monotonic()
+            await asyncio.sleep(max(0.0, min(wait, left)))
+            if wait > left:
+                raise Outage(f"{self._role}: {self._asked}")
+
+    def _close_for(self, seconds: float, failed: Failed) -> None:
+        """Make no call for some seconds, because the endpoint asks for it."""
+        if (opens_at := time.monotonic() + seconds) > self._opens_at:
+            self._opens_at, self._asked = opens_at, self._request(failed)
+        self._failing_since = self._opens_at  # to wait as asked is no outage
+
+    def _request(self, failed: Failed) -> str:
+        asked = f"{self.url} asks to wait {failed.wait_s:.0f} s ({failed})"
+        if failed.wait_s <= self.patience_s:
+            return asked
+        return f"{asked}, and a call waits at most {self.patience_s:.3g} s (0.9 of call_timeout)"
 
     async def _post(self, body: dict[str, Any]) -> tuple[Message | None, int]:
         client, address = self._connected(), f"{self.url}/chat/completions"
@@ -134,11 +185,12 @@ class Endpoint:
         except TimeoutError:
             raise Failed(f"no answer within {self.patience_s / 2:.3g} s") from None
         except (self._httpx.TransportError, OSError) as error:
+            await self._refuse_other_protocol(error)
             raise Failed(f"{type(error).__name__}: {one_line(str(error))}") from None
         status = int(response.status_code)
         if status >= 500 or status in REPEATED:
-            pause = seconds_of(response.headers.get("Retry-After", ""))
-            raise Failed(f"status {status}", min(pause, self.patience_s))
+            wait_s = seconds_of(response.headers.get("Retry-After", ""))
+            raise Failed(f"status {status}", wait_s)
         if status != 200:
             why = f"status {status}: {one_line(text[:300])}"
             raise Refused(why, for_all=status in NOT_HERE or not self.has_answered)
@@ -148,16 +200,45 @@ class Endpoint:
         """Return the client of the running event loop; a client works in one loop only."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
-            is_safe = self.url.startswith("https:")  # else no certificates are needed, nor loaded
-            made = self._httpx.AsyncClient(timeout=None, limits=limits, verify=is_safe)
-            self._loop, self._client = loop, made
+            self._loop, self._client = loop, self._new_client()
         return self._client
 
-    def _note(self, failure: str, begun: float) -> float:
-        """Note a failure or, with an empty text, an answer; return since when calls fail."""
-        now = time.monotonic()
-        if not failure:
+    def _new_client(self) -> Any:
+        limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return self._httpx.AsyncClient(timeout=None, limits=limits, verify=self._verify)
+
+    async def _refuse_other_protocol(self, error: Exception) -> None:
+        """Raise Refused if an attempt failed because of TLS, and no other attempt changes this."""
+        of_tls = next((e for e in causes_of(error) if isinstance(e, ssl.SSLError)), None)
+        if isinstance(of_tls, ssl.SSLCertVerificationError):
+            why = f"its certificate is not trusted: {one_line(of_tls.verify_message)}"
+            remedy = f"set SSL_CERT_FILE to the file of its authority, or mend {self._role}_url"
+            raise Refused(why, True, remedy)
+        if self.has_answered:
+            return
+        if of_tls is not None and not isinstance(of_tls, LOST):
+            why = f"TLS fails ({reason_of(of_tls)})"
+            raise Refused(why, True, f"give http:// in {self._role}_url if it has no TLS")
+        if of_tls is None and not self._has_probed and await self._speaks_tls():
+            raise Refused("it speaks TLS alone", True, f"give https:// in {self._role}_url")
+
+    async def _speaks_tls(self) -> bool:
+        """Return whether the server of an http URL answers to https; sends no key."""
+        self._has_probed, url = True, self._httpx.URL(self.url)
+        if url.scheme == "https":
+            return False
+        try:
+            async with self._httpx.AsyncClient(verify=False, timeout=PROBE_S) as client:
+                await client.head(url.copy_with(scheme="https", port=url.port or 80))
+        except (self._httpx.ReadError, self._httpx.RemoteProtocolError):
+            return True  # these come after the handshake
+        except (self._httpx.TransportError, OSError):
+            return False
+        return True
+
+    def _note(self, failed: Failed | None, begun: float) -> float:
+        """Note a failure or, with None, an answer; return since when calls fail."""
+        if failed is None:
             self.has_answered, self._num_failed = True, 0
             if self._told:
                 self._say(f"{self._role}: {self.url} answers again")
@@ -166,27 +247,21 @@ class Endpoint:
         self._num_failed += 1
         if self._num_failed == 1:
             self._failing_since = begun
-        kind = "asks to wait" if failure == "status 429" else "does not answer"
-        is_new = kind not in self._told and now - self._told_at.get(kind, -QUIET_S) >= QUIET_S
-        if self._num_failed >= TOLD and is_new:
-            self._told.add(kind)
-            self._told_at[kind] = now
-            self._say(f"{self._role}: {self.url} {kind} ({failure}); calls are tried again")
+        is_busy = failed.wait_s > 0 or str(failed) == "status 429"
+        kind = "asks to wait" if is_busy else "does not answer"
+        if failed.wait_s > self.patience_s:
+            self._tell("asks to wait long", f"{self._request(failed)}; no call is made before")
+        elif self._num_failed >= TOLD:
+            self._tell(kind, f"{self.url} {kind} ({failed}); calls are tried again")
         return min(begun, self._failing_since)
 
-
-def seconds_of(retry_after: str) -> float:
-    """Return the seconds that a header Retry-After asks for; 0 if it is empty or unreadable."""
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        until = parsedate_to_datetime(retry_after)
-    except (ValueError, TypeError):
-        return 0.0
-    # A date without a zone is in UTC.
-    return max(0.0, (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+    def _tell(self, kind: str, line: str) -> None:
+        """Print a line about a kind of failure, unless one has been printed."""
+        now = time.monotonic()
+        if kind not in self._told and now - self._told_at.get(kind, -QUIET_S) >= QUIET_S:
+            self._told.add(kind)
+            self._told_at[kind] = now
+            self._say(f"{self._role}: {line}")
 
 
 async def _text_of(response: Any) -> str:

@@ -63,7 +63,7 @@ class LanguageModel:
             str(self._setting("url")),
             str(self._setting("model")),
             self._setting("temperature"),
-            os.environ.get(self._key_name, ""),
+            os.environ.get(self._key_name, "").strip(),
             PATIENCE * config.rollout.call_timeout,
             say,
             role,
@@ -114,7 +114,7 @@ class LanguageModel:
             why = f"{self._role}_url: {endpoint.url} refuses a call ({refused})"
             if refused.for_all:
                 names = f"{self._role}_url, {self._role}_model or the key in {self._key_name}"
-                self.ended = f"{why}; mend {names}"
+                self.ended = f"{why}; {refused.remedy or f'mend {names}'}"
             raise (Outage if refused.for_all else Unanswered)(why) from None
         finally:
             self._num_open -= 1

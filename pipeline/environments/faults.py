@@ -38,14 +38,20 @@ class EnvironmentFault(Exception):
 
     `call` names the call, such as `reset` or a tool. `timed_out` is True if the call took too long.
     `outage` is True if a service is down, or if the rollout has stopped calling the domain's
-    environments because of late calls.
+    environments because of late calls. `wait_s` is the result of `wait_of`.
     """
 
     def __init__(
-        self, text: str, call: str = "", timed_out: bool = False, outage: bool = False
+        self,
+        text: str,
+        call: str = "",
+        timed_out: bool = False,
+        outage: bool = False,
+        wait_s: float | None = None,
     ) -> None:
         super().__init__(text)
         self.call, self.timed_out, self.outage = call, timed_out, outage
+        self.wait_s = wait_s
 
 
 def too_long(name: str, seconds: float) -> EnvironmentFault:
@@ -102,8 +108,14 @@ class FaultLog:
         where: Callable[[], str] = lambda: "",
         is_first: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self._where, self._is_first = where, is_first
+        self._where, self._is_first, self._told = where, is_first, set[str]()
         self.counts = Counter[tuple[str, str]]()  # number of failures by (domain, call)
+
+    def tell_once(self, line: str, about: str) -> None:
+        """Print a line, unless a line about the same has been printed."""
+        if about not in self._told and self._is_first(about):
+            say(f"warning: {line}")
+        self._told.add(about)
 
     def add(self, domain: str, task_id: str, call: str, text: str) -> None:
         self.counts[domain, call] += 1

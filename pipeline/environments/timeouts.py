@@ -38,6 +38,7 @@ from pipeline.environments.faults import (
     only_faults,
     too_long,
 )
+from pipeline.environments.waits import wait_of
 
 REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first alarm's CallTimeout
 MAX_THREADS = 512  # largest number of threads for synchronous calls in the background
@@ -191,7 +192,9 @@ def _cut_off(name: str) -> EnvironmentFault:
 
 
 def fault_of(error: BaseException, name: str) -> EnvironmentFault:
-    return EnvironmentFault(describe(only_faults(error)), name, outage=is_outage(error))
+    text, outage = describe(only_faults(error)), is_outage(error)
+    wait_s = None if outage else wait_of(error)  # who raises an Outage has waited
+    return EnvironmentFault(text, name, outage=outage, wait_s=wait_s)
 
 
 class Guard(Protocol):
@@ -315,6 +318,13 @@ class Calls:
         if time.monotonic() > deadline:
             raise fault
         return result
+
+    def pause(self, seconds: float) -> None:
+        """Wait, with a sign of progress in each second."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.on_call("")
+            time.sleep(min(left, TICK_S))
 
     def forget(self) -> None:
         """Cancel all background work, and set every domain's count of late calls to zero."""

@@ -34,8 +34,9 @@ def evaluate(
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
     Random numbers depend on seed, task and trial only. A trial whose environment fails is run
-    again, at most ATTEMPTS times in total. Raises RuntimeError if a trial has no record or several
-    records, and Interrupted if a signal stops the run.
+    again, at most ATTEMPTS times in total; not if a reward function failed, which has had its
+    attempts. Raises RuntimeError if a trial has no record or several records, and Interrupted if a
+    signal stops the run.
     """
     requests = [
         RolloutRequest(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
@@ -47,9 +48,9 @@ def evaluate(
         ranks.agree("end of evaluation")
         mine = [t.record() for t in trajectories]
         records = list(chain(*ranks.all_gather_objects(mine, "evaluation")))
-        if attempt == ATTEMPTS or not failed_trials(records):
+        if attempt == ATTEMPTS or all(map(_is_ungraded, failed_trials(records))):
             break
-        failed = [i for i, record in enumerate(mine) if failed_trials([record])]
+        failed = [i for i, r in enumerate(mine) if failed_trials([r]) and not _is_ungraded(r)]
         again = rollout([requests[i] for i in failed], greedy=greedy)
         for i, trajectory in zip(failed, again, strict=True):
             trajectories[i] = trajectory
@@ -67,6 +68,10 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     return [record for record in records if record.stop_reason == StopReason.ENVIRONMENT_ERROR]
 
 
+def _is_ungraded(record: RunRecord) -> bool:
+    return record.left_out == "reward"
+
+
 def unscored_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     """Return the trials that were played and got no reward, because each function gave None."""
     failed, left = StopReason.ENVIRONMENT_ERROR, (r for r in records if r.left_out == "reward")
@@ -80,10 +85,13 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     would seem to have forgotten tasks.
     """
     if failed := failed_trials(records):
+        times, what = f" {ATTEMPTS} times", "environment"
+        if all(map(_is_ungraded, failed)):
+            times, what = "", "reward function, or what it asks,"
         raise RunError(
-            f"{len(failed)} of {len(records)} trials {when} ended in environment errors {ATTEMPTS} "
-            f"times (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
-            f"{commonest(errors_of(failed))}; mend the environment and resume"
+            f"{len(failed)} of {len(records)} trials {when} ended in environment errors{times} "
+            f"(the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
+            f"{commonest(errors_of(failed))}; mend the {what} and resume"
         )
     if unscored := unscored_trials(records):
         raise UserError(

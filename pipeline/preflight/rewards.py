@@ -13,6 +13,7 @@ from pipeline.environments.tools import started
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 from pipeline.rollout.rewards import (
+    JUDGE,
     Completion,
     RewardFunction,
     RewardFunctions,
@@ -34,27 +35,32 @@ def check_reward_functions(
     """Try the reward functions; return notes on functions and on columns that are not used.
 
     Raises UserError if a function applies to no domain, if a domain has no reward, if held-out
-    tasks lack a column that training tasks have and a function needs, or if a function fails on an
-    empty answer. Async functions are not called.
+    tasks lack a column that training tasks have and a function needs, if a function cannot ask the
+    judge, or if a function fails on an empty answer. Async functions are not called.
     """
     rewards = load_reward_functions(config)
     functions = [] if rewards is None else list(rewards.functions)
     later = "is async, so its first call is in the run"
     notes = [f"reward function {f.name} {later}" for f in functions if f.is_async]
+    judge = _judge_of(config, functions)
     missing = dict[str, str]()  # name of a function -> what tasks lack
     unscored, used = list[str](), set[str]()
     for name, domain in domains.items() if functions else ():
         columns = columns_of(tasks[name][0])
-        applying = [function for function in functions if not function.missing(columns)]
+        if judge and JUDGE in columns:
+            hint = "this is the judge's name in reward functions; rename the column"
+            raise UserError(f"{name}: its tasks have a column {JUDGE}; {hint}")
+        applying = [function for function in functions if not function.missing([*columns, *judge])]
         for function in functions:
-            if lacking := function.missing(columns):
-                given = f"its tasks have no {', '.join(lacking)}, only {', '.join(columns)}"
+            if lacking := function.missing([*columns, *judge]):
+                names = [f"{n} (which judge_url gives)" if n == JUDGE else n for n in lacking]
+                given = f"its tasks have no {', '.join(names)}, only {', '.join(columns)}"
                 missing[function.name] = given
                 notes.append(f"reward function {function.name} is not called for {name}: {given}")
         if not applying and not hasattr(domain.environment, "get_reward"):
             unscored.append(name)
         for function in applying:
-            if lacking := function.missing(columns_of(held_out[name][0])):
+            if lacking := function.missing([*columns_of(held_out[name][0]), *judge]):
                 where = f"held-out tasks of {name} have no {', '.join(lacking)}"
                 why = f"{function.name} needs what its training tasks have, but the {where}"
                 raise UserError(f"reward_funcs: {why}; add it to them")
@@ -72,6 +78,20 @@ def check_reward_functions(
         hint = "give a function for its columns, or the environment a get_reward"
         raise UserError(f"reward_funcs: no function applies to {unscored[0]}; {hint}")
     return notes
+
+
+def _judge_of(config: Config, functions: Sequence[RewardFunction]) -> list[str]:
+    """Return the name under which functions get the judge, or nothing if no function asks it."""
+    url, asking = config.data.judge_url, [f for f in functions if f.asks_judge]
+    if url is None:
+        return []
+    if not asking and config.data.tau2_reward != "official":
+        hint = f"give a reward function the argument {JUDGE}, or take it out"
+        raise UserError(f"judge_url: got {url}, and no reward function asks a judge; {hint}")
+    if waiting := [f.name for f in asking if not f.is_async]:
+        hint = f"write `async def`, and await what {JUDGE} returns"
+        raise UserError(f"reward_funcs: {waiting[0]} asks the judge, and is not async; {hint}")
+    return [JUDGE] if asking else []
 
 
 def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config: Config) -> None:

@@ -4,7 +4,6 @@ TRL calls a function with the completions of a whole batch. Here a call has the 
 task, so that rewards do not depend on the number of ranks.
 """
 
-import asyncio
 import inspect
 import math
 from collections import defaultdict
@@ -13,7 +12,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 from pipeline.config.rules import reward_names
@@ -21,7 +20,7 @@ from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import imported
 from pipeline.environments.event_loop import Steps
-from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.faults import EnvironmentFault, FaultLog
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard, awaited
 from pipeline.environments.tools import MAX_REWARD, writable
@@ -31,8 +30,10 @@ from pipeline.rollout.trajectory import StopReason, Trajectory
 
 MAX_LOGGED = 2000  # largest number of characters of a value of `log_extra`
 NO_LISTS = (str, bytes, Mapping)  # iterables that are no lists of rewards
-ATTEMPTS = 3  # maximum number of attempts at a call of an async function
+ATTEMPTS = 3  # maximum number of attempts at a call, unless its service is busy
 BACKOFF_S = 1.0  # seconds before the second attempt; each further wait is twice as long
+MAX_BACKOFF_S = 20.0
+JUDGE = "judge"  # argument of reward functions with which they ask the model at `judge_url`
 GIVEN = {  # arguments of every reward function; the names of columns are further arguments
     *("prompts", "completions", "completion_ids", "environments"),
     *("trainer_state", "log_extra", "log_metric"),
@@ -59,6 +60,10 @@ class RewardFunction:
     @property
     def takes_all(self) -> bool:
         return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+
+    @property
+    def asks_judge(self) -> bool:
+        return JUDGE in self.parameters
 
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Return the required arguments that tasks with these columns do not give."""
@@ -100,6 +105,52 @@ class Completion:
         return list(map(_plain, messages))
 
 
+@dataclass(eq=False)
+class _Call:
+    """A call of a reward function for the completions of one task."""
+
+    function: RewardFunction
+    group: list[Completion]
+    fault: EnvironmentFault | None = None  # of the latest attempt
+    num_errors: int = 0  # failed attempts with no service busy
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a service that the function needs is busy or away."""
+        return self.fault is not None and self.fault.wait_s is not None
+
+    @property
+    def wait_s(self) -> float:
+        """The seconds that the service asks to wait."""
+        return (self.fault and self.fault.wait_s) or 0.0
+
+    def note(self, fault: EnvironmentFault | None) -> None:
+        """Note how an attempt has ended."""
+        self.fault = fault
+        self.num_errors += not self.is_busy
+
+    def may_pass(self) -> bool:
+        """Return whether a call that has failed may be repeated.
+
+        While a service is busy, this is so. An error that is neither an outage nor a late call
+        repeats itself, unless the function is async.
+        """
+        if self.fault is None or self.is_busy:
+            return self.is_busy
+        may_pass = self.function.is_async or self.fault.outage or self.fault.timed_out
+        return may_pass and self.num_errors < ATTEMPTS
+
+    def give_up(self, most_s: float) -> None:
+        """End the episodes of the task; `most_s` are the seconds for further waits."""
+        error = str(self.fault)
+        if self.wait_s > most_s:
+            error += f"; it asks to wait {self.wait_s:.0f} s, and less is left of call_timeout"
+            error += f" ({most_s:.3g} s)"
+        for trajectory in (completion.trajectory for completion in self.group):
+            trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
+            trajectory.left_out, trajectory.error = "reward", error
+
+
 def _plain(message: Message) -> Message:
     kept = {k: v for k, v in message.items() if k in ("role", "content", "tool_calls", "name")}
     return deepcopy(kept)  # a reward function may change its arguments
@@ -110,7 +161,7 @@ class RewardFunctions:
 
     `num_calls` is the number of attempts at calls of async functions. `metrics` holds the values
     of `log_metric` by name; the caller empties `metrics`. `trainer_state` is an argument of the
-    functions.
+    functions, and so is `judge`, which a run with `judge_url` sets to `LanguageModel.ask`.
     """
 
     def __init__(
@@ -124,6 +175,7 @@ class RewardFunctions:
 
         self.functions, self.trainer_state = functions, TrainerState(max_steps=max_steps)
         self.num_calls = 0
+        self.judge: Callable[..., Any] | None = None
         self.metrics: dict[str, list[float]] = defaultdict(list)
         self._calls = Calls(seconds, on_call)
 
@@ -132,31 +184,27 @@ class RewardFunctions:
         own = {kind.__name__: None for kind in environments if hasattr(kind, "get_reward")}
         return [*own, *(function.name for function in self.functions)]
 
-    def __call__(self, completions: Sequence[Completion]) -> None:
+    @property
+    def asks_judge(self) -> bool:
+        return any(function.asks_judge for function in self.functions)
+
+    def __call__(self, completions: Sequence[Completion], faults: FaultLog | None = None) -> None:
         """Set `reward` and `rewards` of each trajectory; completions of a task are neighbours.
 
-        A failing function ends the episodes of the task with an environment error.
+        A call that fails is repeated if it may pass. A call that has failed for good ends the
+        episodes of its task with an environment error. `faults` prints which function waits.
         """
         self._calls.forget()
-        waits: list[tuple[Callable[[], None], list[Completion]]] = []
-        for key, of_task in groupby(completions, lambda completion: completion.task.key):
+        calls = list[_Call]()
+        for _, of_task in groupby(completions, lambda completion: completion.task.key):
             group = list(of_task)
             for completion in group:
                 trajectory, kind = completion.trajectory, type(completion.environment)
                 has_own = hasattr(kind, "get_reward")
                 trajectory.rewards = {kind.__name__: trajectory.reward} if has_own else {}
-            for function in self.functions:
-                if not function.missing(columns_of(group[0].task)):
-                    work = partial(self._score, function, group)
-                    is_async, here = function.is_async, partial(self._calls.here, key, work)
-                    waits.append((self._calls.beside(key, work) if is_async else here, group))
-        for wait, group in waits:
-            try:
-                wait()
-            except EnvironmentFault as fault:
-                for trajectory in (completion.trajectory for completion in group):
-                    trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
-                    trajectory.left_out, trajectory.error = "reward", str(fault)
+            columns = [*columns_of(group[0].task), *self._judge]
+            calls += [_Call(f, group) for f in self.functions if not f.missing(columns)]
+        self._make(calls, faults or FaultLog())
         weights = {function.name: function.weight for function in self.functions}
         for trajectory in (completion.trajectory for completion in completions):
             known = {name: r for name, r in trajectory.rewards.items() if r is not None}
@@ -167,29 +215,68 @@ class RewardFunctions:
                 trajectory.error = "every reward function returned None"
             trajectory.reward = math.fsum(weights.get(name, 1.0) * r for name, r in known.items())
 
+    @property
+    def _judge(self) -> dict[str, Any]:
+        return {} if self.judge is None else {JUDGE: self.judge}
+
+    def _make(self, calls: list[_Call], faults: FaultLog) -> None:
+        """Make calls, and repeat calls after a common wait; all waits take `seconds` at most.
+
+        Calls that would wait longer fail; they wait, too, so that a rollout does not ask at once.
+        """
+        left_s = self._calls.seconds
+        for attempt in count(1):
+            self._attempt(calls)
+            failed = [call for call in calls if call.fault is not None]
+            again = [call for call in failed if left_s > 0 and call.may_pass()]
+            calls = [call for call in again if call.wait_s <= left_s]
+            for call in failed:
+                if call not in calls:
+                    call.give_up(left_s)
+            if not again:
+                return
+            pause = min(MAX_BACKOFF_S, BACKOFF_S * 2 ** min(attempt - 1, 9))
+            pause = min(left_s, max(pause, *(call.wait_s for call in calls or again)))
+            for call in (call for call in again if call.is_busy):
+                line = f"{call.fault}; such calls wait {pause:.3g} s"
+                faults.tell_once(line, f"reward function {call.function.name} waits")
+            self._calls.pause(pause)
+            left_s -= pause
+
+    def _attempt(self, calls: Sequence[_Call]) -> None:
+        """Make calls once, those of async functions at the same time; set `fault` of each."""
+        waits = list[Callable[[], None]]()
+        for call in calls:
+            key, work = call.group[0].task.key, partial(self._score, call.function, call.group)
+            is_async, here = call.function.is_async, partial(self._calls.here, key, work)
+            waits.append(self._calls.beside(key, work) if is_async else here)
+        for call, wait in zip(calls, waits, strict=True):
+            try:
+                wait()
+                call.note(None)
+            except EnvironmentFault as fault:
+                call.note(fault)
+
     async def _score(
         self, function: RewardFunction, group: Sequence[Completion], guard: Guard
     ) -> None:
         """Call one function for the completions of one task, and store the rewards."""
-        for attempt in range(1, ATTEMPTS + 1):
-            extra, metrics = dict[str, list[str]](), list[tuple[str, float]]()
-            arguments = {
-                **arguments_of(group),
-                "trainer_state": self.trainer_state,
-                "log_extra": partial(_log_extra, extra),
-                "log_metric": partial(_log_metric, metrics),
-            }
-            self.num_calls += function.is_async
-            try:
-                with nullcontext() if function.is_async else RandomState(group[0].task):
-                    call = partial(function, arguments)
-                    returned = await guard(function.name, call, function.function)
-                break
-            except EnvironmentFault as fault:
-                if attempt == ATTEMPTS or not function.is_async:
-                    fault.args = (f"reward function {function.name}: {fault}",)
-                    raise
-            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+        extra, metrics = dict[str, list[str]](), list[tuple[str, float]]()
+        arguments = {
+            **arguments_of(group),
+            **self._judge,
+            "trainer_state": self.trainer_state,
+            "log_extra": partial(_log_extra, extra),
+            "log_metric": partial(_log_metric, metrics),
+        }
+        self.num_calls += function.is_async
+        try:
+            with nullcontext() if function.is_async else RandomState(group[0].task):
+                call = partial(function, arguments)
+                returned = await guard(function.name, call, function.function)
+        except EnvironmentFault as fault:
+            fault.args = (f"reward function {function.name}: {fault}",)
+            raise
         rewards = _rewards(function.name, returned, len(group))
         for number, (completion, reward) in enumerate(zip(group, rewards, strict=True)):
             completion.trajectory.rewards[function.name] = reward

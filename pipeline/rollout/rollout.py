@@ -98,7 +98,8 @@ class Rollout:
         if self.rewards is not None:
             begun, failed = time.perf_counter(), StopReason.ENVIRONMENT_ERROR
             played = [e for e in episodes if e.trajectory.stop_reason is not failed]
-            self.rewards([Completion(e.request.task, e.environment, e.trajectory) for e in played])
+            made = [Completion(e.request.task, e.environment, e.trajectory) for e in played]
+            self.rewards(made, self.faults)
             for t in (e.trajectory for e in played if e.trajectory.left_out == "reward"):
                 self.faults.add(t.domain, t.task_id, "reward_funcs", t.error)
             self.environment_s += time.perf_counter() - begun

@@ -20,11 +20,14 @@ from pipeline.run import main
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import Unreported
 from tests.support import ROOT
+from tests.support.endpoint import serving
 
 pytestmark = pytest.mark.whole_run
 
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## A dataset and a reward function")[1]
+JUDGED = PAGE.split("## A language model as the judge")[1]
+ASK = "Question: {}\nAnswer: {}\nHow good is the answer, from 0 to 10? Say the number alone."
 SHORT = [
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "4"),
     *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "4", "--eval-trials", "1"),
@@ -70,7 +73,7 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     assert play_ranks(run, 2, str(tmp_path), [*argv, "--max-reward-calls", "9"]) == [2, 2]
     # The rank that comes first tells the error for both.
     said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
-    assert "sums: the last 4 of 1600 tasks are held out" in said
+    assert "sums: 1600 tasks: 4 held out, 8 for training" in said
     assert "max_reward_calls: got 9, and reward functions were called 10 times" in said
     assert "Traceback" not in said
     out = tmp_path / "out"
@@ -107,6 +110,38 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     shown = chunk["groups"][0][0]
     assert set(shown["rewards"]) == {"correct", "digits"}
     assert chunk["texts"][shown["extra"]["characters"]].isdigit()
+
+
+def test_the_documented_judge_is_asked_for_each_completion_alone(tmp_path: Path) -> None:
+    """A 429 repeats one question; a budget ends the run, and a resumed run pays nothing twice."""
+    code = JUDGED.split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line]) <= 10
+    (tmp_path / "my_judge.py").write_text(code, encoding="utf-8")
+    rows = "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(12))
+    (tmp_path / "sums.jsonl").write_text(rows)
+    argv = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--warm-start-steps", "0", *SHORT]
+    words = shlex.split(JUDGED.split("```bash\n")[1].split("```")[0].replace("\\\n", ""))
+    argv += words[words.index("--reward-funcs") :]
+    with serving(lambda body: f"{len(body['messages'][0]['content']) % 11}") as server:
+        server.faults = [(429, "0.01"), None, (503, "0.02"), "drop", None, 429] * 3
+        argv += ["--judge-url", server.url, "--judge-model", "m", "--num-gpus", "2"]
+        spent = [*argv, "--max-judge-calls", "10"]
+        assert play_ranks(run, 2, str(tmp_path), spent) == [2, 2]
+        assert sum(server.paid.values()) == 10
+        more = ["--resume-from-checkpoint", "auto", "--max-judge-calls", "null", "--override"]
+        assert play_ranks(run, 2, str(tmp_path), [*argv, *more]) == [0, 0]
+    said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
+    assert said.count("error: max_judge_calls: got 10, which is spent; go on with") == 1
+    assert "Traceback" not in said
+    asked = {body["messages"][0]["content"] for body in server.bodies}
+    played = episodes(tmp_path / "out")
+    for row in played:
+        prompt, answer = row["messages"][0]["content"], row["messages"][-1]["content"]
+        question = ASK.format(prompt, answer)
+        assert question in asked
+        assert row["reward"] == pytest.approx(len(question) % 11 / 10)
+    kept = [path.read_text() for path in (tmp_path / "out" / "judges").glob("rank-*.jsonl")]
+    assert len("".join(kept).splitlines()) == sum(server.paid.values())
 
 
 def test_functions_that_never_give_a_reward_end_the_run_in_one_line(tmp_path: Path) -> None:

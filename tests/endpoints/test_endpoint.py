@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.endpoints import endpoint as module
-from pipeline.endpoints.endpoint import Endpoint, Refused, seconds_of
+from pipeline.endpoints.endpoint import Endpoint, Refused
 from pipeline.environments.faults import Outage
+from pipeline.environments.waits import seconds_of
+from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, printable, shown
-from tests.support.endpoint import USELESS, calling, serving
+from tests.support.endpoint import CERTIFICATE, USELESS, SafeServer, calling, serving
 
 ASKED = [{"role": "user", "content": "Hello."}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -85,9 +87,87 @@ def test_a_pause_is_as_long_as_the_endpoint_asks_for(server, pauses):
     assert pauses == [7, 11.5]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("3", 3), ("-1", 0), ("", 0), ("soon", 0)])
+@pytest.mark.parametrize("retry_after", ["3600", "100000", "Wed, 21 Oct 2115 07:28:00 GMT"])
+def test_an_endpoint_that_asks_for_a_long_wait_is_not_asked_before(server, pauses, retry_after):
+    server.faults = [(429, retry_after)]
+    client = Client(server.url)
+    for calls in (1, 2):  # each waits as long as a call may last
+        with pytest.raises(Outage, match=r"asks to wait \d+ s \(status 429\), and a call waits at"):
+            client()
+        assert sum(pauses) == 60 * calls
+    assert len(server.bodies) == 1
+    (line,) = client.lines
+    assert line.startswith(f"customer: {server.url} asks to wait ")
+    assert line.endswith(
+        "and a call waits at most 60 s (0.9 of call_timeout); no call is made before"
+    )
+
+
+def test_calls_go_on_when_the_time_has_come(server, pauses):
+    server.faults = [(429, "90")]
+    client = Client(server.url)
+    with pytest.raises(Outage):
+        client()
+    assert client()["content"] == "Yes."
+    assert (pauses, len(server.bodies)) == ([60, 30], 2)
+    assert client.lines[1:] == [f"customer: {server.url} answers again"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("3", 3), ("-1", 0), ("", 0), ("soon", 0), ("nan", 0), ("inf", 0)),
+        ("Wed, 21 Oct 99999999999999999999 07:28:00 GMT", 0),
+    ],
+)
 def test_retry_after_is_read(text, seconds):
     assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_certificate_that_is_not_trusted_is_no_outage(has_answered, pauses, monkeypatch):
+    with serving(kind=SafeServer) as server:
+        monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+        assert Client(server.url)()["content"] == "Yes."
+        monkeypatch.delenv("SSL_CERT_FILE")
+        client = Client(server.url)
+        client.endpoint.has_answered = has_answered
+        with pytest.raises(Refused, match="certificate is not trusted: self-signed") as caught:
+            client()
+    assert caught.value.for_all and pauses == []
+    assert caught.value.remedy.startswith("set SSL_CERT_FILE to the file of its authority")
+
+
+def test_https_where_there_is_no_tls_is_no_outage(server, pauses):
+    with pytest.raises(Refused, match="WRONG_VERSION_NUMBER") as caught:
+        Client(server.url.replace("http:", "https:"))()
+    assert (caught.value.for_all, pauses, server.bodies) == (True, [], [])
+    assert caught.value.remedy == "give http:// in customer_url if it has no TLS"
+
+
+def test_http_where_there_is_tls_alone_is_no_outage(pauses):
+    with serving(kind=SafeServer) as server:
+        with pytest.raises(Refused, match="it speaks TLS alone") as caught:
+            Client(server.url.replace("https:", "http:"), key="a-key-of-a-user-18")()
+        assert (caught.value.for_all, pauses, server.keys) == (True, [], set())
+    assert caught.value.remedy == "give https:// in customer_url"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SSL_CERT_FILE", "no/such.pem"), ("HTTPS_PROXY", "htp://x"), ("ALL_PROXY", "http://[::1")],
+)
+def test_variables_that_no_client_can_use_are_refused_at_the_start(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"^customer_url: https://x cannot be called \(.*SSL_CERT"):
+        Client("https://x")
+
+
+@pytest.mark.parametrize("key", ["schlüssel-17", "key-of\x00a-user", "key-of\na-user"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_printed(key):
+    with pytest.raises(UserError, match=r"^customer_key: ") as caught:
+        Client("http://x", key=key)
+    assert key not in str(caught.value)
 
 
 def test_retry_after_may_be_a_date():

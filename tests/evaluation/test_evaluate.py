@@ -11,7 +11,10 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
-from pipeline.environments import Domain
+from pipeline.environments import Domain, Outage
+from pipeline.environments.single_turn import SingleTurnEnvironment
+from pipeline.environments.timeouts import Calls
+from pipeline.errors import RunError
 from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.evaluate import (
     evaluate,
@@ -21,6 +24,7 @@ from pipeline.evaluation.evaluate import (
     success,
     unscored_trials,
 )
+from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import RunRecord, StopReason
 from scripts.proofs.grid import make_trajectory
@@ -118,6 +122,38 @@ def test_a_trial_whose_environment_fails_is_played_again():
     records, num_played = play_desk(fails=2)
     assert [record.reward for record in records] == [1.0, 1.0]
     assert num_played == 4
+
+
+def test_no_trial_is_played_again_because_a_reward_function_failed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(Calls, "pause", lambda self, seconds: None)
+
+    async def grader(completions, id, **_):
+        calls.append(id[0])
+        if id[0] == "b":
+            raise Outage("the judge is away")
+        return [1.0]
+
+    rewards = RewardFunctions([RewardFunction("grader", grader)], 5.0)
+    sampler, played = ScriptedSampler({number: [say("4")] for number in range(9)}), []
+    kinds = {"sums": SingleTurnEnvironment}
+    rollout = Rollout(sampler, chat(), kinds, RolloutSettings(), rewards=rewards)
+
+    def play(requests, greedy=False):
+        played.extend(request.task.id for request in requests)
+        return rollout([replace(r, key=n) for n, r in enumerate(requests)], greedy)
+
+    tasks = [make_task("a", domain="sums"), make_task("b", domain="sums")]
+    records, _ = evaluate(play, tasks, 1, seed=1, ranks=ALONE)
+    assert (played, calls.count("b")) == (["a", "b"], 3)
+    with pytest.raises(RunError) as caught:
+        refuse_failed_trials(records, "at the end")
+    says(
+        str(caught.value),
+        "1 of 2 trials at the end ended in environment errors (the first: sums/b)",
+    )
+    says(str(caught.value), "reward function grader: Outage: the judge is away")
+    says(str(caught.value), "mend the reward function, or what it asks, and resume")
 
 
 def test_trials_that_fail_every_time_are_not_scored():

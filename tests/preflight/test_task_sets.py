@@ -20,6 +20,8 @@ def correct(completions, answer, **kwargs): return [0.0 for _ in completions]
 def plain(completions, answer): return [0.0 for _ in completions]
 def typo(completions, anwser): return [0.0 for _ in completions]
 def first(completions, **kwargs): return [float(text[0] == "4") for text in completions]
+async def judged(completions, judge): raise RuntimeError("called before the run")
+def blocking(completions, judge): return [0.0 for _ in completions]
 async def judge(completions, **kwargs): raise RuntimeError("called before the run")
 """
 
@@ -258,6 +260,30 @@ def test_held_out_tasks_without_a_column_that_a_function_needs_are_refused(place
         message, "reward_funcs: correct needs what its training tasks have, but the held-out tasks"
     )
     says(message, "of sums have no answer; add it to them")
+
+
+JUDGE = {"judge_url": "http://x", "judge_model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "data", "words"),
+    [
+        ("judged", {}, {}, ("judged applies to no domain: its tasks have no judge", "judge_url")),
+        ("correct", {}, JUDGE, ("judge_url: got http://x, and no reward function asks a judge",)),
+        ("blocking", {}, JUDGE, ("blocking asks the judge, and is not async", "`async def`")),
+        ("judged", {"judge": "Jo"}, JUDGE, ("sums: its tasks have a column judge", "rename the")),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused(function, changed, data, words, place):
+    source = lines(place / "own.jsonl", rows(9, **changed))
+    says(refusal(lambda: prepared(source, function, **data)), *words)
+
+
+def test_a_judge_is_asked_by_functions_with_this_argument(place):
+    source = lines(place / "own.jsonl", rows(9))
+    _, notes = prepared(source, "judged", **JUDGE)
+    assert "reward function judged is async, so its first call is in the run" in notes
+    prepared(lines(place / "other.jsonl", rows(9, judge="Jo")), "blocking")  # a column
 
 
 def test_held_out_rows_that_are_trained_too_are_told(place):

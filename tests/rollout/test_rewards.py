@@ -6,7 +6,11 @@ import json
 import math
 import random
 import time
+from collections import Counter
+from functools import partial
+from urllib.error import HTTPError
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,6 +19,7 @@ from pipeline.config.rules import check
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Task
 from pipeline.environments.single_turn import SingleTurnEnvironment
+from pipeline.environments.timeouts import Calls
 from pipeline.rollout import rewards as rewards_module
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions, load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest
@@ -180,7 +185,7 @@ def test_a_function_is_called_only_for_tasks_with_its_columns():
     assert numbers(trajectories) == [3.0, 1.0]
 
 
-class Counter(Desk):
+class Counting(Desk):
     """A desk whose reward joins those of functions."""
 
 
@@ -188,10 +193,10 @@ def test_functions_see_environments_and_add_to_their_rewards():
     def seen(environments, **_):
         return [10.0 * (environment.final_message == "done") for environment in environments]
 
-    trajectories, made = play([seen], ("done", "no"), environment=Counter)
+    trajectories, made = play([seen], ("done", "no"), environment=Counting)
     assert numbers(trajectories) == [11.0, 0.0]
-    assert trajectories[0].rewards == {"Counter": 1.0, "seen": 10.0}
-    assert made.names([Counter]) == ["Counter", "seen"]
+    assert trajectories[0].rewards == {"Counting": 1.0, "seen": 10.0}
+    assert made.names([Counting]) == ["Counting", "seen"]
 
 
 # Failures
@@ -229,9 +234,16 @@ def test_an_exception_leaves_out_its_task_alone():
     says(trajectories[0].error, "reward function picky", "KeyError", "ledger")
 
 
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits between attempts, which take no time here."""
+    found = []
+    monkeypatch.setattr(Calls, "pause", lambda self, seconds: found.append(seconds))
+    return found
+
+
 @pytest.mark.parametrize(("num_failures", "left_out"), [(2, ""), (3, "reward")])
-def test_an_async_call_is_tried_again_and_each_try_is_counted(num_failures, left_out, monkeypatch):
-    monkeypatch.setattr(rewards_module, "BACKOFF_S", 0.001)
+def test_an_async_call_is_tried_again_and_each_try_is_counted(num_failures, left_out, waits):
     calls = []
 
     async def shaky(completions, log_extra, log_metric, **_):
@@ -239,13 +251,147 @@ def test_an_async_call_is_tried_again_and_each_try_is_counted(num_failures, left
         log_extra(f"call {len(calls)}", completions)
         log_metric("calls", len(calls))
         if len(calls) <= num_failures:
-            raise ConnectionError("judge is away")
+            raise KeyError("verdict")
         return [1.0, 0.0]
 
     trajectories, made = play([shaky])
     assert (trajectories[0].left_out, made.num_calls) == (left_out, len(calls)) == (left_out, 3)
+    assert waits == [1, 2]
     assert trajectories[0].extra == ({} if left_out else {"call 3": "4"})
     assert made.metrics == ({} if left_out else {"calls": [3.0]})
+
+
+def busy(status=429, **headers):
+    """The exception of a client of HTTP whose request gets this answer."""
+    request = httpx.Request("POST", "http://judge")
+    response = httpx.Response(status, headers=headers, request=request)
+    return httpx.HTTPStatusError("busy", request=request, response=response)
+
+
+class RateLimit(Exception):
+    retry_after = "7"
+
+
+def caused():
+    """An error whose cause says what it is."""
+    error = RuntimeError("no verdict")
+    error.__cause__ = busy(503, **{"retry-after": "7"})
+    return error
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (busy, [1, 2, 4, 8]),
+        (partial(busy, 503), [1, 2, 4, 8]),
+        (partial(ConnectionRefusedError, "away"), [1, 2, 4, 8]),
+        (partial(httpx.RemoteProtocolError, "Server disconnected"), [1, 2, 4, 8]),
+        (partial(busy, **{"Retry-After": "7"}), [7, 7, 7, 8]),
+        (RateLimit, [7, 7, 7, 8]),
+        (caused, [7, 7, 7, 8]),
+        (lambda: ExceptionGroup("all", [ValueError("x"), RateLimit()]), [7, 7, 7, 8]),
+        (partial(HTTPError, "http://judge", 429, "busy", {"Retry-After": "7"}, None), [7, 7, 7, 8]),
+    ],
+)
+def test_a_busy_service_is_asked_after_the_time_that_it_asks_for(
+    is_async, made, expected, waits, capsys
+):
+    fails = [True] * 4
+
+    def scores(completions):
+        if fails:
+            fails.pop()
+            raise made()
+        return [1.0] * len(completions)
+
+    async def judge(completions, **_):
+        return scores(completions)
+
+    def grader(completions, **_):
+        return scores(completions)
+
+    trajectories, _ = play([judge if is_async else grader], seconds=60.0)
+    assert (numbers(trajectories), waits) == ([1.0, 1.0], expected)
+    (line,) = capsys.readouterr().err.splitlines()
+    says(line, "warning: reward function ", "such calls wait", " s")
+
+
+@pytest.mark.parametrize("asked", ["61", "86400", "Wed, 21 Oct 2115 07:28:00 GMT"])
+def test_a_wait_that_is_too_long_leaves_the_task_out_after_one_call(asked, waits):
+    calls = []
+
+    async def judge(completions, **_):
+        calls.append(completions)
+        raise busy(**{"Retry-After": asked})
+
+    trajectories, _ = play([judge], seconds=60.0)
+    assert (len(calls), waits) == (1, [60])  # so the next rollout does not ask at once
+    assert {t.left_out for t in trajectories} == {"reward"}
+    says(trajectories[0].error, "it asks to wait", "and less is left of call_timeout (60 s)")
+
+
+def test_a_service_that_stays_busy_is_given_up(waits):
+    async def judge(completions, **_):
+        raise busy()
+
+    trajectories, made = play([judge], seconds=60.0)
+    assert waits == [1, 2, 4, 8, 16, 20, 9] and made.num_calls == 8
+    assert trajectories[0].left_out == "reward"
+
+
+def test_a_busy_service_takes_no_attempt_from_another_error(waits):
+    errors = [busy(), KeyError("verdict"), busy(), KeyError("verdict"), busy()]
+
+    async def judge(completions, **_):
+        if errors:
+            raise errors.pop()
+        return [1.0, 1.0]
+
+    trajectories, _ = play([judge], seconds=60.0)
+    assert (numbers(trajectories), waits) == ([1.0, 1.0], [1, 2, 4, 8, 16])
+
+
+def test_a_task_that_waits_does_not_ask_the_others_again(waits):
+    calls = Counter()
+
+    async def judge(completions, id, **_):
+        calls[id[0]] += 1
+        if id[0] == "a" and calls["a"] < 3:
+            raise busy()
+        return [1.0]
+
+    trajectories, _ = play([judge], ("4", "4"), [task_of("a"), task_of("b")])
+    assert (numbers(trajectories), calls) == ([1.0, 1.0], {"a": 3, "b": 1})
+
+
+def test_a_mistake_in_a_function_that_is_not_async_is_not_repeated(waits):
+    def wrong(completions, **_):
+        raise KeyError("ledger")
+
+    trajectories, _ = play([wrong])
+    assert (trajectories[0].left_out, waits) == ("reward", [])
+
+
+class Strange(Exception):
+    """An exception whose attributes are the user's code."""
+
+    @property
+    def response(self):
+        raise RuntimeError("no response")
+
+
+@pytest.mark.parametrize("value", ["soon", "nan", object(), [1], None, "-3"])
+def test_an_unreadable_wish_to_wait_is_none(value, waits):
+    error = Strange("odd")
+    error.retry_after = value
+
+    def wrong(completions, **_):
+        raise error
+
+    trajectories, _ = play([wrong])
+    assert waits == []
+    says(trajectories[0].error, "Strange: odd")
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -1,10 +1,12 @@
 """A small server of OpenAI's chat protocol, which can be slow, wrong, busy or gone."""
 
 import json
+import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -12,6 +14,7 @@ from pipeline.data.rng import stream_key
 
 Answer = Callable[[dict[str, Any]], dict[str, Any] | str]
 USELESS = {"choices": []}
+CERTIFICATE = Path(__file__).with_name("localhost.pem")  # signed by itself, with its key
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -36,6 +39,20 @@ class ChatServer(ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None:
         pass  # a client that is gone
+
+
+class SafeServer(ChatServer):
+    """Speaks TLS alone, with a certificate that signs itself."""
+
+    def __init__(self, answer: Answer, port: int = 0) -> None:
+        super().__init__(answer, port)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(CERTIFICATE)
+        # With the handshake in the handler's thread, the main thread serves on.
+        self.socket = context.wrap_socket(
+            self.socket, server_side=True, do_handshake_on_connect=False
+        )
+        self.url = self.url.replace("http:", "https:")
 
 
 class Handler(BaseHTTPRequestHandler):

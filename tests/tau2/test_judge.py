@@ -126,7 +126,7 @@ def test_a_judge_is_needed_and_only_for_the_official_reward(checkout_path):
         "tau2_reward: official needs a judge for 2 tasks of retail (0, 2); give judge_url and "
         "judge_model, or verifiable"
     )
-    with pytest.raises(UserError, match="give tau2 and tau2_reward official, or take it out"):
+    with pytest.raises(UserError, match="give tau2 and tau2_reward official, or a reward"):
         check(Config(data={**data, "judge_url": "http://x", "judge_model": "m"}))
     with pytest.raises(UserError, match="judge_model: the judge needs it"):
         check(Config(data={**data, "tau2_reward": "official", "judge_url": "http://x"}))
