@@ -7,13 +7,11 @@ from typing import Any
 
 from pipeline.config.settings import Config, DataSettings
 from pipeline.customers.llm_customer import LlmCustomer, scenario_of
-from pipeline.data.tasks import Task
+from pipeline.data.tasks import SCENARIO, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.endpoints.language_model import LanguageModel, told_once
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
-
-SCENARIO = "scenario"  # a task's column with instructions; an environment's attribute of that name
 
 
 def served_domains(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.rows import KEYS, TaskRow
-from pipeline.data.tasks import Message, Task, columns_text
+from pipeline.data.tasks import SCENARIO, Message, Task, columns_text
 
 HELD_BACK_SHARE = 5  # at most a fifth of the rows is held out, and at most a fifth validates
 Numbers = NDArray[np.int64]
@@ -37,7 +37,7 @@ class Census:
     """Collects of each row its content's hash, its family, and its prompt's characters."""
 
     def __init__(self, by_prompt: bool = False) -> None:
-        """With `by_prompt`, rows with equal prompts are the same task."""
+        """With `by_prompt`, rows are the same task if the model sees the same of them."""
         self.lengths = array("Q")
         self._by_prompt = by_prompt
         self._contents, self._families = array("Q"), array("Q")
@@ -46,7 +46,10 @@ class Census:
     def add(self, row: TaskRow) -> None:
         """Count a checked row with an id."""
         self.lengths.append(num_characters(row["prompt"]))
-        content = content_of(row["prompt"]) if self._by_prompt else content_of_row(row)
+        if self._by_prompt:
+            content = seen_of(row["prompt"], row)
+        else:
+            content = content_of_row(row)
         self._contents.append(content)
         family = row.get("family", "")
         self._families.append(self._numbers.setdefault(family, len(self._numbers)))
@@ -118,6 +121,11 @@ def content_of(
     values = {name: value for name, value in (columns or {}).items() if value is not None}
     text = json.dumps([[*prompt], json.loads(payload), values], sort_keys=True)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def seen_of(prompt: Iterable[Message], columns: Mapping[str, Any]) -> int:
+    """Return the hash of what a model sees of a task of one turn: prompt, and customer's words."""
+    return content_of(prompt, columns={SCENARIO: columns.get(SCENARIO)})
 
 
 def content_of_task(task: Task) -> int:

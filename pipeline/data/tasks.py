@@ -36,6 +36,7 @@ from pipeline.files.untrusted import one_line, shown
 Message = dict[str, Any]
 Visit = Callable[[TaskRow], None] | None  # a function that is called with each checked row
 HELD_OUT = "held-out tasks of "  # and a domain: their name among what a run is made of
+SCENARIO = "scenario"  # a column, or an environment's attribute: a customer's instructions
 SPLITS = ("train", "validation", "test")
 DIFFICULTIES = ("easy", "medium", "hard")
 Source: TypeAlias = "Sequence[Task]"  # tasks in memory or on disk

@@ -1,6 +1,7 @@
 """The training, validation and held-out tasks of a domain, generated or from files."""
 
 import heapq
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,10 +11,10 @@ from pipeline.data.datasets import has_split, open_tasks
 from pipeline.data.rows import TaskRow
 from pipeline.data.splits import (
     Census,
-    content_of,
     content_of_row,
     content_of_task,
     num_characters,
+    seen_of,
 )
 from pipeline.data.tasks import Task, Tasks
 from pipeline.environments.domains import Domain, generated
@@ -118,7 +119,7 @@ def _is_single_turn(domain: Domain) -> bool:
 
 
 def _what_is_seen(task: Task) -> int:
-    return content_of(task.prompt)
+    return seen_of(task.prompt, json.loads(task.columns))
 
 
 def _with_request(task: Task, text: str) -> Task:

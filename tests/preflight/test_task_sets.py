@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset
 
 from pipeline.config.settings import Config
+from pipeline.data.splits import seen_of
 from pipeline.environments.domains import load_domains
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.rewards import check_reward_functions
@@ -125,6 +126,13 @@ def test_no_copy_of_a_held_out_row_is_trained_on(place, copied):
     every, notes = prepared(lines(place / "all.jsonl", rows(30) + rows(30)))
     assert len(every.train) == 2 * 18
     assert "36 for training, 12 equal to one of these and unused; " in notes[0]
+
+
+def test_a_scenario_of_the_customer_makes_another_task_of_the_same_prompt():
+    """A language model who plays the customer says what the scenario tells it to."""
+    same = [{"role": "user", "content": ""}]
+    found = [seen_of(same, {"scenario": text, "level": n}) for n, text in enumerate("abca")]
+    assert found[0] == found[3] and len({*found}) == 3
 
 
 def test_all_rows_of_a_source_are_trained_on_and_what_is_left_is_told(place):
