@@ -129,6 +129,8 @@ class Terminal:
         *rules, request = messages
         schemas = tool_schemas(type(environment))
         prompt = self.chat.tokenizer.decode(self.chat.prompt_ids(messages, schemas))
+        if messages[0]["role"] != "system":
+            tell("template", self.chat.preface)
         for message in rules:
             lines = message["content"].splitlines()
             tell("rules", lines)

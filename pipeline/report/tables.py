@@ -12,6 +12,7 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
+from pipeline.config.recipe import in_words
 from pipeline.evaluation.transfer import rate, threshold_of
 from pipeline.plots.drawing import NO_INTERVAL, shown
 from pipeline.tracking.run_files import (
@@ -233,6 +234,7 @@ def data_of(run: RunData) -> dict[str, Any]:
         "failed_agents": failed_agents(run.results),
         "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
+        "recipe": in_words(run.config),
         "train_tasks": train_tasks_in_words(run),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "tools": _tools(run),

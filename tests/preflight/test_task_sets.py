@@ -221,7 +221,12 @@ QUESTION = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(9)]
 @pytest.mark.parametrize(
     ("found", "function", "data", "words"),
     [
-        (QUESTION, "correct", {}, ("no request", "question", "give a column prompt")),
+        (
+            QUESTION,
+            "correct",
+            {},
+            ("has no request, only id, answer, question; give a column prompt",),
+        ),
         (rows(9), "typo", {}, ("typo", "no domain", "no anwser", "answer", "rename")),
         (rows(9), "first", {}, ("empty answer", "'0'", "function first", "IndexError", "mend")),
         ([], "correct", {}, ("no tasks of sums", "one JSON object per line")),
