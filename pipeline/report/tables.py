@@ -281,7 +281,8 @@ def about_table(results: Mapping[str, Any]) -> Rows:
 
 def _fact(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_fact(item)}" for name, item in value.items())
+        between = "; " if any(isinstance(item, list) for item in value.values()) else ", "
+        return between.join(f"{name}: {_fact(item)}" for name, item in value.items())
     return ", ".join(map(_fact, value)) if isinstance(value, list) else str(value)
 
 
