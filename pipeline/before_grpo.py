@@ -129,7 +129,7 @@ class BeforeGRPO(RunState):
         self.state.rft.append(entry)
         keys = {"kind": "rft", "stage": "rft", "step": 0}
         self.log.timings({**keys, "perf/rft_s": time.perf_counter() - begun})
-        self.log.metrics({**self._logged("rft/"), **keys, **metrics_of(entry)})
+        self.log.metrics(self._with_logged("rft/", {**keys, **metrics_of(entry)}))
 
     @contextmanager
     def _supervised(self, name: str, num_steps: int) -> Iterator[Callable[[float], None]]:

@@ -108,7 +108,9 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
             return 0
         with importing():
             from pipeline.preflight.check import main as check
+            from pipeline.tracking.log import check_trackers
 
+        check_trackers(config)
         return check(config)
     refuse_placeholders(config)
     # Rank 0 of several machines checks this when all ranks have met, so that all end.

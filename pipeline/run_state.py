@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class RunState:
         about, made_of = self.parts.about, dict(self.parts.made_of)
         opened, resumed = open_together(config, self.disk, tokenizer, about, made_of)
         watchdog.can_resume = resumed is not None
+        watchdog.not_for_children += [opened.lock] if opened else []
         self._saved_state, model = load_start(config, tokenizer, resumed, accelerator.device)
         self.disk.refuse_other_weights(model)
         refuse_other_facts(self._saved_state, about, config.run.override)
@@ -101,6 +102,7 @@ class RunState:
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
         self.policy.rollout.most = self.parts.episodes_at_once
         self._logged("")  # tells reward functions the number of steps
+        self._taken = set[str]()  # names of `log_metric` that have been warned of
         held_out = self.parts.held_out
         customers = customers_of(config, self.folder, self.parts.domains, held_out, ranks)
         self.policy.rollout.welcomes = customers.welcomes if customers else {}
@@ -141,6 +143,18 @@ class RunState:
         rewards = self.policy.rollout.rewards
         return logged_by_reward_functions(rewards, self.ranks, self.state, prefix)
 
+    def _with_logged(self, prefix: str, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a line of metrics with those that reward functions have logged beside `own`.
+
+        A value under a name of `own` is left out, with a warning at the first time.
+        """
+        logged = self._logged(prefix)
+        for name in sorted((logged.keys() & own.keys()) - self._taken):
+            self._taken.add(name)
+            why = "which is the pipeline's, so what a reward function logs there is left out"
+            self.say(f"warning: log_metric: got {name}, {why}; choose another name")
+        return {**logged, **own}
+
     def evaluate(self, after: str) -> None:
         """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
         begun, settings = time.perf_counter(), self.config.evaluation
@@ -163,7 +177,7 @@ class RunState:
         entry = {"after": after, "step": self.state.step, "success": found}
         self.state.evaluations.append(entry)
         keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
-        self.log.metrics({**self._logged("eval/"), **keys, **evaluation_metrics(found)})
+        self.log.metrics(self._with_logged("eval/", {**keys, **evaluation_metrics(found)}))
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
         self._save_transcripts(f"evaluation-{after}", trajectories)
         self.say(f"evaluation after {after}: success sampled  {in_words(found)}")

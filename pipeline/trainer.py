@@ -135,8 +135,7 @@ class Trainer(BeforeGRPO):
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        logged = {} if rewards is None else self._logged("train/")
-        self.log.metrics({**logged, **keys, **statistics, **metrics})
+        self.log.metrics(self._with_logged("train/", {**keys, **statistics, **metrics}))
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         self.dead.add(stage, metrics)
         self.decisions.add(
@@ -188,10 +187,10 @@ class Trainer(BeforeGRPO):
         self.state.validations.append({**keys, "success": rewards, "kl": kl})
         threshold = self.config.evaluation.success_threshold
         metrics = validation_metrics(rewards, kl, threshold)
-        logged = self._logged("validation/")
-        self.log.metrics({**logged, "kind": "validation", **keys, **metrics})
+        keys = {"kind": "validation", **keys}
+        self.log.metrics(self._with_logged("validation/", {**keys, **metrics}))
         seconds = {"perf/validation_s": time.perf_counter() - begun}
-        self.log.timings({"kind": "validation", **keys, **seconds})
+        self.log.timings({**keys, **seconds})
         mean, best = mean_success(rewards, self.config.data.domains, threshold), self.state.best
         if self.config.run.keep_best and mean is not None and mean > best.get("success", -1.0):
             name = f"step-{step:06d}"

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
@@ -140,6 +142,20 @@ class Chat:
                 ": calls are read as Hermes; set tool_call_format: text to write them, too, or "
                 "hermes to silence this"
             )
+
+    @cached_property
+    def preface(self) -> str:
+        """The text that the template writes by itself before a prompt without a system message."""
+        request: Message = {"role": "user", "content": STUB}
+        try:
+            first, later = self._template([request]), self._template([*STUB_TURN, request])
+        except UserError:  # a template for prompts of one message
+            return ""
+        ends = [text.rpartition(STUB)[0][::-1] for text in (first, later)]
+        # What both end with is the header of a user's message.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))
+        text = self._special.tokens.sub("", ends[0][len([*same]) :][::-1]).strip()
+        return text.removeprefix("system").strip()
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation and of the next assistant message's header."""

@@ -88,12 +88,14 @@ def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
 
 
 def check_folder(config: Config) -> None:
-    """Raise UserError if the folder is unusable, has another run or lacks the named checkpoint."""
+    """Raise UserError if the folder is unusable, in use, holds a run or lacks the checkpoint."""
     folder, name = folder_of(config), config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
         why = f"'{parent}' is no folder that can be written to"
         raise UserError(f"output_dir: got '{folder}', but {why}; name another folder")
+    if os.path.exists(folder / ".lock"):
+        _lock(folder).close()
     if name is not None:
         _candidates(folder, name)
     elif holds_a_run(folder):
@@ -176,6 +178,19 @@ def open_folder(config: Config) -> Opened:
     """
     check_folder(config)
     folder, name = folder_of(config), config.run.resume_from_checkpoint
+    lock = _lock(folder)
+    checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
+    if checkpoint is not None:
+        notes += refuse_changes(config, read_state(checkpoint)["config"], checkpoint.name)
+    return Opened(folder=folder, checkpoint=checkpoint, notes=notes, lock=lock)
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Make and lock a run folder; return the open lock file.
+
+    The kernel unlocks the file when the process ends. Raises UserError if another run has locked
+    it, or OSError for a full disk.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a", encoding="utf-8")
@@ -185,12 +200,9 @@ def open_folder(config: Config) -> Opened:
             raise
         why = f"cannot be written to ({error.strerror or error});"
         if isinstance(error, BlockingIOError):
-            why = "is in use by a run that is still alive; end it first, or"
+            why = "is in use by a run that is still alive; end it and wait, or"
         raise UserError(f"output_dir: {folder} {why} name another folder") from None
-    checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
-    if checkpoint is not None:
-        notes += refuse_changes(config, read_state(checkpoint)["config"], checkpoint.name)
-    return Opened(folder=folder, checkpoint=checkpoint, notes=notes, lock=lock)
+    return lock
 
 
 def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> None:

@@ -42,6 +42,7 @@ def save_transcripts(
                 "logprobs": [[round(number, 3) for number in numbers] for _, numbers in turns],
             }
             line |= {"rewards": rewards, "extra": trajectory.extra} if rewards else {}
+            line |= {"preface": trajectory.preface} if trajectory.preface else {}
             line |= {"customer": trajectory.customer} if trajectory.customer else {}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return path

@@ -21,13 +21,13 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--domain: got {shown(name)}; domains of the run: {', '.join(names)}")
     seed = config.run.seed if options.seed is None else options.seed
     with importing():
-        from pipeline.commands.terminal import find_task, load_rollout, play, tell
+        from pipeline.commands.terminal import chat_of, find_task, load_rollout, play, tell
         from pipeline.customers.service import Customers, served_domains
         from pipeline.endpoints.language_model import LanguageModel
         from pipeline.environments.domains import load_domains
 
     domain = load_domains(config.data)[name]
-    task = find_task(config, domain, options.task, seed)
+    task = find_task(config, domain, options.task, seed, chat_of(checkpoint, domain))
     how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
     of = ", ".join(names)
     tell("model", f"{checkpoint}; {how}, seed {seed}")

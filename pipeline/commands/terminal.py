@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.customers import reply_of
@@ -24,7 +24,7 @@ from pipeline.files.console import styled
 from pipeline.files.untrusted import printable, shown
 from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
 from pipeline.models.rotary import fix_rotary
-from pipeline.preflight.prepare import needs_of
+from pipeline.preflight.prepare import long_prompts, needs_of
 from pipeline.preflight.tasks import task_sets
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest
@@ -39,14 +39,17 @@ STYLES = {"customer": "bold", "agent": "cyan"}  # other lines are dim
 OF_THE_EPISODE = {"user", "done", "final_message", "stop_reason", "reward_breakdown", "difference"}
 
 
-def find_task(config: Config, domain: Domain, task_id: str | None, seed: int) -> Task:
+def find_task(config: Config, domain: Domain, task_id: str | None, seed: int, chat: Chat) -> Task:
     """Return the task with this id, or a held-out task that the seed chooses.
+
+    `chat` finds the tasks that the run left out as too long.
 
     Raises UserError for an unknown id.
     """
     for count in (1, config.data.tasks_per_domain):  # training tasks are made only if needed
         data = config.data.model_copy(update={"tasks_per_domain": count})
-        sets = task_sets(config.model_copy(update={"data": data}), domain)
+        is_long = long_prompts(config, domain, chat)
+        sets = task_sets(config.model_copy(update={"data": data}), domain, is_long)
         if task_id is None:
             return generator(seed, "chat", domain.name).choice(sets.held_out)
         for tasks in (sets.held_out, sets.validation, sets.train):
@@ -56,16 +59,24 @@ def find_task(config: Config, domain: Domain, task_id: str | None, seed: int) ->
     raise UserError(f"--task: got {shown(task_id)}; tasks of {domain.name} are {some} and others")
 
 
+def chat_of(checkpoint: RunCheckpoint, domain: Domain) -> Chat:
+    """Return the chat format of a checkpoint, whose template was fitted."""
+    settings = _settings(checkpoint)
+    kwargs, calls = settings.chat_template_kwargs, settings.tool_call_format
+    return Chat(load_tokenizer(settings), kwargs, calls, needs=needs_of([domain]))
+
+
+def _settings(checkpoint: RunCheckpoint) -> ModelSettings:
+    return checkpoint.config.model.model_copy(update={"model": str(checkpoint.path)})
+
+
 def load_rollout(checkpoint: RunCheckpoint, domain: Domain, human: bool) -> Rollout:
     """Return the run's rollout with a checkpoint's weights, on the GPU if there is one.
 
     With `human`, no call has a deadline. Raises UserError for files that cannot be loaded.
     """
     config, limits = checkpoint.config, checkpoint.config.rollout
-    settings = config.model.model_copy(update={"model": str(checkpoint.path)})
-    tokenizer = load_tokenizer(settings)
-    kwargs, calls = settings.chat_template_kwargs, settings.tool_call_format
-    chat = Chat(tokenizer, kwargs, calls, needs=needs_of([domain]))  # the template was fitted
+    settings, chat = _settings(checkpoint), chat_of(checkpoint, domain)
     model = load_folder(checkpoint.path, settings)
     fix_rotary(model, limits.max_tokens)
     dtype = torch.bfloat16 if uses_bf16(settings) else torch.float32
@@ -129,6 +140,8 @@ class Terminal:
         *rules, request = messages
         schemas = tool_schemas(type(environment))
         prompt = self.chat.tokenizer.decode(self.chat.prompt_ids(messages, schemas))
+        if messages[0]["role"] != "system":
+            tell("template", self.chat.preface)
         for message in rules:
             lines = message["content"].splitlines()
             tell("rules", lines)

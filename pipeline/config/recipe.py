@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config import rules
 from pipeline.config.section import Section
-from pipeline.config.settings import Config
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.config.trl_names import instead
 from pipeline.errors import UserError, nearest
 from pipeline.files.layout import shipped
@@ -112,6 +112,34 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
             raise UserError(f"{where}: holds a password or a token; {remedy}")
     rules.check(config)
     return config
+
+
+def own_domains(tree: Mapping[str, Any]) -> list[str]:
+    """Return the user's own domains of a run whose shipped recipe has none of them.
+
+    Only the recipe's other settings count in such a run, so its name would say nothing.
+    """
+    data, path = tree["data"], SHIPPED / f"{tree['recipe']}.yaml"
+    if not path.is_file():
+        return []  # the user's own recipe
+    known = read_recipe(path)["data"].get("domains", ())
+    own = {*data["tasks"], *data["environments"]}.difference(EMBEDDED_DOMAINS, known)
+    return [name for name in data["domains"] if name in own]
+
+
+def in_words(tree: Mapping[str, Any]) -> str:
+    """Return the recipe of a run, or else the domains of the user's own, with what they are of."""
+    data, told = tree["data"], list[str]()
+    for name in own_domains(tree):
+        made = data["environments"].get(name)
+        of = {
+            "environment": made["factory"] if isinstance(made, Mapping) else made,
+            "tasks": data["tasks"].get(name),
+        }
+        told.append(f"{name} ({', '.join(f'{what} `{at}`' for what, at in of.items() if at)})")
+    rewards = ", ".join(f"`{target}`" for target in data.get("reward_funcs", ()))
+    said = f"Domains of the user's own: {'; '.join(told)}{f', rewards {rewards}' * bool(rewards)}"
+    return said if told else f"Recipe `{tree['recipe']}`"
 
 
 def _unknown(name: str, section: str = "") -> str:

@@ -56,6 +56,8 @@ def left_out(config: Config) -> Iterator[str]:
     for name in ("tau2_reward", "tau2_refuel_consent") if data.tau2 is None else ():
         if getattr(data, name) != type(data).model_fields[name].default:
             yield f"{name}: has no effect without tau2"
+    if data.skip_long_tasks and not (data.tasks or data.eval_tasks):
+        yield "skip_long_tasks: has no effect without tasks or eval_tasks"
     for name in config.data.environments:
         if name not in domains:
             yield f"environments: {name} is not used; add {name} to domains {','.join(domains)}"

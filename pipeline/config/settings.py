@@ -105,6 +105,9 @@ class DataSettings(Section):
     max_reward_calls: PositiveInt | None = field(
         None, "calls of async reward functions in a run; more end it; null: no limit"
     )
+    skip_long_tasks: bool = field(
+        False, "leave out rows of tasks and eval_tasks whose prompts leave no room for a turn"
+    )
     demonstrations: dict[str, Text] = field({}, "files, instead of experts: {bank: FILE}")
 
     @field_validator("tau2")

@@ -92,14 +92,17 @@ class JsonArray:
             raise UserError(f"{path}: got a {kind}; a .json task file is one array of tasks")
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for number, row in enumerate(self._rows, 1):
-            where = f"{self.name}, task {number}"
+        for index, row in enumerate(self._rows):
+            where = self.where(index)
             if len(json.dumps(row)) > MAX_LINE_BYTES:
                 raise UserError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; shorten it")
             yield where, row
 
     def __getitem__(self, index: int) -> Any:
         return self._rows[index]
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, task {index + 1}"
 
 
 class JsonLines:
@@ -126,6 +129,10 @@ class JsonLines:
             raise UserError(f"{self.name}: {CHANGED}")
         return json.loads(line)
 
+    def where(self, index: int) -> str:
+        start = self._index[3 * index]
+        return next((where for where, at, _, _ in json_lines(self.name) if at == start), self.name)
+
 
 class JoinedRows:
     """The rows of several files, one after another."""
@@ -145,6 +152,10 @@ class JoinedRows:
     def __getitem__(self, index: int) -> Any:
         part = bisect_right(self._firsts, index) - 1
         return self._parts[part][index - self._firsts[part]]
+
+    def where(self, index: int) -> str:
+        part = bisect_right(self._firsts, index) - 1
+        return self._parts[part].where(index - self._firsts[part])
 
 
 class DatasetRows:
@@ -167,12 +178,15 @@ class DatasetRows:
         names, batches = self._dataset.column_names, self._dataset.iter(batch_size=256)
         rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
         for index, values in enumerate(rows):
-            yield f"{self.name}[{index}]", self._task(dict(zip(names, values, strict=True)))
+            yield self.where(index), self._task(dict(zip(names, values, strict=True)))
 
     def __getitem__(self, index: int) -> TaskRow:
         if self._file_versions() != self._versions:
             raise UserError(f"{self.name}: {CHANGED}")
         return self._task(self._dataset[index])
+
+    def where(self, index: int) -> str:
+        return f"{self.name}[{index}]"
 
     def _task(self, row: TaskRow) -> TaskRow:
         kept = {k: v for k, v in row.items() if v is not None or k not in OPTIONAL}

@@ -67,21 +67,33 @@ class Task:
 
 
 class Tasks(Sequence[Task]):
-    """A sequence of tasks. Each access to a task calls `make` with the index of the task."""
+    """A sequence of tasks. Each access to a task calls `make` with the index of the task.
 
-    def __init__(self, make: Callable[[int], Task], indices: Sequence[int]) -> None:
-        self._make, self._indices = make, indices
+    `where` names the place of the task with an index, such as `FILE, line 3`.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Task], indices: Sequence[int], where: Callable[[int], str]
+    ) -> None:
+        self._make, self._indices, self._where = make, indices, where
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
         chosen = self._indices[index]
-        return Tasks(self._make, chosen) if isinstance(index, slice) else self._make(chosen)
+        is_slice = isinstance(index, slice)
+        return Tasks(self._make, chosen, self._where) if is_slice else self._make(chosen)
 
     def at(self, numbers: Sequence[int]) -> Tasks:
         """The tasks with these numbers, counted from 0 in this sequence."""
-        return Tasks(self._make, array("Q", (self._indices[number] for number in numbers)))
+        chosen = array("Q", (self._indices[number] for number in numbers))
+        return Tasks(self._make, chosen, self._where)
+
+    def where(self, task_id: str) -> str:
+        """Return the place of the task with this id, or "" if it is not here."""
+        found = (i for i in self._indices if self._make(i).id == task_id)
+        return next(map(self._where, found), "")
 
 
 def load_tasks(path: Path, domain: str, visit: Visit = None, has_columns: bool = False) -> Tasks:
@@ -137,7 +149,7 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
         row["prompt"] = tuple(row["prompt"])
         return Task(**row, columns=columns_text(columns), is_text=is_text)
 
-    return Tasks(make, indices)
+    return Tasks(make, indices, rows.where)
 
 
 def columns_text(columns: Mapping[str, Any]) -> str:

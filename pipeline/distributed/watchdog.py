@@ -24,7 +24,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import psutil
 
@@ -78,11 +78,13 @@ class Watchdog:
 
     A rank without progress for `timeout_s` is at fault. Set `can_resume` to True when the run has a
     checkpoint. `advice` is printed after the message about a rank that hangs or has ended.
+    Processes that are forked from this rank close `not_for_children`.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
         self.can_resume, self.advice = False, ""
+        self.not_for_children: list[IO[str]] = []
         self._store = ranks.connect_to_store()
         self._own: Heartbeat
         self._neighbours = neighbours(ranks.rank, ranks.num_ranks)
@@ -130,7 +132,7 @@ class Watchdog:
         for number in self._handlers:
             is_ctrl_c = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
-        for file in (self._signals, self._wakeup, self._sentinel.stdin):
+        for file in (self._signals, self._wakeup, self._sentinel.stdin, *self.not_for_children):
             file.close()
 
     def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:

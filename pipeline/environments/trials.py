@@ -64,8 +64,10 @@ def try_task(
             f"a group must have one task; let reset(self, id, **kwargs) draw from {given}"
         )
     if not (task.prompt[-1]["content"] or made[0].addition or task.row().get("scenario")):
-        names = ", ".join(name for name in task.row() if name not in ("domain", "payload"))
-        hint = f"{remedy or 'give a column prompt'}, or let reset return the request"
+        names = ", ".join(
+            name for name in task.row() if name not in ("domain", "payload", "prompt")
+        )
+        hint = f"{remedy or 'give a column prompt with its text'}, or let reset return the request"
         raise UserError(f"{where}: has no request, only {names}; {hint}")
     return made[0].addition
 

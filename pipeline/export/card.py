@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from pipeline.checkpoints.run_folder import HARMLESS
 from pipeline.config.cli import flag
-from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe
+from pipeline.config.recipe import SETTINGS, SHIPPED, in_words, load_recipe
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.evaluation.transfer import summary
 from pipeline.export.checkpoint import RunCheckpoint
@@ -90,6 +90,7 @@ def model_card(
         limits=config.rollout,
         warnings="\n".join([_limits(config), *(f"- {line}" for line in unknown)]),
         command=command_of(config),
+        recipe=in_words(config.model_dump(mode="json")),
         made=_made(run),
         differing=_differing(config),
     )

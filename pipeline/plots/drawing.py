@@ -30,11 +30,11 @@ Handle = Sequence[Any]  # text and line style of a legend entry
 
 
 def new_figure(run: RunData | None, words: str, width: float, height: float) -> Figure:
-    """Return a figure (size in inches); the title shows the recipe and the seed of `run`."""
+    """Return a figure (size in inches); the title shows the name and the seed of `run`."""
     from matplotlib import figure
 
     made = figure.Figure(figsize=(width, height), layout="constrained")
-    name = f"{run.config['recipe']}, seed {run.config['run']['seed']}: " if run else ""
+    name = f"{run.name}, seed {run.config['run']['seed']}: " if run else ""
     made.suptitle(name + words, wrap=True, fontsize="medium")
     return made
 

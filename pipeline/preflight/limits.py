@@ -1,6 +1,6 @@
 """Limits of a rollout that are too low: all are found before one is named."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config.cli import flag
@@ -15,20 +15,28 @@ class TooLow:
     what: str
     needs: Mapping[str, int]
     is_refused: bool  # False: a run can go on without it
+    remedy: str = ""  # beside larger limits
 
 
-def prompts_beyond(limits: RolloutSettings, prompts: Mapping[str, int]) -> list[TooLow]:
-    """Return the domains whose longest prompt, of so many tokens, leaves no room for a turn."""
-    turn = limits.max_tokens_per_turn
-    return [
-        TooLow(
-            f"a prompt of {domain} has {tokens} tokens and a turn may take {turn}",
-            {"max_tokens": tokens + turn},
-            is_refused=True,
-        )
-        for domain, tokens in prompts.items()
-        if tokens + turn > limits.max_tokens
-    ]
+def is_too_long(limits: RolloutSettings, num_tokens: int) -> bool:
+    """Return whether a prompt of so many tokens leaves no room for a turn."""
+    return num_tokens + limits.max_tokens_per_turn > limits.max_tokens
+
+
+def prompts_beyond(
+    limits: RolloutSettings, prompts: Mapping[str, int], named: Callable[[str], tuple[str, str]]
+) -> list[TooLow]:
+    """Return the domains whose longest prompt, of so many tokens, leaves no room for a turn.
+
+    `named` returns the name and place of a domain's longest prompt, and a remedy.
+    """
+    turn, found = limits.max_tokens_per_turn, list[TooLow]()
+    for domain, tokens in prompts.items():
+        if is_too_long(limits, tokens):
+            name, remedy = named(domain)
+            what = f"a prompt of {domain} has {tokens} tokens and a turn may take {turn} ({name})"
+            found.append(TooLow(what, {"max_tokens": tokens + turn}, True, remedy))
+    return found
 
 
 def check_limits(
@@ -42,6 +50,7 @@ def check_limits(
     if not lines:
         return []
     told = " ".join(f"{flag('rollout', n)} {v}" for n, v in _mended(limits, found, prompts).items())
+    told += "".join(dict.fromkeys(low.remedy for low in found))
     if any(low.is_refused for low in found):
         raise UserError(f"limits are too low: {'; '.join(lines)}; give {told}")
     lines[-1] += f"; give {told}"

@@ -26,10 +26,10 @@ from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.preflight.demonstrations import check_demonstrations
-from pipeline.preflight.limits import check_limits, prompts_beyond
+from pipeline.preflight.limits import check_limits, is_too_long, prompts_beyond
 from pipeline.preflight.made_of import made_of
 from pipeline.preflight.rewards import check_reward_functions
-from pipeline.preflight.tasks import longest_of, task_sets
+from pipeline.preflight.tasks import IsLong, longest_of, task_sets
 from pipeline.sft import sources_of
 
 Graded = dict[tuple[str, str], Sequence[Task]]  # training tasks by domain and difficulty
@@ -78,7 +78,21 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     if config.run.push_to_hub and config.grpo.use_grpo:
         check_upload(str(config.run.hub_model_id))
     limits, domains = config.rollout, load_domains(config.data)
-    sets = {name: task_sets(config, domain) for name, domain in domains.items()}
+    resumed = resumable(config)
+    tiny = load_tokenizer(ModelSettings(), domains.values()) if with_tiny_tokenizer else None
+    tokenizer = _tokenizer(config, domains, resumed) if tiny is None else tiny
+    chat = Chat(
+        tokenizer,
+        config.model.chat_template_kwargs,
+        config.model.tool_call_format,
+        needs=needs_of(domains.values()),
+        chat_template=config.model.chat_template,
+        system_prompt=config.model.system_prompt,
+    )
+    sets = {
+        name: task_sets(config, domain, long_prompts(config, domain, chat))
+        for name, domain in domains.items()
+    }
     held_out = {name: of.held_out for name, of in sets.items()}
     notes = check_scenarios(config.data, domains, held_out)
     train = {name: of.train for name, of in sets.items()}
@@ -99,17 +113,6 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     for name, facts in about.items():
         told = (f"{fact} {value}" for fact, value in islice(facts.items(), 5))
         notes.append(f"{name}: {', '.join(told)}")
-    resumed = resumable(config)
-    tiny = load_tokenizer(ModelSettings(), domains.values()) if with_tiny_tokenizer else None
-    tokenizer = _tokenizer(config, domains, resumed) if tiny is None else tiny
-    chat = Chat(
-        tokenizer,
-        config.model.chat_template_kwargs,
-        config.model.tool_call_format,
-        needs=needs_of(domains.values()),
-        chat_template=config.model.chat_template,
-        system_prompt=config.model.system_prompt,
-    )
     notes += chat.notes
     for name, of in sets.items():
         tokens = max(map(chat.num_content_tokens, of.texts), default=0)
@@ -137,10 +140,31 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     )
     stages = [replace(s, family_shares=prepared.family_shares(s)) for s in prepared.stages]
     prepared = replace(prepared, stages=stages)
-    prompts = prepared.longest_prompts()
-    beyond += prompts_beyond(limits, prompts)
+    # Not only those that are trained on: what has no room for a turn would count as failed.
+    asked = {
+        n: [*prepared.longest[n], *longest_of([*of.validation, *of.held_out])]
+        for n, of in sets.items()
+    }
+    first = {n: max(of, key=lambda t: len(prepared.prompt_ids(n, t))) for n, of in asked.items()}
+    prompts = {n: len(prepared.prompt_ids(n, task)) for n, task in first.items()}
+
+    def named(name: str) -> tuple[str, str]:
+        where = sets[name].where(first[name].id)
+        can_skip = where and not config.data.skip_long_tasks
+        remedy = ", or leave such rows out with --skip-long-tasks" if can_skip else ""
+        return f"task {shown(first[name].id)}{f', {where}' if where else ''}", remedy
+
+    beyond += prompts_beyond(limits, prompts, named)
     prepared.warnings.extend(check_limits(limits, beyond, prompts))
     return prepared
+
+
+def long_prompts(config: Config, domain: Domain, chat: Chat) -> IsLong | None:
+    """Return a function that finds the prompts that `skip_long_tasks` leaves out, or None."""
+    schemas = tool_schemas(domain.environment)
+    if not config.data.skip_long_tasks:
+        return None
+    return lambda prompt: is_too_long(config.rollout, len(chat.prompt_ids([*prompt], schemas)))
 
 
 def needs_of(domains: Iterable[Domain]) -> Needs:

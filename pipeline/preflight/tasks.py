@@ -2,6 +2,7 @@
 
 import heapq
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from pipeline.data.splits import (
     num_characters,
     seen_of,
 )
-from pipeline.data.tasks import Task, Tasks
+from pipeline.data.tasks import Message, Task, Tasks
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.environments.tools import raw_call, tool_methods
@@ -24,6 +25,7 @@ from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 
+IsLong = Callable[[Sequence[Message]], bool]  # gets a prompt
 NUM_TRIED = 1000  # maximum number of a source's tasks that are tried in the environment
 NUM_LONGEST = 64  # number of a domain's prompts that are tokenized to find the longest prompt
 NUM_TRIED_GENERATED = 8  # maximum number of tasks of a split that are tried without an expert
@@ -39,10 +41,15 @@ class TaskSets:
     longest: list[Task]
     notes: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # what `reset` returned for some tasks
+    sources: list[Tasks] = field(default_factory=list)  # all tasks of each source
+
+    def where(self, task_id: str) -> str:
+        """Return the file and line of a task, or "" for a generated one."""
+        return next(filter(None, (tasks.where(task_id) for tasks in self.sources)), "")
 
 
-def task_sets(config: Config, domain: Domain) -> TaskSets:
-    """Return the tasks of a domain. Raises UserError for a faulty task.
+def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> TaskSets:
+    """Return the tasks of a domain, without rows whose prompt `is_long`. Raises UserError.
 
     If neither `generate_tasks` nor a test split gives held-out and validation tasks, these tasks
     are drawn from the domain's source.
@@ -52,20 +59,23 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     num_held_out, split = data.eval_tasks_per_domain, data.dataset_test_split
     held_out: Sequence[Task] | None = None
     validation: list[Task] | None = None
-    notes = list[str]()
+    notes, sources = list[str](), list[Tasks]()
     if source is None or domain.generate_tasks is not None:
         validation = generated(data, domain, config.evaluation.validation_tasks, "validation")
     if eval_source is None and source is not None and validation is None:
         eval_source = source if split != "test" or has_split(source, split) else None
     if eval_source is not None:
-        held_out, notes = _held_out_of(config, domain, eval_source)
+        held_out, notes = _held_out_of(config, domain, eval_source, is_long)
+        sources.append(held_out)
     elif validation is not None:
         held_out = generated(data, domain, num_held_out, data.eval_split)
     if source is None:
         tasks: Sequence[Task] = generated(data, domain, data.num_train_tasks, "train")
         trained = tasks, longest_of(tasks)
     else:
-        drawn = split_source(config, domain, held_out, with_validation=validation is None)
+        is_drawn = validation is None
+        drawn = split_source(config, domain, held_out, with_validation=is_drawn, is_long=is_long)
+        sources += drawn.sources
         trained = drawn.train, drawn.longest
         held_out = drawn.held_out if held_out is None else held_out
         validation = drawn.validation if validation is None else validation
@@ -73,7 +83,12 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     assert held_out is not None and validation is not None
     train, longest = trained
     sets = TaskSets(
-        train=train, validation=validation, held_out=[*held_out], longest=longest, notes=notes
+        train=train,
+        validation=validation,
+        held_out=[*held_out],
+        longest=longest,
+        notes=notes,
+        sources=sources,
     )
     where, remedy = name, ""
     if source is None and domain.generate_tasks is None:
@@ -133,6 +148,7 @@ def split_source(
     domain: Domain,
     held_out: Sequence[Task] | None,
     with_validation: bool,
+    is_long: IsLong | None = None,
 ) -> TaskSets:
     """Draw the training tasks of a domain's source, and the tasks that are asked for beside them.
 
@@ -151,7 +167,8 @@ def split_source(
             )
         census.add(row)
 
-    rows = _open(config, domain, source, data.dataset_train_split, visit)
+    split_name = data.dataset_train_split
+    rows, notes = _open(config, domain, source, split_name, visit, is_long=is_long)
     num_held_out = 0 if held_out is not None else data.eval_tasks_per_domain
     # Without validations, no row is kept back for them.
     num_validation = config.evaluation.validation_tasks if with_validation else 0
@@ -179,23 +196,26 @@ def split_source(
         validation=[*rows.at(split.validation)],
         held_out=[*rows.at(split.held_out)],
         longest=longest_of(train, [census.lengths[number] for number in split.train]),
-        notes=[note] if len(told) > 1 else [],
+        notes=notes + [note] * (len(told) > 1),
+        sources=[rows],
     )
 
 
-def _held_out_of(config: Config, domain: Domain, source: str) -> tuple[Tasks, list[str]]:
+def _held_out_of(
+    config: Config, domain: Domain, source: str, is_long: IsLong | None
+) -> tuple[Tasks, list[str]]:
     """Return up to `eval_tasks_per_domain` different tasks of a source, and notes."""
     census, count = Census(), config.data.eval_tasks_per_domain
     split = config.data.dataset_test_split
-    rows = _open(config, domain, source, split, census.add, setting="eval_tasks")
+    rows, notes = _open(config, domain, source, split, census.add, "eval_tasks", is_long)
     drawn = rows.at(census.drawn(count))
     if len(drawn) == len(rows):
-        return drawn, []
+        return drawn, notes
     how = "different ones, drawn by a hash of the task" + ", evenly over `family`" * (
         census.has_families
     )
     told = f"{len(drawn)} of the {len(rows)} held-out tasks of {shown(source)} are used ({how})"
-    return drawn, [f"{domain.name}: {told}"]
+    return drawn, [*notes, f"{domain.name}: {told}"]
 
 
 def _open(
@@ -203,11 +223,34 @@ def _open(
     domain: Domain,
     source: str,
     split: str,
-    visit: Callable[[TaskRow], None] | None = None,
+    visit: Callable[[TaskRow], None],
     setting: str = "tasks",
-) -> Tasks:
+    is_long: IsLong | None = None,
+) -> tuple[Tasks, list[str]]:
+    """Return the tasks of a source whose prompt is not long, after a `visit` of each, and notes.
+
+    Raises UserError for a faulty row, or if all prompts are long.
+    """
     has_columns = domain.name in config.data.own_domains or bool(config.data.reward_funcs)
-    return open_tasks(domain.name, source, split, visit, has_columns, setting)
+    kept, left_out = array("Q"), array("Q")
+
+    def look(row: TaskRow) -> None:
+        is_left_out = is_long is not None and is_long(row["prompt"])
+        (left_out if is_left_out else kept).append(len(kept) + len(left_out))
+        if not is_left_out:
+            visit(row)
+
+    rows = open_tasks(domain.name, source, split, look, has_columns, setting)
+    if not left_out:
+        return rows, []
+    first = rows[left_out[0]].id
+    found = (
+        f"{len(left_out)} of the {len(rows)} tasks of {shown(source)} have prompts that leave no"
+    )
+    found += f" room for a turn, the first is {shown(first)}, {rows.where(first)}"
+    if not kept:
+        raise UserError(f"skip_long_tasks: {domain.name}: {found}; give more max_tokens")
+    return rows.at(kept), [f"{domain.name}: {found}; they are left out (skip_long_tasks)"]
 
 
 def longest_of(tasks: Sequence[Task], lengths: Sequence[int] | None = None) -> list[Task]:

@@ -35,13 +35,13 @@ def write_files(
 ) -> None:
     """Write the pictures, the Markdown file and the HTML page; `path` has no suffix."""
     pictures.save(figures, path.parent)
-    text = render(template, drawn=figures, **data)
-    path.with_suffix(".md").write_text(printable(text), encoding="utf-8")  # no control characters
+    text = printable(render(template, drawn=figures, **data))  # no control characters
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
     made = environment(autoescape=True)
     made.filters["rich"] = rich
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
     page = made.get_template("page.html").render(
-        title=data["title"],
+        title=printable(data["title"]),
         sections=sections_of(text),
         svgs={name: Markup(pictures.inline_svg(figure, name)) for name, figure in figures.items()},
         reader=reader if reader and reader.chunks else None,

@@ -135,7 +135,9 @@ def _packed_episode(
     episode: Episode, index: Callable[[Any], int], token_texts: TokenTexts | None
 ) -> dict[str, Any]:
     sampled = iter(zip(episode.get("ids", ()), episode.get("logprobs", ()), strict=False))
-    messages = []
+    messages: list[dict[str, Any]] = []
+    if preface := episode.get("preface"):
+        messages.append({"role": "system, by the chat template", "text": index(preface)})
     for message in episode["messages"]:
         packed = {"role": message.get("role", ""), "text": index(message.get("content"))}
         if name := message.get("name"):

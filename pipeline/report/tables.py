@@ -12,6 +12,7 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
+from pipeline.config.recipe import in_words
 from pipeline.evaluation.transfer import rate, threshold_of
 from pipeline.plots.drawing import NO_INTERVAL, shown
 from pipeline.tracking.run_files import (
@@ -269,6 +270,7 @@ def data_of(run: RunData) -> dict[str, Any]:
         "failed_agents": failed_agents(run.results),
         "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
+        "recipe": in_words(run.config),
         "train_tasks": train_tasks_in_words(run),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "tools": _tools(run),
@@ -315,7 +317,8 @@ def about_table(results: Mapping[str, Any]) -> Rows:
 
 def _fact(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_fact(item)}" for name, item in value.items())
+        between = "; " if any(isinstance(item, list) for item in value.values()) else ", "
+        return between.join(f"{name}: {_fact(item)}" for name, item in value.items())
     return ", ".join(map(_fact, value)) if isinstance(value, list) else str(value)
 
 

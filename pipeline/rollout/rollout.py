@@ -52,7 +52,9 @@ class Rollout:
         self.limits, self.deterministic, self.on_progress = limits, deterministic, on_progress
         self.rewards, self.faults = rewards, faults or FaultLog()
         self.on_messages: Callable[[Any, list[Message]], None] = lambda environment, messages: None
-        self.on_finished: Callable[[int], None] = lambda count: None  # gets a number of episodes
+        # Both get a number of episodes.
+        self.on_started: Callable[[int], None] = lambda count: None
+        self.on_finished: Callable[[int], None] = lambda count: None
         self._open: dict[Episode, None] = {}  # episodes with an open conversation
         self.most = limits.max_concurrent_episodes  # becomes smaller if memory runs out
         self.environment_s, self.reply = 0.0, customers.reply_of  # seconds; the user's answers
@@ -121,6 +123,7 @@ class Rollout:
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.most // 4)):
             return []
+        self.on_started(count)
         for episode in (episodes := [waiting.popleft() for _ in range(count)]):
             self._begin(episode, self._reset)
         return episodes
@@ -148,6 +151,8 @@ class Rollout:
         for episode in episodes:
             trajectory = episode.trajectory
             self.on_messages(episode.environment, trajectory.messages)
+            if trajectory.messages[0]["role"] != "system":
+                trajectory.preface = self.chat.preface
             schemas = tools.tool_schemas(self.environments[trajectory.domain])
             trajectory.prompt_ids = self.chat.prompt_ids(trajectory.messages, schemas)
             if trajectory.num_tokens >= self.limits.max_tokens:

@@ -65,6 +65,7 @@ class Trajectory(RunRecord):
     loss_mask: list[bool] = field(default_factory=list)  # True at sampled tokens of completion_ids
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
+    preface: str = ""  # the chat template's own text before a prompt without a system message
     customer: list[dict[str, Any]] = field(default_factory=list)  # ... as a language model saw it
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
     extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column

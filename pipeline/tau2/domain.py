@@ -1,7 +1,7 @@
 """A domain of τ²-bench as a `Domain` of a run; `--tau2 PATH` names this module's function."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
@@ -17,7 +17,7 @@ from pipeline.files.untrusted import one_line, shown
 from pipeline.tau2.checkout import DATABASES, TESTED_COMMIT, Checkout
 from pipeline.tau2.environment import TalkingEnvironment, Tau2Environment, World
 from pipeline.tau2.judge import JudgedEnvironment
-from pipeline.tau2.tasks import TaskSource
+from pipeline.tau2.tasks import NOTHING, TaskSource
 from pipeline.tau2.telecom_expert import expert
 
 NUM_READ = 300  # training tasks whose demonstrations give the tiny model's tokens
@@ -139,6 +139,17 @@ def _about(source: TaskSource, reward: str, mode: str, customer: str, judge: str
     consent = ", with the consent to buy data" if source.refuel_consent else ""
     other = f" (rewards were compared with the official ones at {TESTED_COMMIT})"
 
+    def named(is_such: Callable[[str], Any]) -> dict[str, list[str]]:
+        found = {split: [*filter(is_such, ids)] for split, ids in known.items()}
+        return {split: ids for split, ids in found.items() if ids}
+
+    # Telecom has 2,000 tasks to train on; its results are of the test split.
+    known = {"test": source.ids["test"]} if source.world.has_phone else source.ids
+    peculiar = {
+        "gold_calls_fail": named(lambda i: source.world.failing_gold_calls(source.world.task(i))),
+        "solved_by_nothing": named(lambda i: source.family(i) == NOTHING),
+    }
+
     def of_splits(wanted: Collection[str]) -> dict[str, int]:
         return {split: sum(i in wanted for i in ids) for split, ids in source.ids.items()}
 
@@ -156,5 +167,6 @@ def _about(source: TaskSource, reward: str, mode: str, customer: str, judge: str
         "reward": reward,
         "tasks_in_splits": of_splits(checkout.tasks),
         **({"judge": judge, "nl_assertions_judged": of_splits(judged)} if judge else replaced),
+        **{fact: tasks for fact, tasks in peculiar.items() if tasks},
         **({"what_repeats": REPEATS} if is_solo else {}),
     }

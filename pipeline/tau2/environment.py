@@ -55,6 +55,7 @@ class World:
         self._vpn = copy.deepcopy(getattr(type(self._official.user_tools), vpn, None))
         self._parsed: dict[str, Any] = {}
         self._gold: dict[str, State] = {}
+        self._failing: dict[str, list[str]] = {}  # gold calls that fail, by task
 
     def task(self, task_id: str) -> Any:
         if task_id not in self._parsed:
@@ -83,12 +84,18 @@ class World:
     def gold_state(self, task: Any) -> State:
         """Return the state of the database after the gold actions of a task."""
         if task.id not in self._gold:
-            environment = self.start(task)
+            environment, failing = self.start(task), list[str]()
             for action in task.evaluation_criteria.actions or ():
                 by = "assistant" if self.is_solo else action.requestor
-                self.call(environment, action.name, action.arguments, by)
-            self._gold[task.id] = changes_of(environment.tools.db)
+                if self.call(environment, action.name, action.arguments, by)[1]:
+                    failing.append(action.name)
+            self._gold[task.id], self._failing[task.id] = changes_of(environment.tools.db), failing
         return self._gold[task.id]
+
+    def failing_gold_calls(self, task: Any) -> list[str]:
+        """Return the names of a task's gold calls that fail, and so have no effect."""
+        self.gold_state(task)
+        return self._failing[task.id]
 
     def call(
         self, environment: Any, name: str, arguments: dict[str, Any], by: str = "assistant"

@@ -5,6 +5,7 @@ hosts. A resumed run sends each tracker the lines that the tracker lacks. This m
 import torch, and imports the package of a tracker only if the settings name the tracker.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -53,14 +54,34 @@ class TensorBoard:
         self._tracker.finish()
 
 
+def check_trackers(config: Config, by_import: bool = True) -> None:
+    """Raise UserError if a tracker's package is missing or, `by_import`, cannot be imported."""
+    for package in config.tracking.report_to:
+        why = "is not installed" if importlib.util.find_spec(package) is None else ""
+        if not why and by_import and _is_fed(package):
+            try:
+                importlib.import_module(package)
+            except Exception as error:  # whatever a broken package raises
+                why = f"cannot be imported ({reason_of(error)})"
+        if why:
+            remedy = f"pip install {package}, or report to none"
+            raise UserError(f"report_to: got {package}, which {why}; {remedy}")
+
+
+def _is_fed(package: str) -> bool:
+    """Return whether a tracker gets the numbers: W&B needs a key, or a mode."""
+    return package != "wandb" or "WANDB_MODE" in os.environ or feed.has_wandb_key()
+
+
 class RunLog(AbstractContextManager["RunLog"]):
     """The metrics files of a run folder and the trackers; only rank 0 writes.
 
     Every line has `kind`, `stage` and `step`; `step` counts GRPO optimizer steps. Every rank makes
     a RunLog after making the Accelerator. A resumed run passes the checkpoint's `state_dict()` as
     `state`, and the files are cut to the sizes in `state`. Without `state`, the files start empty.
-    Raises OSError if a file cannot be written. Raises UserError if a tracker's package is missing,
-    or if W&B cannot start a fresh run. A tracker that fails during the run gets no more lines.
+    Raises OSError if a file cannot be written. Raises UserError if a tracker's package cannot be
+    imported, or if W&B cannot start a fresh run. A tracker that fails during the run gets no more
+    lines.
     """
 
     def __init__(
@@ -70,12 +91,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.results: Path | None = None  # the folder whose results `close` sends to the trackers
         self._files: dict[str, LinesFile] = {}
         self._trackers: list[TensorBoard | WandbFeed] = []
-        for package in config.tracking.report_to:
-            if importlib.util.find_spec(package) is None:
-                raise UserError(
-                    f"report_to: got {package}, which is not installed; "
-                    f"pip install {package}, or report to none"
-                )
+        check_trackers(config, by_import=is_main)
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +104,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         elif state.get("tracker_run_id") and feed.known_id(folder) is None:
             feed.remember_id(folder, state["tracker_run_id"])
         for package in config.tracking.report_to:
-            if package == "wandb" and "WANDB_MODE" not in os.environ and not feed.has_wandb_key():
+            if not _is_fed(package):
                 say(
                     "W&B: no API key, so nothing is sent; once there is one, "
                     f"bash scripts/wandb_sync.sh {folder} sends this run"

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from tqdm import tqdm
@@ -22,8 +22,8 @@ RECENT_STEPS = 20  # number of steps whose median duration gives the time left
 class StageProgress(AbstractContextManager["StageProgress"]):
     """Shows a stage's progress on rank 0's standard error: a bar on a terminal, else lines.
 
-    `num_later` is the number of steps of all later stages. `unit` is `step`, or `episode` for an
-    evaluation, which has only a line per minute without a terminal.
+    `num_later` is the number of steps of all later stages. `unit` is `step`, or `episode` in
+    EpisodeProgress, which has only a line per minute without a terminal.
     """
 
     def __init__(
@@ -79,16 +79,50 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
         The first step alone gives no pace, because a stage's preparations count to the first step.
         """
-        if self._unit == "step" and len(self._seconds) < min(2, self._num_steps):
+        if len(self._seconds) < min(2, self._num_steps):
             return ""
         left, pace = max(0, self._num_steps - self._done), median(self._seconds)
         texts = [f"{_duration(left * pace)} left"] if left else []
         if self._num_later:
             texts.append(f"{_duration((left + self._num_later) * pace)} left in all stages")
-        return f"{pace:.2g} s per {self._unit}, about {', '.join(texts)}" if texts else ""
+        return f"{pace:.2g} s per step, about {', '.join(texts)}" if texts else ""
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
+
+
+class EpisodeProgress(StageProgress):
+    """Shows how many of `num_episodes` episodes have ended, of which many run at once."""
+
+    def __init__(self, name: str, num_episodes: int, *, is_main: bool) -> None:
+        super().__init__(name, num_episodes, is_main=is_main, unit="episode")
+        self._running = deque[float]()  # when each running episode began, in order
+        self._most = 0  # largest number of episodes that ran at once
+        self._ended: list[float] = []  # durations of episodes
+
+    def begin(self, count: int) -> None:
+        """Count episodes that begin."""
+        self._running.extend([time.monotonic()] * count)
+        self._most = max(self._most, len(self._running))
+
+    def end(self, count: int) -> None:
+        """Count episodes that have ended; which ones does not matter for the mean duration."""
+        now = time.monotonic()
+        ended = [self._running.popleft() for _ in range(min(count, len(self._running)))]
+        self._ended += [now - begun for begun in ended]
+        if count:
+            self.step({}, count)
+
+    def _time_left(self) -> str:
+        """Return the time that the waiting episodes need, or "" while it is not known.
+
+        Episodes that run at once may end all together, so those that have ended say nothing of the
+        running ones. What half of those at once needed says how long a round of the others takes.
+        """
+        waiting = self._num_steps - self._done - len(self._running)
+        if waiting <= 0 or 2 * len(self._ended) < self._most or not self._ended:
+            return ""
+        return f"about {_duration(fmean(self._ended) * max(1, waiting / self._most))} left"
 
 
 def _duration(seconds: float) -> str:
@@ -102,12 +136,13 @@ def episodes_shown(rollout: Any, name: str, num_episodes: int, ranks: Ranks) -> 
     """Show how many episodes of an evaluation rank 0 has finished; `num_episodes` are its own."""
     name += "" if ranks.num_ranks == 1 else f", rank 0 of {ranks.num_ranks}"
     is_main = ranks.is_main
-    with StageProgress(name, num_episodes, is_main=is_main, unit="episode") as progress:
-        rollout.on_finished = lambda count: progress.step({}, count) if count else None
+    progress = EpisodeProgress(name, num_episodes, is_main=is_main)
+    with progress:
+        rollout.on_started, rollout.on_finished = progress.begin, progress.end
         try:
             yield
         finally:
-            rollout.on_finished = lambda count: None
+            rollout.on_started = rollout.on_finished = lambda count: None
 
 
 def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:

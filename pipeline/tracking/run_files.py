@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.config.recipe import own_domains
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
 from pipeline.files.durable import read_records, whole_lines
@@ -35,6 +36,11 @@ class RunData:
     validation: list[dict[str, Any]]
     timings: list[dict[str, Any]]  # lines of `timings.jsonl` of training steps
     transfer: dict[str, Any]  # the result of `transfer.summary`
+
+    @property
+    def name(self) -> str:
+        """The recipe of the run, or its domains if they are the user's own."""
+        return ", ".join(own_domains(self.config)) or str(self.config["recipe"])
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -127,7 +133,9 @@ def episode_rows(folder: Path) -> list[list[Any]]:
         lines = [line for path in files[key] for line in whole_lines(path)]
         every = ceil(len(lines) * len(steps) / MAX_EPISODES) or 1
         for episode in map(json.loads, lines[::every]):
-            conversation = "\n\n".join(map(_text, episode["messages"]))
+            own = {"role": "system, by the chat template", "content": episode.get("preface")}
+            told = [own] * bool(own["content"]) + episode["messages"]
+            conversation = "\n\n".join(map(_text, told))
             parts = episode.get("rewards") or episode.get("reward_breakdown") or {}
             rewards = ", ".join(f"{name} {value}" for name, value in parts.items())
             rows.append([*key, *map(episode.get, FIELDS), rewards, conversation])

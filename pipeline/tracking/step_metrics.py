@@ -121,8 +121,9 @@ def logged_by_reward_functions(
 ) -> dict[str, float]:
     """Return means over all ranks of the values of `log_metric`, and forget the values.
 
-    Each name gets the `prefix`. The new calls of async functions on all ranks are added to the
-    `state`, whose step becomes the `global_step` that reward functions see.
+    Each name gets the `prefix`, in place of a `train/` of its own. The new calls of async functions
+    on all ranks are added to the `state`, whose step becomes the `global_step` that reward
+    functions see.
     """
     if rewards is None:
         return {}
@@ -133,7 +134,7 @@ def logged_by_reward_functions(
     state.num_reward_calls += sum(count for _, count in gathered)
     found = defaultdict[str, list[float]](list)
     for name, values in chain.from_iterable(of.items() for of, _ in gathered):
-        found[prefix + name] += values
+        found[prefix + name.removeprefix("train/")] += values
     return {name: fmean(values) for name, values in sorted(found.items())}
 
 

@@ -598,6 +598,33 @@ def test_a_template_is_named_or_a_file(tmp_path):
         Chat(other_tokenizer(None), chat_template="qwen2_55")
 
 
+REFUSES_TURNS = "{% if messages | length > 2 %}{{ raise_exception('one') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "preface"),
+    [
+        ("qwen2_5", {}, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+        ("qwen3", {}, ""),
+        ("qwen3", {"system_prompt": "Be brief."}, "Be brief."),
+        ("plain", {}, ""),
+        ("text", {"system_prompt": "Be brief."}, "Be brief."),
+        (CHAT_TEMPLATE, {}, ""),
+        ("A talk.\n" + CHAT_TEMPLATE, {}, "A talk."),
+        (REFUSES_TURNS + CHAT_TEMPLATE, {}, ""),
+    ],
+)
+def test_what_a_template_writes_before_a_prompt_without_a_system_message_is_known(
+    template, settings, preface, tmp_path
+):
+    if "{" in template:
+        (tmp_path / "own.jinja").write_text(template, encoding="utf-8")
+        template = str(tmp_path / "own.jinja")
+    needs = Needs(tools=False, replies=False)
+    made = Chat(other_tokenizer(None), needs=needs, chat_template=template, **settings)
+    assert made.preface == preface
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_template_that_rollouts_cannot_use_is_refused(name):
     template, problem = REFUSED[name]

@@ -1,6 +1,7 @@
 """Faults and signals on real ranks: who is named, who ends how, and that all end."""
 
 import ctypes
+import fcntl
 import os
 import re
 import signal
@@ -217,6 +218,35 @@ def exit_codes_of_a_later_signal() -> list[int]:
 
 def test_a_later_signal_ends_the_rank_at_once_and_its_code_says_whether_it_can_be_resumed():
     assert play_ranks(exit_codes_of_a_later_signal, 1) == [[1, 75]]
+
+
+def children_that_hold_the_lock(folder: str) -> list[bool]:
+    """Whether a forked child keeps a folder locked, without and with the watchdog."""
+    found = []
+    for is_told in (False, True):
+        with Watchdog(Ranks(0, 1, TIMEOUT_S), 60) as watchdog:
+            lock = Path(folder, ".lock").open("a")  # noqa: SIM115  (a run holds it to its end)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            watchdog.not_for_children += [lock] * is_told
+            reading, writing = os.pipe()
+            if (child := os.fork()) == 0:
+                os.write(writing, b".")
+                signal.pause()
+            os.read(reading, 1)
+            lock.close()
+            with Path(folder, ".lock").open("a") as again:
+                try:
+                    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    found.append(False)
+                except BlockingIOError:
+                    found.append(True)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return found
+
+
+def test_a_child_of_a_rank_does_not_keep_the_run_folder_locked(tmp_path):
+    assert play_ranks(children_that_hold_the_lock, 1, str(tmp_path)) == [[True, False]]
 
 
 def restarted(stderr: str) -> tuple[str, int | None]:

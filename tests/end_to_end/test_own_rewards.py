@@ -155,3 +155,29 @@ def test_functions_that_never_give_a_reward_end_the_run_in_one_line(tmp_path: Pa
     said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
     assert "error: reward_funcs: 4 of 4 trials in the evaluation after start have no reward" in said
     assert "Traceback" not in said
+
+
+def test_what_functions_log_never_makes_a_second_curve_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "logs.py").write_text(
+        "def logs(completions, log_metric, **_):\n"
+        "    for name in ('loss', 'train/loss', 'train/entropy', 'accuracy', 'train/length'):\n"
+        "        log_metric(name, 1e6)\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    rows = "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(12))
+    (tmp_path / "sums.jsonl").write_text(rows)
+    argv = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "logs:logs"]
+    assert play_ranks(run, 2, str(tmp_path), [*argv, *SHORT, "--warm-start-steps", "0"]) == [0, 0]
+    found = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    steps = [line for line in found if line["kind"] == "train"]
+    for line in steps:
+        names = [name for name in line if name.endswith(("loss", "entropy", "accuracy", "length"))]
+        assert sorted(names) == [
+            *("train/accuracy", "train/entropy", "train/length", "train/loss", "train/policy_loss")
+        ]
+        assert line["train/accuracy"] == line["train/length"] == 1e6
+        assert line["train/loss"] < 1e6 and line["train/entropy"] < 1e6
+    assert {"eval/accuracy", "eval/loss"} < {*found[0]}
+    said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
+    told = re.findall(r"warning: log_metric: got (\S+), which is the pipeline's", said)
+    assert told == ["train/entropy", "train/loss"]

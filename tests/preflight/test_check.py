@@ -548,6 +548,20 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     assert f"{tmp_path} holds a run" in refusal(check_folder, settings)
 
 
+def test_a_run_that_is_still_stopping_keeps_its_folder(tmp_path):
+    settings = config(run={"output_dir": str(tmp_path)})
+    running = open_folder(settings)
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    for name in ("latest", "auto", "step-000001"):
+        resumed = config(run={"output_dir": str(tmp_path), "resume_from_checkpoint": name})
+        for refuse in (check_folder, check.main, open_folder):
+            message = refusal(refuse, resumed)
+            says(message, f"output_dir: {tmp_path} is in use by a run that is still alive")
+    running.lock.close()
+    for _ in range(2):  # a check leaves no lock
+        check_folder(resumed)
+
+
 def test_a_folder_with_other_files_is_fine(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert open_folder(config(run={"output_dir": str(tmp_path)})).folder == tmp_path

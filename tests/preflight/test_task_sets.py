@@ -7,10 +7,12 @@ from collections import Counter
 import pytest
 from datasets import Dataset
 
+from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.data.splits import seen_of
 from pipeline.environments.domains import load_domains
 from pipeline.preflight.demonstrations import check_demonstrations
+from pipeline.preflight.prepare import prepare
 from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import task_sets
 from tests.support.helpers import chat, make_task
@@ -231,7 +233,12 @@ QUESTION = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(9)]
 @pytest.mark.parametrize(
     ("found", "function", "data", "words"),
     [
-        (QUESTION, "correct", {}, ("no request", "question", "give a column prompt")),
+        (
+            QUESTION,
+            "correct",
+            {},
+            ("has no request, only id, answer, question; give a column prompt",),
+        ),
         (rows(9), "typo", {}, ("typo", "no domain", "no anwser", "answer", "rename")),
         (rows(9), "first", {}, ("empty answer", "'0'", "function first", "IndexError", "mend")),
         ([], "correct", {}, ("no tasks of sums", "one JSON object per line")),
@@ -331,3 +338,87 @@ def test_demonstrations_that_answer_held_out_prompts_are_told(place):
     says(line, "demonstrations of sums: 6 of 6 held-out prompts are answered in the file")
     unseen = {"sums": [make_task(domain="sums", request="100 + 1")]}
     assert check_demonstrations(config, domains, chat(), unseen)[0] == []
+
+
+# Rows that are too long
+
+
+def with_long(path, numbers, count=30, kind=lines):
+    """Rows of which those with these numbers have prompts of 100 words more."""
+    found = rows(count)
+    for number in numbers:
+        found[number]["prompt"] += " and" * 100
+    return kind(path, found)
+
+
+def as_array(path, found):
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+def as_dataset(path, found):
+    Dataset.from_list(found).save_to_disk(path)
+    return str(path)
+
+
+def limited(source, **data):
+    known = {"domains": ["sums"], "tasks": {"sums": source}, "reward_funcs": ["own_rewards:plain"]}
+    return Config.model_validate(
+        {
+            "data": {**known, "eval_tasks_per_domain": 4, **data},
+            "rollout": {"max_tokens": 100, "max_tokens_per_turn": 40},
+            "warm_start": {"steps": 0},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "where"),
+    [
+        ("sums.jsonl", lines, "sums.jsonl, line 18"),
+        ("sums.json", as_array, "sums.json, task 18"),
+        ("sums", as_dataset, "sums[17]"),
+    ],
+)
+def test_one_row_that_is_too_long_is_named_and_can_be_left_out(place, name, kind, where):
+    source = with_long(place / name, [17], kind=kind)
+    message = refusal(lambda: prepare(limited(source)))
+    says(message, "limits are too low: a prompt of sums has ", f"(task '17', {place}/{where}")
+    assert message.endswith(", or leave such rows out with --skip-long-tasks")
+    parts = prepare(limited(source, skip_long_tasks=True))
+    kept = [*parts.train["sums"], *parts.validation["sums"], *parts.held_out["sums"]]
+    assert len(kept) == 29 and "17" not in {task.id for task in kept}
+    said = f"sums: 1 of the 30 tasks of '{source}' have prompts that leave no room for a turn, the"
+    told = f"{said} first is '17', {place}/{where}; they are left out (skip_long_tasks)"
+    assert [note for note in parts.notes if "no room" in note] == [told]
+
+
+def test_a_line_is_counted_with_the_blank_ones_before_it(place):
+    source = place / "sums.jsonl"
+    with_long(source, [2])
+    source.write_text("\n\n" + source.read_text())
+    assert "(task '2', sums.jsonl, line 5)" in refusal(lambda: prepare(limited("sums.jsonl")))
+
+
+def test_held_out_rows_that_are_too_long_are_named_or_left_out_as_well(place):
+    source = lines(place / "sums.jsonl", rows(12))
+    held_out = with_long(place / "held.jsonl", [1, 3], count=5)
+    changed = [json.loads(line) for line in (place / "held.jsonl").read_text().splitlines()]
+    lines(place / "held.jsonl", [{**row, "prompt": "say " + row["prompt"]} for row in changed])
+    settings = {"eval_tasks": {"sums": held_out}, "eval_tasks_per_domain": 5}
+    says(refusal(lambda: prepare(limited(source, **settings))), "task '1', ", "held.jsonl, line 2")
+    parts = prepare(limited(source, **settings, skip_long_tasks=True))
+    assert [task.id for task in parts.held_out["sums"]] == ["0", "2", "4"]
+    assert len(parts.train["sums"]) + len(parts.validation["sums"]) == 12
+    assert sum("2 of the 5 tasks of" in note for note in parts.notes) == 1
+
+
+def test_rows_that_are_all_too_long_are_refused(place):
+    source = with_long(place / "sums.jsonl", range(30))
+    message = refusal(lambda: prepare(limited(source, skip_long_tasks=True)))
+    says(message, "skip_long_tasks: sums: 30 of the 30 tasks of ", "line 1; give more max_tokens")
+
+
+def test_without_files_there_is_nothing_to_leave_out():
+    (line,) = left_out(Config.model_validate({"data": {"skip_long_tasks": True}}))
+    assert line == "skip_long_tasks: has no effect without tasks or eval_tasks"

@@ -239,6 +239,55 @@ def test_what_a_model_wrote_is_text_and_never_runs(run_folder, browser):
     assert page.complaints() == []
 
 
+TURNED = "אבג 12\u202e34\u2066 \x1b[2J"
+
+
+@pytest.fixture(scope="module")
+def turned_folder(tmp_path_factory):
+    """A run whose texts are of the other direction and try to turn the texts beside them."""
+    folder = make_run(tmp_path_factory.mktemp("turned") / "run\u202efolder", THREE)
+    rows = [episode("airline", TURNED, trial, 0.0, error=TURNED) for trial in range(2)]
+    for row in rows:
+        row |= {"family": TURNED, "preface": f"You are {TURNED}"}
+        row["messages"][3]["content"] = TURNED
+        row["difference"] = {TURNED: [TURNED, TURNED]}
+    write_step(folder, "airline", 1, rows)
+    write_report(folder)
+    return folder
+
+
+def test_text_of_the_other_direction_moves_nothing_beside_it(turned_folder, browser):
+    page = Page(browser, turned_folder / "report.html")
+    seen = page.script("return document.body.innerText") + "".join(page.texts("option, h1, title"))
+    assert not re.search("[\u202a-\u202e\u2066\u2067\x1b]", seen)
+    shown = "אבג 12\\u202e34\\u2066 \\u001b[2J"
+    assert seen.count(shown) > 6
+    assert f"\u2068{shown}/paid\u2069 (1)" in page.texts("#family option")
+    style = "return getComputedStyle(document.querySelector(arguments[0])).unicodeBidi"
+    kinds = {at: page.script(style, at) for at in (".text", ".call", "td.words", "bdi", "code")}
+    assert kinds == {
+        **{".text": "plaintext", ".call": "plaintext", "td.words": "plaintext"},
+        **{"bdi": "isolate", "code": "isolate"},
+    }
+    # The heading's parts stand in order, though two of them begin with Hebrew.
+    at = "(part) => [part.offsetTop, part.offsetLeft]"
+    found = page.script(f"return [...document.querySelectorAll('#group h3 bdi')].map({at})")
+    assert len(found) == 6 and found == sorted(found)
+
+
+def test_the_files_of_a_report_hold_no_control_characters(turned_folder):
+    for name in ("report.md", "report.html"):
+        text = (turned_folder / name).read_text(encoding="utf-8")
+        assert not re.search("[\u202a-\u202e\u2066\u2067\x1b]", text), name
+
+
+def test_what_the_template_writes_by_itself_stands_before_the_request(turned_folder, browser):
+    page = Page(browser, turned_folder / "report.html")
+    roles, texts = page.texts("#group .shared .role"), page.texts("#group .shared .text")
+    assert roles[0] == "system, by the chat template"
+    assert texts[0].startswith("You are אבג")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_needs_not_scroll_sideways(run_folder, browser, scheme):
     screen = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}

@@ -118,6 +118,26 @@ def test_a_report_counts_the_tasks_that_the_run_had(tmp_path, without_pictures):
     assert said({"airline": 9}, graded).endswith("training tasks: 9 (easy, hard).")
 
 
+def test_a_run_of_an_own_domain_is_not_named_after_the_default_recipe(tmp_path):
+    bank = {"data": {"environments": {"bank": "my_pkg.bank:BankEnvironment"}}}
+    sums = {"data": {"tasks": {"sums": "sums.jsonl"}, "reward_funcs": ["my_rewards:correct"]}}
+    told = {
+        "bank": (bank, "bank (environment `my_pkg.bank:BankEnvironment`)"),
+        "sums": (
+            sums,
+            "sums (environment `my.bank:Bank`, tasks `sums.jsonl`), rewards `my_rewards:correct`",
+        ),
+    }
+    for name, (settings, words) in told.items():
+        folder = make_run(tmp_path / name, [name], [name], settings=settings)
+        write_report(folder)
+        text = (folder / "report.md").read_text()
+        assert f"- Domains of the user's own: {words}, seed 1, 2 rank(s).\n" in text
+        for file in ("report.md", "report.html"):
+            assert "three_domain_tiny" not in (folder / file).read_text(), file
+            assert "medium" not in (folder / file).read_text(), file
+
+
 def test_an_evaluation_only_is_reported_without_before_and_after(tmp_path, without_pictures):
     folder = make_run(tmp_path / "run", ())
     write_report(folder)

@@ -6,8 +6,10 @@ from pipeline.config.settings import Config, DataSettings
 from pipeline.environments.domains import generated, load_domains
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import prepare
+from pipeline.report.tables import about_table
 from pipeline.tau2.domain import tau2_domain
 from pipeline.tau2.tasks import NOTHING, faults_of
+from scripts.proofs.tau2_cases import DOMAINS
 from tests.tau2.conftest import SOURCE
 
 LIMITS = {"max_tokens": 4096, "tasks_per_step": 2}
@@ -60,6 +62,29 @@ def test_what_doing_nothing_solves_is_rare_in_training_and_all_there_in_evaluati
         episode.stop_reason, episode.messages = "completed", []
         assert (episode.get_reward() == 1) == (task.family == NOTHING)
     assert {task.id for task in test} == {*domain.environment.world.checkout.splits["test"]}
+
+
+def test_results_name_the_tasks_whose_gold_calls_fail_and_those_that_doing_nothing_solves(
+    checkout_path,
+):
+    facts = {name: tau2_domain(str(checkout_path), name).about() for name in DOMAINS}
+    failing = {name: of.get("gold_calls_fail", {}) for name, of in facts.items()}
+    solved = {name: of.get("solved_by_nothing", {}) for name, of in facts.items()}
+    counts = {name: sum(map(len, of.values())) for name, of in failing.items()}
+    text = about_table({"about": facts})
+    if SOURCE == "miniature":
+        assert failing["retail"] == {"validation": ["1"]} and not failing["airline"]
+        assert failing["telecom"] == {
+            "test": ["[service_issue]airplane_mode_on|lock_sim_card_pin[PERSONA:None]"]
+        }
+        assert solved["airline"] == {"train": ["0"], "test": ["2"]}
+        assert solved["retail"] == {"test": ["2"]} and not solved["telecom"]
+        assert ["airline", "solved by nothing", "train: 0; test: 2"] in text
+    else:
+        assert counts["retail"] == 15
+        assert sum(map(len, solved["retail"].values())) == 7  # 6.1 % of 114
+        assert sum(map(len, solved["airline"].values())) == 23  # 46 % of 50
+    assert ["retail", "gold calls fail"] in [row[:2] for row in text]
 
 
 def test_telecom_has_its_kinds_evenly(checkout_path):

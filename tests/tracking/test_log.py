@@ -14,7 +14,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.files.durable import read_records
-from pipeline.tracking.log import RunLog
+from pipeline.tracking.log import RunLog, check_trackers
 from pipeline.tracking.progress import StageProgress, episodes_shown
 from tests.support import ROOT
 from tests.support.messages import says
@@ -112,6 +112,20 @@ def test_a_missing_tracker_is_the_users_mistake_on_every_rank(tmp_path, monkeypa
     for is_main in (True, False):
         with pytest.raises(UserError, match="report_to: got tensorboard, which is not installed"):
             RunLog(tmp_path / "run", config("tensorboard"), is_main=is_main)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_tracker_that_cannot_be_imported_is_refused_before_a_run(tmp_path, monkeypatch, package):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{package}.py").write_text("import no_such_part")
+    why = f"got {package}, which cannot be imported .No module named 'no_such_part'.; pip install"
+    with pytest.raises(UserError, match=f"report_to: {why} {package}, or report to none"):
+        check_trackers(config(package))
+    with pytest.raises(UserError, match=f"report_to: {why}"):
+        RunLog(tmp_path / "run", config(package), is_main=True)
     assert not (tmp_path / "run").exists()
 
 
@@ -314,6 +328,54 @@ def test_the_episodes_of_an_evaluation_are_counted_on_a_terminal(capsys, monkeyp
     rollout.on_finished(3)
     assert "evaluation after start: 100%" in (said := capsys.readouterr().err)
     assert "6/6" in said and "9/6" not in said
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that have passed, which a test sets."""
+    passed = [0.0]
+    monkeypatch.setattr("pipeline.tracking.progress.time.monotonic", lambda: passed[0])
+    return passed
+
+
+def test_episodes_that_end_all_together_say_nothing_of_the_time_left_until_it_is_known(
+    clock, capsys
+):
+    """240 sampled episodes at once, of 200 s each; then 120 greedy ones."""
+    rollout = SimpleNamespace()
+    with episodes_shown(rollout, "evaluation after start", 360, Ranks(0, 1, 5)):
+        rollout.on_started(240)
+        clock[0] = 200
+        rollout.on_finished(1)
+        clock[0] = 261
+        rollout.on_finished(239)
+        rollout.on_started(120)
+        clock[0] = 461
+        rollout.on_finished(100)
+        clock[0] = 522
+        rollout.on_finished(20)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluation after start 1/360 episodes  200.0 s",
+        "evaluation after start 240/360 episodes  261.0 s, about 4 min left",
+        "evaluation after start 340/360 episodes  461.0 s",
+        "evaluation after start 360/360 episodes  522.0 s",
+    ]
+
+
+def test_the_time_left_of_many_episodes_is_that_of_the_waiting_ones(clock, capsys):
+    """1,000 episodes of 100 s, 10 at once: a round of 10 takes 100 s, so 10,000 s in all."""
+    rollout, said = SimpleNamespace(), list[str]()
+    with episodes_shown(rollout, "evaluation", 1000, Ranks(0, 1, 5)):
+        rollout.on_started(10)
+        for _ in range(100):
+            clock[0] += 100
+            rollout.on_finished(10)
+            said.append(capsys.readouterr().err.strip())
+            rollout.on_started(10)
+    assert said[0] == "evaluation 10/1000 episodes  100.0 s, about 2.8 h left"
+    assert said[49] == "evaluation 500/1000 episodes  5000.0 s, about 83 min left"
+    assert said[98] == "evaluation 990/1000 episodes  9900.0 s, about 2 min left"
+    assert said[99] == "evaluation 1000/1000 episodes  10000.0 s"
 
 
 def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):

@@ -1,10 +1,24 @@
 "use strict";
 
+// Control characters, such as those that turn the direction of the text around them, are shown by
+// their numbers. Emoji and some scripts need U+200C and U+200D.
+function visible(text) {
+  return text.replace(/[\p{Cc}\p{Cf}]/gu, (c) =>
+    "\n\t\u200c\u200d".includes(c) ? c : `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`);
+}
+
 // Texts of models and environments enter the page as text alone, never as markup.
 function element(tag, className, text) {
   const made = document.createElement(tag);
   if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
+  if (text !== undefined) made.textContent = visible(text);
+  return made;
+}
+
+// Parts of a line, each in its own direction, so that none moves the others.
+function lineOf(tag, className, separator, ...parts) {
+  const made = element(tag, className);
+  parts.forEach((part, i) => made.append(i ? separator : "", element("bdi", "", part)));
   return made;
 }
 
@@ -128,7 +142,9 @@ class Reader {
       }
       const options = values.map((value) => {
         const words = name === "stage" ? stageName(value) : value;
-        return new Option(`${words} (${counts.get(value)})`, value);
+        // An option has no elements, so characters isolate its direction.
+        const isolated = /[^\0-\x7f]/.test(words) ? `\u2068${visible(words)}\u2069` : visible(words);
+        return new Option(`${isolated} (${counts.get(value)})`, value);
       });
       byId(name).replaceChildren(new Option(`any (${found.length})`, ANY), ...options);
       byId(name).value = this.chosen[name];
@@ -200,7 +216,7 @@ function groupParts(group, episodes, texts, mode, matches) {
   const shared = sharedCount(episodes);
   const where = group.branch ? `${group.family}/${group.branch}` : group.family;
   const title = [stageName(group.stage), `step ${group.step}`, group.domain, where, group.task, group.outcome];
-  const parts = [element("h3", "", title.filter(Boolean).join(" \u00b7 "))];
+  const parts = [lineOf("h3", "", " \u00b7 ", ...title.filter(Boolean))];
   if (shared) parts.push(sharedContext(episodes[0].messages.slice(0, shared), texts));
   if (meanings[group.domain]) parts.push(partsBox(Object.entries(meanings[group.domain])));
   const strip = element("div", "strip");
@@ -256,7 +272,7 @@ function episodeCard(episode, shared, texts, mode, scale) {
   if (episode.advantage !== null) facts.push(`advantage ${signed(episode.advantage)}`);
   card.append(element("p", "facts", facts.join(" \u00b7 ")));
   const leftOut = episode.left_out ? ` (left out of training: ${episode.left_out})` : "";
-  if (episode.error) card.append(element("p", "failed", episode.error + leftOut));
+  if (episode.error) card.append(lineOf("p", "failed", "", episode.error, leftOut));
   for (const message of episode.messages.slice(shared)) {
     card.append(messageBox(message, texts, mode, episode.advantage, scale));
   }
@@ -291,7 +307,7 @@ function messageBox(message, texts, mode, advantage, scale) {
   const isSampled = message.role === "assistant";
   const box = element("div", isSampled ? "message sampled" : "message");
   const name = message.role === "tool" ? `result of ${message.name ?? "a tool"}` : message.role;
-  box.append(element("div", "role", isSampled ? `${name}, sampled` : name));
+  box.append(lineOf("div", "role", ", ", ...(isSampled ? [name, "sampled"] : [name])));
   const text = element("div", "text");
   box.append(text);
   if (message.tokens && mode !== "plain") {
@@ -300,9 +316,11 @@ function messageBox(message, texts, mode, advantage, scale) {
     });
     return box;
   }
-  text.textContent = texts[message.text];
+  text.textContent = visible(texts[message.text]);
   for (const [tool, values] of message.calls ?? []) {
-    box.append(element("div", "call", `${texts[tool]}(${texts[values]})`));
+    const call = lineOf("div", "call", "(", texts[tool], texts[values]);
+    call.append(")");
+    box.append(call);
   }
   return box;
 }
@@ -334,7 +352,7 @@ function describeToken(event) {
   const words = [`token ${JSON.stringify(token.text)}`];
   words.push(`probability ${Math.exp(token.logprob).toPrecision(2)} (log ${signed(token.logprob)})`);
   if (typeof token.advantage === "number") words.push(`advantage ${signed(token.advantage)}`);
-  byId("token").textContent = words.join(", ");
+  byId("token").replaceChildren(lineOf("span", "", ", ", ...words));
 }
 
 function legend(mode, scale, episodes) {
