@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -36,10 +36,12 @@ from pipeline.chat.text import (
     values_are_text,
 )
 from pipeline.data.tasks import Message
+from pipeline.distributed.rehearsal import rehearse
 from pipeline.errors import UserError
-from pipeline.files.untrusted import reason_of
+from pipeline.files.untrusted import one_line, reason_of
 
 MAX_CACHED_TOKENS = 1 << 21  # largest number of cached ids, which take about 80 MB
+MAX_RENDERED = 10_000_000  # largest number of characters that a chat template may write
 MAX_DIGESTS = 16  # largest number of lists of tools that a cache knows by identity
 Tools = Sequence[dict[str, Any]]  # JSON schemas
 ENTRY = 8  # The overhead of a cache entry takes the memory of about 8 ids.
@@ -103,6 +105,18 @@ class Chat:
         system_prompt: str | None = None,
     ) -> None:
         self.tokenizer, self._kwargs = tokenizer, template_kwargs or {}
+        prepare = partial(self._prepare, tool_call_format, needs, chat_template, system_prompt)
+        rehearse("model: its chat template", prepare, "give another --chat-template")
+        prepare()
+
+    def _prepare(
+        self,
+        tool_call_format: str,
+        needs: Needs,
+        chat_template: str | None,
+        system_prompt: str | None,
+    ) -> None:
+        tokenizer = self.tokenizer
         self.notes = fit_template(
             tokenizer,
             self._template,
@@ -234,13 +248,18 @@ class Chat:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, **options, **self._kwargs
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a chat template may raise any exception
             roles = ", ".join(message["role"] for message in messages)
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(str(error)) or type(error).__name__
             fault = f"refuses a conversation of {roles} ({reason})"
             raise UserError(
                 f"model: its chat template {fault}; give another --chat-template"
             ) from None
+        if len(text) > MAX_RENDERED:
+            fault = f"writes {len(text)} characters, and the limit is {MAX_RENDERED}"
+            raise UserError(f"model: its chat template {fault}; give another --chat-template")
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:

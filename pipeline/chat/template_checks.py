@@ -171,4 +171,4 @@ def warn_of_lost_thoughts(render: Render, opening: str) -> None:
 def warn_once(text: str) -> None:
     """Show a warning on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=5)

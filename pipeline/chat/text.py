@@ -15,6 +15,7 @@ from pipeline.files.untrusted import is_plain, parse_json
 
 THINK = "<think>"
 MAX_NOTATION = 8192  # most characters of a non-JSON call, whose parsing takes quadratic time
+MAX_SEARCH_S = 10.0  # longest search; an expression of a model folder may take exponential time
 _LOOKAHEAD = r"(?=[\s\S]*?"  # start of a regular expression that looks ahead without a limit
 
 
@@ -135,7 +136,7 @@ class _Mark:
         last_text, last_partial, last_start, match = self._last
         is_next = last_start <= start and (match is None or match.start() >= start)
         if last_text is not text or last_partial != partial or not is_next:
-            match = self._pattern.search(text, start, partial=partial)
+            match = self._pattern.search(text, start, partial=partial, timeout=MAX_SEARCH_S)
             self._last = (text, partial, start, match)
         end = len(text) if match is None else match.start()
         if self._limit is not None and end - start > self._limit:

@@ -4,17 +4,29 @@ A dataset cannot make the pipeline read files outside the dataset's folder.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.packed import check_cards, check_unpacked
 from pipeline.data.rows import DatasetRows, JoinedRows, rows_of_dataset_file
 from pipeline.data.tasks import Tasks, Visit, load_tasks, tasks_of
 from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
-from pipeline.files.untrusted import parse_json, read_file, reason_of, shown
+from pipeline.files.untrusted import (
+    is_inside,
+    link_out_of,
+    parse_json,
+    read_file,
+    reason_of,
+    shown,
+)
 
 KINDS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer to other files
+CARDS = ("README.md", ".huggingface.yaml")  # files that name a dataset's data files
+HUB = "hf://datasets/"  # start of the names of files on the hub
 MAX_STATE_BYTES = 8 << 20
 
 
@@ -66,15 +78,18 @@ def _dataset(source: str, split: str) -> tuple[Any, str]:
     disable_progress_bars()
     if not path.is_dir() and not hub_reachable():
         config.HF_HUB_OFFLINE = True  # otherwise `datasets` retries the hub for half a minute
-    for folder in (path, *(path / name for name in _named(path / "dataset_dict.json", "splits"))):
-        _named(folder / "state.json", "_data_files")
+    splits = _named(path / "dataset_dict.json", "splits")
+    if link := link_out_of(path, ("", *splits)):
+        raise ValueError(f"{shown(link)} is a link that leads out of it")
+    for name in ("", *splits):
+        _named(path / name / "state.json", "_data_files")
     if (path / "state.json").is_file():
         return load_from_disk(source), source
     if (path / "dataset_dict.json").is_file():
-        splits = load_from_disk(source)
-        if split not in splits:
-            raise ValueError(f"it has no split {split!r} but {', '.join(splits)}")
-        return splits[split], f"{source}, {split}"
+        datasets = load_from_disk(source)
+        if split not in datasets:
+            raise ValueError(f"it has no split {split!r} but {', '.join(datasets)}")
+        return datasets[split], f"{source}, {split}"
     return _load_dataset(source, split), f"{source}, {split}"
 
 
@@ -95,30 +110,57 @@ def _named(path: Path, key: str) -> list[str]:
 def _load_dataset(source: str, split: str) -> Any:
     """Return rows of JSON files, or a split of a dataset on the hub or in a folder.
 
-    Raises ValueError for a file outside the dataset's folder, or with a format that KINDS lacks.
+    Raises ValueError for a file outside the dataset's folder, with a format that KINDS lacks, or
+    that unpacks to too many bytes.
     """
     from datasets import config, load_dataset, load_dataset_builder
-    from datasets.download import DownloadManager
 
+    is_folder, is_online = os.path.isdir(source), not config.HF_HUB_OFFLINE
+    cards = [Path(source, name) for name in CARDS] if is_folder else _cards_of_hub(source)
+    check_cards(filter(Path.is_file, cards), allowed="" if is_folder else HUB)
     builder = load_dataset_builder(source)
-    kind, is_folder = builder.info.builder_name, os.path.isdir(source)
+    kind = builder.info.builder_name
     if kind not in KINDS:
         raise ValueError(f"its files are {kind}, not {' or '.join(KINDS)}")
-    inside = os.path.abspath(source) + os.sep if is_folder else "hf://datasets/"
     named = {str(name): [*map(str, of)] for name, of in (builder.config.data_files or {}).items()}
     for file in chain(*named.values()):
-        if not (os.path.normpath(file) if is_folder else file).startswith(inside):
+        if not (is_inside(file, source) if is_folder else file.startswith(HUB)):
             raise ValueError(f"it names the file {shown(file)} outside of it")
-    if kind == "json" and split in named and (is_folder or not config.HF_HUB_OFFLINE):
-        # Arrow's types would turn texts into dates and large integers into floats, and would give
-        # all objects of a column the same keys.
-        paths = DownloadManager().download_and_extract(named[split])
-        parts = [rows_of_dataset_file(Path(str(path))) for path in paths]
-        rows = [part for part in parts if part is not None]
-        if len(rows) == len(parts):
-            return JoinedRows(rows, named[split])
+    if is_folder or is_online:
+        if kind == "json" and split in named:
+            # Arrow's types would turn texts into dates and large integers into floats, and would
+            # give all objects of a column the same keys.
+            paths = _unpacked(named[split])
+            rows = [part for path in paths if (part := rows_of_dataset_file(path)) is not None]
+            if len(rows) == len(paths):
+                return JoinedRows(rows, named[split])
+        _unpacked([*chain(*named.values())])
     dataset = load_dataset(source, split=split)
     for name, feature in dataset.features.items() if kind == "json" else ():
         if "timestamp" in repr(feature):
             raise ValueError(f"texts of its column {name} became dates; write one row a line")
     return dataset
+
+
+def _cards_of_hub(name: str) -> Iterator[Path]:
+    """Yield the cards of a dataset on the hub."""
+    from datasets import config
+    from huggingface_hub import errors, hf_hub_download
+
+    for card in CARDS:
+        # `datasets` itself says what is wrong with the name of a dataset.
+        faults = errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.HFValidationError
+        with suppress(*faults):
+            offline = config.HF_HUB_OFFLINE
+            path = hf_hub_download(name, card, repo_type="dataset", local_files_only=offline)
+            yield Path(path)
+
+
+def _unpacked(files: list[str]) -> list[Path]:
+    """Download and unpack files; raises ValueError if they would unpack to too many bytes."""
+    from datasets.download import DownloadManager
+
+    manager = DownloadManager()
+    paths = manager.download(files)
+    check_unpacked(Path(str(path)) for path in paths)
+    return [Path(str(path)) for path in manager.iter_files(manager.extract(paths))]

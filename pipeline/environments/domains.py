@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 from pipeline.config.settings import DataSettings
@@ -28,7 +29,7 @@ from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import guarded
-from pipeline.environments.tools import tool_schemas
+from pipeline.environments.tools import MAX_ITEMS, taken, taken_pairs, tool_schemas
 from pipeline.errors import UserError
 from pipeline.files.imports import user_module
 from pipeline.files.untrusted import is_plain, one_line, shown
@@ -56,7 +57,8 @@ class Domain:
     def reward_parts(self) -> dict[str, str]:
         """The meaning of each part of the reward, for reports; empty if the class gives none."""
         parts = getattr(self.environment, "reward_parts", None)
-        return {str(k): str(v) for k, v in parts.items()} if isinstance(parts, dict) else {}
+        pairs = islice(parts.items(), MAX_ITEMS) if isinstance(parts, dict) else ()
+        return {str(name): str(meaning) for name, meaning in pairs}
 
     def demonstrate(
         self,
@@ -136,6 +138,8 @@ def _checked(where: str, domain: Domain) -> Domain:
         if not callable(found := getattr(domain, name)) and found is not None:
             raise UserError(f"{where}, whose {name} is {shown(found)}; give a function")
     shares = domain.family_shares
+    with refused(f"{where}, whose FAMILY_SHARES fail", "give {family: share}"):
+        shares = taken_pairs(shares) if isinstance(shares, Mapping) else shares
     is_valid = isinstance(shares, Mapping) and all(map(_is_share, shares.items()))
     if not is_valid or sum(shares.values()) > 1 + TINY:
         hint = "give {family: share} with shares from 0 to 1 and a sum of at most 1"
@@ -151,7 +155,7 @@ def _is_share(item: tuple[Any, Any]) -> bool:
 
 def _facts(where: str, about: Callable[[], Any]) -> dict[str, Any]:
     with refused(f"{where}, whose about() fails", "return JSON values by name"):
-        facts = dict(about())
+        facts = taken_pairs(about())
         if not is_plain(facts):
             raise ValueError(f"gave {shown(facts)}")
     return facts
@@ -162,7 +166,9 @@ def _renamed(domain: Domain, name: str) -> Domain:
 
     def generate_tasks(*arguments: Any) -> list[Task]:
         assert domain.generate_tasks is not None
-        return [replace(task, domain=name) for task in domain.generate_tasks(*arguments)]
+        tasks = domain.generate_tasks(*arguments)
+        is_list = isinstance(tasks, list)
+        return [replace(task, domain=name) for task in list.copy(tasks)] if is_list else tasks
 
     return replace(domain, name=name, generate_tasks=domain.generate_tasks and generate_tasks)
 
@@ -198,7 +204,7 @@ def _check_environment(where: str, environment: type[Any], needs_reward: bool) -
 
 def _words(where: str, words: Any) -> list[str]:
     with refused(f"{where}, whose WORDS fail", "give a list of texts"):
-        texts = list(words() if callable(words) else words)
+        texts = taken(words() if callable(words) else words)
     if isinstance(words, str) or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where}, whose WORDS are {shown(words)}; give a list of texts")
     return texts
@@ -229,11 +235,12 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
         except ValueError as error:  # for example because fewer than `count` tasks exist
             why = str(error) if domain.name not in data.own_domains else describe(error)
             raise UserError(f"{where}: {one_line(why.removeprefix('ValueError: '))}") from None
-    if not (isinstance(tasks, list) and tasks and all(isinstance(t, Task) for t in tasks)):
+    made = list.copy(tasks) if isinstance(tasks, list) else []  # a subclass may never end
+    if not (made and all(isinstance(task, Task) for task in made)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
-    if other := next((task.domain for task in tasks if task.domain != domain.name), None):
+    if other := next((task.domain for task in made if task.domain != domain.name), None):
         raise UserError(f"{call} gave one of the domain {shown(other)}; return {where}")
-    return tasks
+    return made
 
 
 def _self_sampled(name: str, task_seed: int, count: int, split: str) -> list[Task]:

@@ -17,9 +17,10 @@ arguments and values of other types included. Its other methods are no tools. Be
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, wraps
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -36,11 +37,25 @@ from pipeline.environments.timeouts import settled as settled
 Value = TypeVar("Value")
 MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
 MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`
+MAX_ITEMS = 100_000  # largest number of values, such as words or tools, that a domain gives
 MAX_REWARD = 1e30  # largest absolute reward; the reward's square is finite in float64
 
 
 class ToolError(Exception):
     """A tool raises a ToolError for an impossible request; the model sees the error's message."""
+
+
+def taken(values: Iterable[Value]) -> list[Value]:
+    """Return the values of a user's iterable; raises ValueError for more than MAX_ITEMS."""
+    found = list(islice(values, MAX_ITEMS + 1))
+    if len(found) > MAX_ITEMS:
+        raise ValueError(f"gives more than {MAX_ITEMS} values")
+    return found
+
+
+def taken_pairs(values: Any) -> dict[Any, Any]:
+    """Return a dict of a user's mapping or pairs; raises ValueError for more than MAX_ITEMS."""
+    return dict(taken(values.items() if isinstance(values, Mapping) else values))
 
 
 def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]], Value]:
@@ -58,7 +73,7 @@ def raw_call(environment_class: type[Any]) -> Callable[..., Any] | None:
 def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
     """Return a class's tools by name; if the class gets raw calls, the method of each is `call`."""
     if raw := raw_call(environment_class):
-        return {of["function"]["name"]: raw for of in environment_class.schemas}
+        return {of["function"]["name"]: raw for of in tool_schemas(environment_class)}
     return {
         name: member
         for name, member in inspect.getmembers(environment_class, inspect.isfunction)
@@ -74,7 +89,7 @@ def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
     from transformers.utils import get_json_schema
 
     if raw_call(environment_class):
-        return list(environment_class.schemas)
+        return taken(environment_class.schemas)
     methods = tool_methods(environment_class).values()
     return [get_json_schema(m if m.__doc__ else _documented(m)) for m in methods]
 
@@ -156,8 +171,19 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
             raise ToolError(f"wrong arguments: {key}: {error.errors()[0]['msg']}") from None
     result = yield from awaited(tools[name](environment, **checked))
     if not isinstance(result, str):
-        result = json.dumps(result, ensure_ascii=False, default=str)
+        result = _json_of(result)
     return writable(result)
+
+
+def _json_of(value: Any) -> str:
+    """Return JSON text, or its begin with more than MAX_CHARACTERS characters."""
+    chunks, size = list[str](), 0
+    # `json.dumps` would first read all of a dict whose `items` never end.
+    for chunk in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        chunks.append(chunk)
+        if (size := size + len(chunk)) > MAX_CHARACTERS:
+            break
+    return "".join(chunks)
 
 
 class Started(NamedTuple):
@@ -233,11 +259,11 @@ def outcome_of(
 def _explanation(attribute: Any) -> dict[str, Any]:
     """Return a dict's entries with finite numbers or pairs as values; a pair becomes two texts."""
     shown: dict[str, Any] = {}
-    items = list(attribute.items()) if isinstance(attribute, dict) else []
-    for key, value in items[:MAX_DIFFERENCES]:
+    items = attribute.items() if isinstance(attribute, dict) else ()
+    for key, value in islice(items, MAX_DIFFERENCES):
         name = writable(str(key)[:MAX_SHOWN])
         if isinstance(value, list | tuple):
-            shown[name] = [writable(str(item)[:MAX_SHOWN]) for item in value[:2]]
+            shown[name] = [writable(str(item)[:MAX_SHOWN]) for item in islice(value, 2)]
         elif isinstance(value, int | float) and math.isfinite(value):
             shown[name] = float(value)
     return shown

@@ -20,6 +20,8 @@ from pipeline.environments.tools import (
     answer_call,
     reward_of,
     started,
+    taken,
+    taken_pairs,
     tool_schemas,
     uses_random_state,
 )
@@ -57,7 +59,7 @@ def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
     where = f"baselines of {domain.name}"
     with refused(f"{where} fail on task {shown(task.id)}"):
         found = domain.baselines(task)
-        policies = {str(name): [*calls] for name, calls in dict(found).items()}
+        policies = {str(name): taken(calls) for name, calls in taken_pairs(found).items()}
     for call in chain.from_iterable(policies.values()):
         if not (isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]):
             what = f"task {shown(task.id)} has the call {shown(call)}"

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 MAX_LINE_BYTES = 8 << 20  # largest size of a line in a file of tasks or demonstrations
 MAX_DEPTH = 64  # largest number of nested levels of JSON objects and arrays
 MAX_SHOWN = 200  # largest number of characters of a refused value in a message
+CACHED = ("models--", "datasets--")  # start of the names of folders in the hub's cache
 MAX_MESSAGE = 1000  # largest number of characters of a message
 
 _USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
@@ -91,6 +92,26 @@ def read_file(path: str | Path, most: int) -> bytes:
         if os.fstat(file.fileno()).st_size > most:
             raise ValueError(f"it has more than {most >> 10} KiB")
         return file.read()
+
+
+def is_inside(path: str | Path, folder: str | Path) -> bool:
+    """Return whether a path, after its links, lies in a folder.
+
+    In the hub's cache, a folder of a model or dataset has links to other folders of its repository.
+    """
+    root = Path(os.path.realpath(folder))
+    if root.parent.name == "snapshots" and root.parents[1].name.startswith(CACHED):
+        root = root.parents[1]
+    return Path(os.path.realpath(path)).is_relative_to(root)
+
+
+def link_out_of(folder: str | Path, parts: Sequence[str] = ("",)) -> str:
+    """Return the path of a link in parts of a folder that leads out of the folder, or ""."""
+    for part in (path for name in parts if (path := Path(folder, name)).is_dir()):
+        for path in sorted(part.iterdir()):
+            if path.is_symlink() and not is_inside(path, folder):
+                return str(path.relative_to(folder))
+    return ""
 
 
 def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:

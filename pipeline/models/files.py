@@ -8,9 +8,9 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files.console import command
 from pipeline.files.layout import ADAPTER_CONFIG, RUN_SETTINGS
-from pipeline.files.untrusted import one_line, parse_json, read_file
+from pipeline.files.untrusted import link_out_of, one_line, parse_json, read_file, shown
 
-_MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 HUB_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
@@ -18,7 +18,10 @@ def problem_of_name(name: str) -> str:
     """Return why `name` cannot name a model; "" for a model's folder or a hub id."""
     if os.path.isdir(name):
         has_config = any(Path(name, part).is_file() for part in ("config.json", ADAPTER_CONFIG))
-        return "" if has_config else "a folder without config.json"
+        if not has_config:
+            return "a folder without config.json"
+        link = link_out_of(name, ("", "additional_chat_templates"))
+        return f"{shown(link)} is a link that leads out of it" if link else ""
     if name.endswith(".gguf") and os.path.isfile(name):
         return "a GGUF file"
     if os.path.lexists(name):
@@ -51,7 +54,7 @@ def check_name(name: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a model's file; raises UserError for an unreadable file."""
     try:
-        value = parse_json(read_file(path, _MAX_JSON_BYTES).decode())
+        value = parse_json(read_file(path, MAX_JSON_BYTES).decode())
         if isinstance(value, dict):
             return value
         reason = "no object"

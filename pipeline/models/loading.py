@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
-from pipeline.files.untrusted import printable, reason_of, shown
+from pipeline.files.untrusted import (
+    is_inside,
+    parse_json,
+    printable,
+    read_file,
+    reason_of,
+    shown,
+)
 from pipeline.models import lora
-from pipeline.models.files import problem_of_name, remedy_of
+from pipeline.models.files import MAX_JSON_BYTES, problem_of_name, remedy_of
 from pipeline.models.lora import quiet
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
@@ -87,7 +95,7 @@ def load_folder(
         return merged
     shape = _from_files(AutoConfig.from_pretrained, str(folder), "model", settings)
     model, info = _from_files(
-        AutoModelForCausalLM.from_pretrained,
+        _weights_inside,
         str(folder),
         "model",
         settings,
@@ -114,6 +122,30 @@ def load_folder(
             stacklevel=1,
         )
     return model
+
+
+def _weights_inside(name: str, config: Any, local_files_only: bool, **options: Any) -> Any:
+    """Load a model. Raises ValueError if config.json or an index names a file outside of it."""
+    stated = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
+    names, folder = [stated], Path(name)
+    if is_inside(folder / stated, folder) and stated.endswith(".index.json"):
+        found = cached_file(
+            name,
+            stated,
+            local_files_only=local_files_only,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            folder = Path(found).parents[len(Path(stated).parts) - 1]
+            index = parse_json(read_file(found, MAX_JSON_BYTES).decode())
+            names += index["weight_map"].values()
+    for named in names:
+        if not is_inside(folder / named, folder):
+            raise ValueError(f"it names {shown(named)} outside of it")
+    return AutoModelForCausalLM.from_pretrained(
+        name, config=config, local_files_only=local_files_only, **options
+    )
 
 
 def with_our_kernels(shape: Any, settings: ModelSettings) -> Any:

@@ -10,8 +10,9 @@ functions, because most runs have no adapters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from pipeline.config.settings import ModelSettings
+from pipeline.distributed.rehearsal import rehearse
 from pipeline.errors import UserError
 from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import printable, reason_of
@@ -30,6 +32,8 @@ from pipeline.models.files import read_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+MAX_LAYERS = 1000  # largest number of layers that `layer_replication` may make
 
 
 def attach(
@@ -206,18 +210,60 @@ def load_merged(base_model: Any, folder: str | Path) -> Any:
     """Merge the adapters in a folder into the weights of a base model; return the base model."""
     from peft import LoraConfig, PeftModel
 
-    read_adapters(folder)
+    _check_sizes(folder, *read_adapters(folder))
+    names = [name for name, _ in base_model.named_modules()]
+    what = f"model: {folder}: a regular expression in {ADAPTER_CONFIG}"
+    rehearse(what, partial(_match, folder, names), "give names of modules there instead")
     try:
         with torch.random.fork_rng(devices=[]), quiet():
             model = PeftModel(base_model, LoraConfig.from_pretrained(str(folder)))
             load(model, folder)
             merged = model.merge_and_unload()
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # PEFT raises all kinds of errors for a wrong configuration
         raise UserError(
             f"model: the adapters in {folder} do not fit their base model ({reason_of(error)}); "
             "give the model that they were trained on"
         ) from None
     return merged.requires_grad_(True)  # PEFT has frozen the weights.
+
+
+def _check_sizes(
+    folder: str | Path, config: dict[str, Any], adapters: dict[str, torch.Tensor]
+) -> None:
+    """Raise UserError if a configuration asks for larger adapters, or more layers, than is real."""
+    patterns, copied = config.get("rank_pattern"), config.get("layer_replication")
+    ranks = [config["r"], *(patterns.values() if isinstance(patterns, dict) else ())]
+    largest = max((size for weights in adapters.values() for size in weights.shape), default=0)
+    if any(isinstance(rank, int | float) and rank > largest for rank in ranks):
+        what = f"a rank above {largest}, the largest size of its weights"
+    elif sum(map(_num_layers, copied if isinstance(copied, list) else ())) > MAX_LAYERS:
+        what = f"more than {MAX_LAYERS} layers (layer_replication)"
+    else:
+        return
+    raise UserError(f"model: {folder}: {ADAPTER_CONFIG} has {what}; copy both files again")
+
+
+def _num_layers(span: Any) -> int:
+    is_span = isinstance(span, list) and len(span) == 2 and all(type(n) is int for n in span)
+    return max(1, span[1] - span[0]) if is_span else 1
+
+
+def _match(folder: str | Path, names: Sequence[str]) -> None:
+    """Match the expressions of a configuration with names of modules, as PEFT does."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    config = LoraConfig.from_pretrained(str(folder))
+    for name in names:
+        check_target_module_exists(config, name)
+    for patterns in (config.rank_pattern, config.alpha_pattern):
+        for name in names:
+            get_pattern_key(patterns, name)
+        for key in patterns:  # PEFT warns of keys that match no module
+            any(get_pattern_key([key], name) == key for name in names)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pipeline.data.splits import (
 from pipeline.data.tasks import Message, Task, Tasks
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.environments.tools import raw_call, tool_methods
+from pipeline.environments.tools import raw_call, tool_methods, tool_schemas
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -124,7 +124,7 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
 def undocumented(environment_class: type[Any]) -> list[str]:
     """Return the names of the tools without a docstring, or without a description."""
     if raw_call(environment_class):
-        functions = [schema["function"] for schema in environment_class.schemas]
+        functions = [schema["function"] for schema in tool_schemas(environment_class)]
         return [function["name"] for function in functions if not function.get("description")]
     return [name for name, tool in tool_methods(environment_class).items() if not tool.__doc__]
 

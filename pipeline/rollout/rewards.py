@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from typing import Any
 
 from pipeline.config.rules import reward_names
@@ -74,12 +74,13 @@ class RewardFunction:
     def __call__(self, arguments: Mapping[str, Any]) -> Steps[Any]:
         """Return Steps that call the function with the arguments that the function takes.
 
-        An iterable that is no text and no mapping becomes a list.
+        An iterable that is no text and no mapping becomes a list, with at most one value too many.
         """
         taken = {k: v for k, v in arguments.items() if self.takes_all or k in self.parameters}
         returned = yield from awaited(self.function(**taken))
         is_listed = isinstance(returned, Iterable) and not isinstance(returned, NO_LISTS)
-        return list(returned) if is_listed else returned
+        most = len(arguments["completions"]) + 1
+        return list(islice(returned, most)) if is_listed else returned
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ class RewardFunctions:
             **arguments_of(group),
             **self._judge,
             "trainer_state": self.trainer_state,
-            "log_extra": partial(_log_extra, extra),
+            "log_extra": partial(_log_extra, extra, len(group)),
             "log_metric": partial(_log_metric, metrics),
         }
         self.num_calls += function.is_async
@@ -286,8 +287,9 @@ class RewardFunctions:
             self.metrics[name].append(value)
 
 
-def _log_extra(extra: dict[str, list[str]], column: str, values: Iterable[Any]) -> None:
-    extra[writable(str(column))] = [writable(str(v)[:MAX_LOGGED]) for v in values]
+def _log_extra(extra: dict[str, list[str]], count: int, column: str, values: Iterable[Any]) -> None:
+    texts = [writable(str(value)[:MAX_LOGGED]) for value in islice(values, count)]
+    extra[writable(str(column))] = texts
 
 
 def _log_metric(metrics: list[tuple[str, float]], name: str, value: float) -> None:
@@ -319,7 +321,11 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
     """
     where = f"reward function {name} returned"
     if not isinstance(returned, list) or len(returned) != count:
-        given = f"{len(returned)} rewards" if isinstance(returned, list) else shown(returned)
+        if isinstance(returned, list):
+            more = " or more" if len(returned) > count else ""
+            given = f"{len(returned)}{more} rewards"
+        else:
+            given = shown(returned)
         raise EnvironmentFault(f"{where} {given}, not a list of {count} numbers")
     try:
         rewards = [math.nan if value is None else float(value) for value in returned]

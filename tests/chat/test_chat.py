@@ -1,5 +1,6 @@
 """Chat: pieces rendered one by one are the conversation; no text becomes a control token."""
 
+import resource
 import warnings
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import STUB, Parsed, parse_hermes
+from pipeline.distributed import rehearsal
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
@@ -27,6 +29,7 @@ from tests.support.helpers import (
     say,
     tokenizer,
 )
+from tests.support.messages import refusal, says
 
 CLASSES = environments_of(embedded())
 TOOLS = tool_schemas(CLASSES["airline"])
@@ -115,6 +118,37 @@ def piece_by_piece(made, messages, tools):
         ids += made.message_ids(message)
         replies = []
     return ids
+
+
+LOOPS = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
+GREEDY = [
+    ("nested loops", LOOPS, "CPU time"),
+    (
+        "loops after many turns",
+        "{% if messages | length > 30 %}" + LOOPS + "{% endif %}",
+        "CPU time",
+    ),
+    ("a long power", "{{ 10**(10**9) }}", "CPU time"),
+    ("macros", "{% macro f(n) %}{{ n and f(n-1) ~ f(n-1) }}{% endmacro %}{{ f(60) }}", "CPU time"),
+    ("a long text", "{{ 'a' * 10**10 }}", "MiB of memory"),
+    ("a wide format", "{{ '%1000000000d' % 1 }}", "MiB of memory"),
+    ("a wide line", "{{ 'a' | center(10**9) }}", "MiB of memory"),
+    ("a deep line", "{{ 'a\nb' | indent(10**9) }}", "MiB of memory"),
+    ("a long list", "{{ [1] * 10**9 }}", "MiB of memory"),
+    ("more than is used", "{{ 'a' * 10**7 }}", "writes 10000"),
+    ("a macro of itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+]
+
+
+@pytest.mark.parametrize(("start", "said"), [row[1:] for row in GREEDY], ids=[r[0] for r in GREEDY])
+def test_a_template_that_takes_too_much_is_refused_before_it_is_rendered_here(
+    start, said, monkeypatch
+):
+    monkeypatch.setattr(rehearsal, "MAX_CPU_S", 1.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    line = refusal(Chat, other_tokenizer(start + CHAT_TEMPLATE))
+    says(line, "model: its chat template ", said, "; give another --chat-template")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (64 << 10)  # KiB
 
 
 # Messages to tokens

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tracemalloc
@@ -28,6 +29,7 @@ from pipeline.config.recipe import load_recipe, read_recipe
 from pipeline.config.settings import Config, DataSettings, ModelSettings
 from pipeline.data.rows import DatasetRows
 from pipeline.data.tasks import load_tasks, tasks_of
+from pipeline.distributed import rehearsal
 from pipeline.distributed.launch import resolve
 from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.demonstrations import read_demonstrations
@@ -375,6 +377,48 @@ def split_outside(path: Path) -> None:
     (path / "dataset_dict.json").write_text(json.dumps({"splits": ["../../elsewhere"]}))
 
 
+CONFIG = "configs:\n- config_name: default\n  data_files: own.jsonl\n"
+
+
+def carded(card: str, name: str = "README.md"):
+    """A folder of data with a card; a guarded host would be asked for by `socket`."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        (path / "own.jsonl").write_text(row())
+        (path / name).write_text(f"---\n{card}---\n" if name == "README.md" else card)
+
+    return make
+
+
+def naming(file: str):
+    return carded(CONFIG.replace("own.jsonl", file))
+
+
+def laughing(path: Path) -> None:
+    """A card of a few lines whose value has a billion texts."""
+    lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)]
+    carded("a0: &a0 [lol]\n" + "".join(lines))(path)
+
+
+def linked_data(path: Path) -> None:
+    (path.parent / "secret.jsonl").write_text(row())
+    (path / "data").mkdir(parents=True)
+    (path / "data" / "train.jsonl").symlink_to(path.parent / "secret.jsonl")
+
+
+def linked_file(path: Path) -> None:
+    path.mkdir()
+    (path / "train.jsonl").symlink_to("/etc/hosts")
+
+
+def linked_split(path: Path) -> None:
+    Dataset.from_list([json.loads(row())]).save_to_disk(path.parent / "secret")
+    path.mkdir()
+    (path / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    (path / "train").symlink_to(path.parent / "secret")
+
+
 def of_images(path: Path) -> None:
     path.mkdir()
     (path / "secret.png").write_bytes(b"")
@@ -410,14 +454,65 @@ TASK_SOURCES = [
         split_outside,
         ("dataset_dict.json", "'../../elsewhere'", "hub id"),
     ),
+    (
+        "a URL",
+        "own",
+        naming("https://host.invalid/x.jsonl"),
+        ("'https://host.invalid/x.jsonl' ou",),
+    ),
+    (
+        "a URL in an archive",
+        "own",
+        naming("zip://x::s3://b/x.zip"),
+        ("'zip://x::s3://b/x.zip' ou",),
+    ),
+    ("a file of the hub", "own", naming("hf://datasets/a/b/x.jsonl"), ("'hf://datasets/a/b/x.js",)),
+    (
+        "one URL of two",
+        "own",
+        naming("[own.jsonl, 's3://b/x.jsonl']"),
+        ("'s3://b/x.jsonl' outside",),
+    ),
+    (
+        "a URL of a split",
+        "own",
+        naming("[{split: train, path: [ftp://host.invalid/x.json]}]"),
+        ("README.md names the file 'ftp://host.invalid/x.json' outside",),
+    ),
+    (
+        "a URL of another configuration",
+        "own",
+        carded(CONFIG + CONFIG.partition("\n")[2].replace("own", "http://host.invalid/x")),
+        ("README.md names the file 'http://host.invalid/x.jsonl' outside",),
+    ),
+    (
+        "a URL in a file of settings",
+        "own",
+        carded(CONFIG.replace("own.jsonl", "gs://b/x.jsonl"), ".huggingface.yaml"),
+        (".huggingface.yaml names the file 'gs://b/x.jsonl' outside",),
+    ),
+    ("a path", "own", naming("/etc/hosts.json"), ("'/etc/hosts.json' outside of it", "hub id")),
+    ("a folder", "own", carded(CONFIG + "  data_dir: a/../..\n"), ("'a/../..' outside of it",)),
+    (
+        "a list in itself",
+        "own",
+        carded("configs:\n- config_name: a\n  data_files: &b [*b, 's3://b/x']\n"),
+        ("README.md cannot be read (maximum recursion",),
+    ),
+    ("a billion texts", "own", laughing, ("README.md takes more than", "shorten it")),
+    ("a link to a file", "own", linked_file, ("'train.jsonl' is a link that leads out of it",)),
+    ("a deep link", "own", linked_data, ("own/data/train.jsonl' outside of it",)),
+    ("a linked split", "own", linked_split, ("'train' is a link that leads out of it", "hub id")),
     ("files whose rows name files", "own", of_images, ("imagefolder", "json", "hub id")),
 ]
 
 
 @cases(TASK_SOURCES)
-def test_a_bad_place_for_tasks(case, at):
+def test_a_bad_place_for_tasks(case, at, monkeypatch):
     name, make, words = case
     make(at / name)
+    monkeypatch.setattr(rehearsal, "MAX_BYTES", 64 << 20)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **_: pytest.fail(f"asked {asked}"))
     says(refusal(tasks_in, at / name), "tasks: airline", f"{at}/{name}", *words)
 
 
@@ -568,6 +663,21 @@ def indexed(name: str):
     return change
 
 
+def linked(name: str, to: str = "outside"):
+    """A model whose file, or folder, is a link to one beside the model's folder."""
+
+    def change(folder: Path) -> None:
+        target, link = folder.parent / to, folder / name
+        link.parent.mkdir(exist_ok=True)
+        if link.exists():
+            link.rename(target)
+        else:
+            target.mkdir()
+        link.symlink_to(os.path.relpath(target, link.parent))
+
+    return change
+
+
 def adapters(has_weights: bool = True, **values):
     def change(folder: Path) -> None:
         config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "x/y"}
@@ -594,6 +704,31 @@ MODELS = [
     ("no weights", without("model.safetensors"), ("no file named model.safetensors", "save_pre")),
     ("weights cut short", cut, ("its model cannot be loaded", "not fully covered")),
     ("a missing shard", indexed("other.safetensors"), ("other.safetensors", "No such file")),
+    ("a shard outside", indexed("../outside.safetensors"), ("names '../outside.safetensors' ou",)),
+    ("a shard of the system", indexed("/etc/hosts"), ("it names '/etc/hosts' outside of it",)),
+    (
+        "a shard behind a folder",
+        indexed("a/../../outside.safetensors"),
+        ("it names 'a/../../outside.safetensors' outside of it",),
+    ),
+    (
+        "weights outside",
+        setting("config.json", transformers_weights="../outside.safetensors"),
+        ("it names '../outside.safetensors' outside of it",),
+    ),
+    (
+        "weights that are no text",
+        setting("config.json", transformers_weights=5),
+        ("its model cannot be loaded",),
+    ),
+    ("a linked tokenizer", linked("tokenizer.json"), ("'tokenizer.json' is a link that leads",)),
+    ("linked weights", linked("model.safetensors"), ("'model.safetensors' is a link that leads",)),
+    ("linked settings", linked("config.json"), ("'config.json' is a link that leads",)),
+    (
+        "linked templates",
+        linked("additional_chat_templates"),
+        ("'additional_chat_templates' is a link that leads out of it", "save_pretrained"),
+    ),
     ("not all weights", incomplete, ("model.norm.weight", "config.json", "take both")),
     (
         "settings that are no JSON",
@@ -695,6 +830,26 @@ def test_a_bad_model(case, whole, at):
     line = refusal(load, folder)
     says(line, "model: ", *words)
     assert len(line) < 1000 + 2 * len(str(at))
+
+
+def test_links_inside_a_folder_or_a_repository_of_the_hubs_cache_are_followed(whole, at):
+    repository = at / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    shutil.copytree(whole, blobs)
+    indexed("shard.safetensors")(blobs)
+    index = json.loads((blobs / "model.safetensors.index.json").read_text())
+    names = load_file(blobs / "shard.safetensors")
+    index["weight_map"] = dict.fromkeys(names, "shard.safetensors")
+    (blobs / "model.safetensors.index.json").write_text(json.dumps(index))
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    load(snapshot)
+    (at / "other").symlink_to(snapshot)  # the user's own link
+    load(at / "other")
+    (snapshot / "chat_template.jinja").unlink(missing_ok=True)
+    (snapshot / "chat_template.jinja").symlink_to("../../../template")
+    says(refusal(load, at / "other"), "'chat_template.jinja' is a link that leads out of it")
 
 
 NAMES = [

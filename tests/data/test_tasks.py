@@ -2,13 +2,19 @@
 exactly once.
 """
 
+import bz2
+import gzip
 import json
+import lzma
 import os
+import tarfile
 import tracemalloc
+import zipfile
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import FrozenInstanceError, replace
-from io import StringIO
+from io import BytesIO, StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -412,6 +418,65 @@ def test_a_folder_of_json_files_gives_the_values_of_its_files(tmp_path, own_cach
     assert of_folder == of_file
     assert json.loads(of_folder[0].columns)["answer"] == "2024-05-01"
     assert json.loads(of_folder[1].columns)["n"] == 2**63 + 5
+
+
+PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+def pack(folder: Path, kind: str, content: bytes) -> None:
+    """Write a folder of data with one packed file of JSON Lines."""
+    folder.mkdir()
+    if kind == "zip":
+        with zipfile.ZipFile(folder / "train.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("train.jsonl", content)
+    elif kind == "tar":
+        info = tarfile.TarInfo("train.jsonl")
+        info.size = len(content)
+        with tarfile.open(folder / "train.jsonl.gz", "w:gz") as archive:
+            archive.addfile(info, BytesIO(content))
+    else:
+        (folder / f"train.jsonl.{kind}").write_bytes(PACKED[kind](content))
+
+
+@pytest.mark.parametrize("kind", [*PACKED, "zip", "tar"])
+def test_packed_files_are_read_up_to_a_size(kind, tmp_path, own_cache, monkeypatch):
+    monkeypatch.setattr(config, "EXTRACTED_DATASETS_PATH", str(tmp_path / "cache" / "extracted"))
+    monkeypatch.setattr("pipeline.data.packed.MAX_UNPACKED", 1 << 20)
+    rows = "".join(
+        json.dumps({"prompt": f"when? {n}", "at": "2024-05-01"}) + "\n" for n in range(3)
+    )
+    pack(tmp_path / "small", kind, rows.encode())
+    tasks = open_tasks("d", str(tmp_path / "small"), "train", None, True)
+    assert [json.loads(task.columns)["at"] for task in tasks] == ["2024-05-01"] * 3
+    extracted = sorted((tmp_path / "cache" / "extracted").rglob("*"))
+    pack(tmp_path / "bomb", kind, rows.encode() + b" " * (1 << 20))
+    with pytest.raises(UserError) as refused:
+        open_tasks("d", str(tmp_path / "bomb"), "train", None, True)
+    says(str(refused.value), f"{tmp_path}/bomb", "train.", "unpacks to more than", "unpack it")
+    assert sorted((tmp_path / "cache" / "extracted").rglob("*")) == extracted
+
+
+def test_an_archive_of_very_many_empty_files_is_refused(tmp_path, own_cache, monkeypatch):
+    monkeypatch.setattr("pipeline.data.packed.MAX_UNPACKED", 1 << 20)
+    (tmp_path / "many").mkdir()
+    with zipfile.ZipFile(tmp_path / "many" / "train.zip", "w") as archive:
+        for number in range(257):
+            archive.writestr(f"{number}.jsonl", "")
+    with pytest.raises(UserError, match=r"train\.zip unpacks to more than"):
+        open_tasks("d", str(tmp_path / "many"), "train", None, True)
+
+
+def test_the_files_of_a_folder_in_the_hubs_cache_are_links(tmp_path, own_cache):
+    repository = tmp_path / "datasets--org--name"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "blobs" / "0123").write_text(json.dumps({"prompt": "when?"}))
+    card = "---\nconfigs:\n- config_name: a\n  data_files: data/*.jsonl\n---\n"
+    (repository / "blobs" / "4567").write_text(card)
+    (repository / "snapshots" / "89" / "data").mkdir(parents=True)
+    (repository / "snapshots" / "89" / "README.md").symlink_to("../../blobs/4567")
+    (repository / "snapshots" / "89" / "data" / "a.jsonl").symlink_to("../../../blobs/0123")
+    (tmp_path / "mine").symlink_to(repository / "snapshots" / "89")
+    assert len(open_tasks("d", str(tmp_path / "mine"), "train", None, True)) == 1
 
 
 def test_the_nulls_that_arrow_adds_inside_of_columns_do_not_reach_reward_functions():

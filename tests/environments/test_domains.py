@@ -502,6 +502,16 @@ def test_a_resumed_run_keeps_the_words_of_its_checkpoint(own, tmp_path):
 
 LONGER = {"steps": 40}  # enough demonstrations that an id comes twice
 NO_EXPERT = BANK[: BANK.index("def expert")] + BANK[BANK.index("def generate_tasks") :]
+ENDLESS = (
+    BANK
+    + """
+import itertools
+class EndlessList(list):
+    def __iter__(self): return itertools.count()
+class EndlessDict(dict):
+    def items(self): return ((str(n), 0) for n in itertools.count())
+"""
+)
 MODULES = [
     ("fails on import", "1 / 0" + BANK, "which fails on import (ZeroDivisionError: division"),
     ("exits on import", "raise SystemExit(3)" + BANK, "which fails on import (SystemExit: 3"),
@@ -522,6 +532,21 @@ MODULES = [
     ("has odd words", BANK + "\nWORDS = 'bank'", "whose WORDS are 'bank'; give a list of texts"),
     ("has empty words", BANK + "\nWORDS = ['']", "whose WORDS are ['']; give a list of texts"),
     ("has failing words", BANK + "\nWORDS = 3", "whose WORDS fail (TypeError: 'int' object is not"),
+    (
+        "has words without end",
+        ENDLESS + "WORDS = map(str, itertools.count())",
+        "whose WORDS fail (ValueError: gives more than 100000 values); give a list of texts",
+    ),
+    (
+        "has shares without end",
+        ENDLESS + "FAMILY_SHARES = EndlessDict()",
+        "whose FAMILY_SHARES fail (ValueError: gives more than 100000 values); give {family",
+    ),
+    (
+        "has tools without end",
+        ENDLESS + "BankEnvironment.schemas, BankEnvironment.call = EndlessList(), print",
+        "whose tools cannot be told to a model (ValueError: gives more than 100000 values); give",
+    ),
     ("has an odd limit", BANK + "\nMAX_TASKS = 'a'", "whose MAX_TASKS is 'a'; give a whole number"),
 ]
 GENERATORS = [
@@ -536,6 +561,26 @@ GENERATORS = [
         "generates nothing",
         BANK + "\ndef generate_tasks(*_): return []",
         "gave []; return a list of Task",
+    ),
+    (
+        "generates without end",
+        ENDLESS + "def generate_tasks(*_): return itertools.count()",
+        "gave count(0); return a list of Task",
+    ),
+    (
+        "generates a list without end",
+        ENDLESS + "def generate_tasks(*_): return EndlessList()",
+        "gave []; return a list of Task",
+    ),
+    (
+        "has facts without end",
+        ENDLESS + "def about(): return EndlessDict()",
+        "whose about() fails (ValueError: gives more than 100000 values); return JSON values",
+    ),
+    (
+        "has policies without end",
+        ENDLESS + "def baselines(task): return {'all': itertools.count()}",
+        "baselines of bank fail on task 'test-0' (ValueError: gives more than 100000 values)",
     ),
     (
         "generates for another domain",

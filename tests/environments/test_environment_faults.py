@@ -4,6 +4,7 @@ A call "hangs" where it waits for an event that the test sets only at its end.
 """
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -16,13 +17,14 @@ import pytest
 import torch
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments import timeouts
+from pipeline.environments import timeouts, tools
 from pipeline.environments.tools import Outage, ToolError, answer_call, run_steps
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.grid import small_model
 from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
+from tests.support.messages import says
 
 SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
 DEADLINE_S = 0.5  # where other calls have to be
@@ -201,6 +203,23 @@ def test_exceptions_of_a_tools_own_code_are_shown_to_the_model_and_counted():
     ]
     assert trajectory.num_tool_errors == trajectory.record().num_tool_errors == 4
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
+
+
+class Endless(dict):
+    def items(self):
+        return ((str(number), number) for number in itertools.count())
+
+
+class Fountain(Desk):
+    def pour(self) -> dict:
+        """Return a dict without end."""
+        return Endless(start=0)
+
+
+def test_a_result_without_end_is_cut_off(monkeypatch):
+    monkeypatch.setattr(tools, "MAX_CHARACTERS", 1000)
+    said = json.loads(tools.call_tool(Fountain(), "pour", {}))
+    says(said["error"], "returned 10", "characters, the limit is 1000")
 
 
 def test_the_first_failure_of_each_call_is_told_at_once_with_its_line(capsys):

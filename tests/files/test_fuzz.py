@@ -314,6 +314,16 @@ def test_a_response_template_that_breaks_on_a_call_makes_it_malformed():
         Chat(own)
 
 
+def test_an_expression_that_takes_exponential_time_makes_a_message_malformed(monkeypatch):
+    monkeypatch.setattr("pipeline.chat.text.MAX_SEARCH_S", 0.1)
+    own, template = deepcopy(tokenizer()), deepcopy(RESPONSE_TEMPLATE)
+    template["fields"]["content"]["close_pattern"] += "|z(?:a|aa)+$"
+    own.response_template = template
+    made = Chat(own)  # no conversation of the checks has such a text
+    assert made.parse(own("zaa")["input_ids"]).malformed == ""
+    assert made.parse(own("z" + "a" * 99 + "!")["input_ids"]).malformed == "regex timed out"
+
+
 @fuzz
 @given(made_of(*SAID, "<function=a>", "<parameter=b>", "</parameter>", "<|channel|>", ", a(", "b="))
 @pytest.mark.parametrize("name", TEMPLATES)

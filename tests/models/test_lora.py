@@ -39,6 +39,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.config.cli import parse
 from pipeline.config.settings import ModelSettings
+from pipeline.distributed import rehearsal
 from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
@@ -448,6 +449,57 @@ def test_a_hub_id_is_kept_and_a_missing_base_is_refused(tmp_path):
         "no base model",
         "enter it in adapter_config.json",
     )
+
+
+EXPRESSIONS = {
+    "targets": {"target_modules": "(.*.*)*x"},
+    "what is left out": {"exclude_modules": "([a-z._0-9]+)+!"},
+    "ranks": {"rank_pattern": {"((.+)+)+!": 2}},
+    "ranks of all layers": {"target_modules": "all-linear", "rank_pattern": {"((.+)+)+!": 2}},
+    "scales": {"alpha_pattern": {"q_proj": 4, "((.+)+)+!": 2}},
+    "layers": {
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [0],
+        "layers_pattern": "((.+)+)+!",
+    },
+    "whole modules": {"modules_to_save": ["((.+)+)+!"]},
+}
+UNREAL = {
+    "a rank": ({"r": 10**9}, "a rank above 64"),
+    "a rank of some": ({"rank_pattern": {"q_proj": 10**9}}, "a rank above 64"),
+    "copies of layers": ({"layer_replication": [[0, 10**9]]}, "more than 1000 layers"),
+    "many copies": ({"layer_replication": [[0, 1]] * 1001}, "more than 1000 layers"),
+}
+
+
+def changed(path, values):
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize("case", EXPRESSIONS)
+def test_an_expression_that_takes_exponential_time_is_refused(case, tmp_path, monkeypatch):
+    _, path = saved("Qwen3, tied", tmp_path)
+    changed(path, EXPRESSIONS[case])
+    monkeypatch.setattr(rehearsal, "MAX_CPU_S", 0.3)
+    said = refusal(load_folder, path, PLAIN)
+    says(said, f"model: {path}: a regular expression in adapter_config.json takes more than")
+
+
+@pytest.mark.parametrize("case", UNREAL)
+def test_adapters_that_would_take_all_memory_are_refused(case, tmp_path):
+    _, path = saved("Qwen3, tied", tmp_path)
+    changed(path, UNREAL[case][0])
+    says(refusal(load_folder, path, PLAIN), f"model: {path}: adapter_config.json", UNREAL[case][1])
+
+
+def test_expressions_of_a_usual_kind_load_the_same_model(tmp_path):
+    model, path = saved("Qwen3, tied", tmp_path)
+    usual = r".*\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    changed(path, {"target_modules": usual, "rank_pattern": {"q_proj": 2, r"^model\.x\..*": 4}})
+    assert torch.allclose(logits(load_folder(path, PLAIN)), logits(model), rtol=0, atol=1e-5)
+    changed(path, {"target_modules": "(unclosed"})
+    says(refusal(load_folder, path, PLAIN), f"the adapters in {path} do not fit their base model")
 
 
 def test_adapters_come_back_bit_by_bit(run_folder):

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import math
 import random
@@ -202,6 +203,16 @@ def test_functions_see_environments_and_add_to_their_rewards():
 # Failures
 
 
+class Endless(list):
+    """A list that says that it has two values, and gives values without end."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return itertools.count()
+
+
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
@@ -210,6 +221,8 @@ def test_functions_see_environments_and_add_to_their_rewards():
         ("ab", ("'ab'", "not a list")),
         ({0: 1.0, 1: 2.0}, ("{0: 1.0", "not a list")),
         ([1.0], ("1 rewards, not a list of 2 numbers",)),
+        (itertools.count(), ("3 or more rewards, not a list of 2 numbers",)),
+        (Endless(), ("3 or more rewards, not a list of 2 numbers",)),
         (["1", "0"], ("'1'", "not numbers")),
         ([1.0, math.inf], ("inf", "not numbers")),
         ([torch.zeros(2), 1.0], ("tensor", "not numbers")),
@@ -415,13 +428,14 @@ def test_what_a_function_logs_is_kept_beside_the_episode():
     def logs(completions, log_extra=None, log_metric=None, **_):
         log_extra("said", ["x" * 5000, "\ud800"])
         log_extra("few", [None])
+        log_extra("endless", itertools.count())
         log_metric("accuracy", np.float32(0.5))
         log_metric("lost", math.nan)
         return [1.0, 0.0]
 
     (first, second), made = play([logs])
-    assert first.extra == {"said": "x" * 2000, "few": "None"}
-    assert second.extra == {"said": "?", "few": ""}
+    assert first.extra == {"said": "x" * 2000, "few": "None", "endless": "0"}
+    assert second.extra == {"said": "?", "few": "", "endless": "1"}
     assert made.metrics == {"accuracy": [0.5]}
 
 
