@@ -191,7 +191,10 @@ def _cut_off(name: str) -> EnvironmentFault:
 
 
 def fault_of(error: BaseException, name: str) -> EnvironmentFault:
-    return EnvironmentFault(describe(only_faults(error)), name, outage=is_outage(error))
+    text = describe(only_faults(error))
+    if text == "CancelledError":  # raised by no line of code: its task was cancelled
+        text += ": code that shares its event loop cancelled it; cancel only your own tasks"
+    return EnvironmentFault(text, name, outage=is_outage(error))
 
 
 class Guard(Protocol):
@@ -312,6 +315,11 @@ class Calls:
                 result = await asyncio.wrap_future(call)
         except TimeoutError:
             raise fault from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # `forget` cancels this work
+                raise
+            raise fault_of(error, name) from None
         if time.monotonic() > deadline:
             raise fault
         return result

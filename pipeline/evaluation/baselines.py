@@ -24,7 +24,7 @@ from pipeline.environments.tools import (
     uses_random_state,
 )
 from pipeline.errors import UserError
-from pipeline.files.untrusted import shown
+from pipeline.files.untrusted import is_plain, shown
 
 LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 ID = re.compile(r"\w*\d\w*")  # a word with a digit
@@ -58,6 +58,8 @@ def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
     with refused(f"{where} fail on task {shown(task.id)}"):
         found = domain.baselines(task)
         policies = {str(name): [*calls] for name, calls in dict(found).items()}
+        if not is_plain(policies):
+            raise ValueError("they hold what JSON cannot, such as NaN or half a character")
     for call in chain.from_iterable(policies.values()):
         if not (isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]):
             what = f"task {shown(task.id)} has the call {shown(call)}"

@@ -16,9 +16,9 @@ from pipeline.data.splits import (
     num_characters,
 )
 from pipeline.data.tasks import Task, Tasks
+from pipeline.environments.discovery import no_tools, raw_call, tool_methods
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.environments.tools import raw_call, tool_methods
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -102,6 +102,7 @@ def task_sets(config: Config, domain: Domain) -> TaskSets:
     for tool in undocumented(domain.environment):
         why = "has no docstring, so a model sees only its name"
         sets.notes.append(f"{name}: the tool {tool} {why}")
+    sets.notes += [f"{name}: {note}" for note in no_tools(domain.environment)]
     return sets
 
 
