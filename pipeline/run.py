@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipeline.config import variables
 from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
 from pipeline.files.imports import importing
 from pipeline.files.untrusted import printable
@@ -42,7 +43,7 @@ def guarded(call: Callable[[], int]) -> int:
     """Return the exit code of `call`; print an exception as one line of text or as a traceback."""
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        with _keyboard():
+        with _keyboard(), variables.named():
             return call()
     except (UserError, RunError) as error:
         if not is_main and not error.is_first:
@@ -92,7 +93,6 @@ def _keyboard() -> Iterator[None]:
 def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     # Torch is imported only after the settings have been checked.
     from pipeline.checkpoints.run_folder import check_folder, restarted, take_model_of_run
-    from pipeline.config import variables
     from pipeline.config.cli import parse
     from pipeline.config.rules import refuse_placeholders
     from pipeline.distributed import launch

@@ -101,6 +101,10 @@ def _variables() -> str:
     lines += [f"| {name} | {about} |" for name, about in VARIABLES.items()]
     lines.append("\nVariables that would change the results are refused, unless they are off:\n")
     lines += [f"- `{name}`" for name in REFUSED]
+    unreadable = (
+        "A variable that a library cannot read, such as `TORCH_LOGS=banana`, is named in one line."
+    )
+    lines.append(f"\n{unreadable}")
     return "\n".join([*lines, ""])
 
 

@@ -14,6 +14,8 @@ from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 
+_DAMAGED = (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error, RecursionError)
+
 
 def save_transcripts(
     folder: Path,
@@ -73,7 +75,7 @@ def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 for line in map(json.loads, file):
                     records.append(RunRecord(**{name: line[name] for name in names & line.keys()}))
-        except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
+        except _DAMAGED as error:
             why = f"{path} cannot be read as transcripts ({reason_of(error)})"
             raise UserError(f"resume_from_checkpoint: {why}; restore it, or start anew") from None
     return records

@@ -249,7 +249,7 @@ class Sweep:
         if self._stopped.is_set():
             return 0
         if done.is_file():
-            if json.loads(done.read_text(encoding="utf-8")) == list(job.flags):
+            if done.read_text(encoding="utf-8", errors="replace") == json.dumps(job.flags):
                 return 0
             print(f"{job.name}: done before, with other flags; give another --output-dir")
             return 2

@@ -16,8 +16,8 @@ from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.customers import reply_of
+from pipeline.environments.discovery import OF_THE_EPISODE, raw_call, tool_schemas
 from pipeline.environments.domains import Domain
-from pipeline.environments.tools import raw_call, tool_schemas
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.console import styled
@@ -36,7 +36,6 @@ MOST_LINES = 25  # largest number of shown lines of rules, or of the database
 INDENT = 10  # characters of the first column
 STYLES = {"customer": "bold", "agent": "cyan"}  # other lines are dim
 # Attributes of an environment that describe the episode, and not what the tools can see.
-OF_THE_EPISODE = {"user", "done", "final_message", "stop_reason", "reward_breakdown", "difference"}
 
 
 def find_task(config: Config, domain: Domain, task_id: str | None, seed: int, chat: Chat) -> Task:

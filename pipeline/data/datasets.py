@@ -40,6 +40,9 @@ def open_tasks(
 ) -> Tasks:
     """Return the tasks of a domain's file or dataset. Raises UserError for an invalid task."""
     path = Path(source)
+    if path.suffix in (".parquet", ".arrow", ".csv") and path.is_file():
+        got = f"got {shown(source)}, a file of a dataset"
+        raise UserError(f"{setting}: {domain}: {got}; give its folder, or a JSON Lines file")
     if path.is_file():
         return load_tasks(path, domain, visit, has_columns)
     where = f"{setting}: {domain}: got {shown(source)}, which is no file"
@@ -47,8 +50,11 @@ def open_tasks(
         raise UserError(f"{where}; give an existing file")
     try:
         dataset, name = _dataset(source, split)
+        if not isinstance(dataset, JoinedRows):
+            dataset.data.validate(full=True)  # a read from a damaged Arrow file may crash
     except Exception as error:  # `datasets` raises errors of many types
-        fault = f"can be loaded with the split {split} ({reason_of(error)})"
+        reason = reason_of(error.__cause__ or error)
+        fault = f"can be loaded with the split {split} ({reason})"
         split_setting = f"dataset_{'test' if setting == 'eval_tasks' else 'train'}_split"
         remedy = f"give a file, a folder or a hub id, or set {split_setting}"
         raise UserError(f"{where}, nor a dataset that {fault}; {remedy}") from None

@@ -6,19 +6,35 @@ written at once, so a killed process loses no answer; an incomplete last line is
 
 import hashlib
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from pipeline.data.tasks import Message
 from pipeline.errors import UserError
 from pipeline.files.durable import LinesFile
-from pipeline.files.untrusted import shown
+from pipeline.files.untrusted import parse_json, shown
 
 
 def key_of(*parts: Any) -> str:
     """Return the hash of JSON values: what was asked of which model."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+def _entry(line: bytes) -> tuple[str, Message | None, int]:
+    """Return the key, message and number of tokens of a line; raises an error for another line."""
+    entry = parse_json(line.decode())
+    key, message, num_tokens = entry["key"], entry["message"], entry["num_tokens"]
+    if not isinstance(key, str) or type(num_tokens) is not int or num_tokens < 0:
+        raise TypeError
+    if message is not None:
+        functions = [call["function"] for call in message.get("tool_calls", [])]
+        called = [(function["name"], function["arguments"]) for function in functions]
+        texts = [message["content"], *chain(*called)]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+    return key, message, num_tokens
 
 
 class AnswerCache:
@@ -36,8 +52,8 @@ class AnswerCache:
             whole = path.read_bytes().rpartition(b"\n")[0]
             for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
                 try:
-                    self._take(**json.loads(line))
-                except (ValueError, TypeError):
+                    self._take(*_entry(line))
+                except (ValueError, TypeError, LookupError, AttributeError):
                     where = f"{path}, line {number}"
                     remedy = "remove the line, or the file"
                     raise UserError(f"{where}: holds no answer ({shown(line)}); {remedy}") from None

@@ -15,6 +15,7 @@ task family; the other families share the rest in proportion to their numbers of
 Instead of a class, the setting may name a function that returns a `Domain`.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,22 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from pipeline.config.settings import DataSettings
+from pipeline.data.rows import row_problem
 from pipeline.data.shares import TINY
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.discovery import (
+    MAX_ITEMS,
+    raw_call,
+    taken,
+    taken_pairs,
+    tool_problem,
+    tool_schemas,
+)
 from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import guarded
-from pipeline.environments.tools import MAX_ITEMS, taken, taken_pairs, tool_schemas
+from pipeline.environments.tools import writable
 from pipeline.errors import UserError
 from pipeline.files.imports import user_module
 from pipeline.files.untrusted import is_plain, one_line, shown
@@ -58,7 +68,7 @@ class Domain:
         """The meaning of each part of the reward, for reports; empty if the class gives none."""
         parts = getattr(self.environment, "reward_parts", None)
         pairs = islice(parts.items(), MAX_ITEMS) if isinstance(parts, dict) else ()
-        return {str(name): str(meaning) for name, meaning in pairs}
+        return {writable(str(name)): writable(str(meaning)) for name, meaning in pairs}
 
     def demonstrate(
         self,
@@ -110,6 +120,7 @@ def _load(name: str, data: DataSettings) -> Domain:
     if issubclass(environment, Domain):  # the factory is a function that returns a Domain
         made: Any = environment
         domain = _renamed(made(), name)
+        _check_environment(where, domain.environment, needs_reward=not data.reward_funcs)
         return _checked(where, replace(domain, words=partial(_words, where, domain.words)))
     _check_environment(where, environment, needs_reward=not data.reward_funcs)
     max_tasks = getattr(module, "MAX_TASKS", None)
@@ -198,8 +209,31 @@ def _check_environment(where: str, environment: type[Any], needs_reward: bool) -
             hint = ", or give reward_funcs" if name == "get_reward" else ""
             raise UserError(f"{where}, which has no {name}(); add it{hint}")
     remedy = "give each public method type hints and a Google docstring, or a name with _"
+    remedy = "mend the schemas" if raw_call(environment) else remedy
     with refused(f"{where}, whose tools cannot be told to a model", remedy):
-        tool_schemas(environment)
+        if problem := tool_problem(environment) or _why_nothing_is_set(environment):
+            raise UserError(f"{where}, {problem}")
+        if not is_plain(tool_schemas(environment)):
+            raise ValueError("a schema holds what JSON cannot, such as NaN or half a character")
+
+
+def _why_nothing_is_set(environment: type[Any]) -> str:
+    """Return why an episode cannot set its attributes in an environment, and the remedy; or ""."""
+    given = ["final_message", "stop_reason", *(["messages"] if raw_call(environment) else [])]
+    if getattr(getattr(environment, "__dataclass_params__", None), "frozen", False):
+        return "which is a frozen dataclass, but an episode changes it; take out frozen=True"
+    if environment.__dictoffset__ == 0 and issubclass(environment, tuple):
+        return "which is a NamedTuple, but an episode changes it; write a class"
+    missing = [name for name in given if not hasattr(environment, name)]
+    if missing and environment.__dictoffset__ == 0:
+        hint = "add them, or take the slots out"
+        return f"whose __slots__ lack {', '.join(missing)}, which an episode sets; {hint}"
+    for name in given:
+        member = inspect.getattr_static(environment, name, None)
+        if isinstance(member, property) and member.fset is None:
+            hint = "give it a setter, or another name"
+            return f"whose {name} is a property, but an episode sets it; {hint}"
+    return ""
 
 
 def _words(where: str, words: Any) -> list[str]:
@@ -207,6 +241,10 @@ def _words(where: str, words: Any) -> list[str]:
         texts = taken(words() if callable(words) else words)
     if isinstance(words, str) or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where}, whose WORDS are {shown(words)}; give a list of texts")
+    if bad := next((text for text in texts if not is_plain(text)), None):
+        raise UserError(
+            f"{where}, whose WORDS have {shown(bad)}, half of a surrogate pair; mend it"
+        )
     return texts
 
 
@@ -240,6 +278,13 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
     if other := next((task.domain for task in made if task.domain != domain.name), None):
         raise UserError(f"{call} gave one of the domain {shown(other)}; return {where}")
+    for task in made if domain.name in data.own_domains else ():
+        with refused(f"{call} gave the task {shown(task.id)}"):
+            row = {**vars(task), "prompt": list(task.prompt)}
+            if problem := row_problem(row, domain.name, has_columns=True):
+                raise ValueError(problem)
+            if not is_plain(row):
+                raise ValueError("it holds half of a surrogate pair")
     return made
 
 

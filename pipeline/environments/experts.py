@@ -22,6 +22,7 @@ from pipeline.environments.tools import (
     run_steps,
     settled,
 )
+from pipeline.files.untrusted import is_plain
 
 
 def call_message(tool: str, arguments: Mapping[str, Any], content: str = "") -> Message:
@@ -51,7 +52,7 @@ class Agent:
         """Write a text in front of the next call."""
         self.thought = text
 
-    def call(self, tool: str, **arguments: Any) -> Any:
+    def call(self, tool: str, /, **arguments: Any) -> Any:
         """Call a tool and return the tool's result, parsed if the result is JSON."""
         self.messages.append(call_message(tool, arguments, self.thought))
         self.thought = ""
@@ -119,4 +120,6 @@ def run_expert(
         agent.messages.append({"role": "assistant", "content": final})
         environment.final_message = final
     messages = [*prompt, *agent.messages]
+    if not is_plain(agent.messages):
+        raise ValueError("it wrote what JSON cannot hold, such as half of a surrogate pair")
     return messages, run_steps(reward_of(environment, messages=messages))

@@ -193,6 +193,8 @@ def _cut_off(name: str) -> EnvironmentFault:
 
 def fault_of(error: BaseException, name: str) -> EnvironmentFault:
     text, outage = describe(only_faults(error)), is_outage(error)
+    if text == "CancelledError":  # raised by no line of code: its task was cancelled
+        text += ": code that shares its event loop cancelled it; cancel only your own tasks"
     wait_s = None if outage else wait_of(error)  # who raises an Outage has waited
     return EnvironmentFault(text, name, outage=outage, wait_s=wait_s)
 
@@ -315,6 +317,11 @@ class Calls:
                 result = await asyncio.wrap_future(call)
         except TimeoutError:
             raise fault from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # `forget` cancels this work
+                raise
+            raise fault_of(error, name) from None
         if time.monotonic() > deadline:
             raise fault
         return result

@@ -1,12 +1,12 @@
 """The interface of environments, and functions that call environments.
 
 As TRL's `environment_factory` expects, an environment class has the methods `reset(**row) -> str |
-None` and `get_reward() -> float`. All other public methods, but no static ones, are tools, with
-type hints and Google docstrings. An environment may have a `user`, who answers the model's messages
-that contain no tool call. A tool may set `done`, which ends the episode. The rollout sets
-`final_message` and `stop_reason` (a value of `StopReason`) before the call of `get_reward`.
-`get_reward` may set two dicts for reports: `reward_breakdown` (named parts of the reward) and
-`difference` (name: [actual, expected value]).
+None` and `get_reward() -> float`. All other public methods, but no static or class methods, are
+tools, with type hints and Google docstrings. An environment may have a `user`, who answers the
+model's messages that contain no tool call. A tool may set `done`, which ends the episode. The
+rollout sets `final_message` and `stop_reason` (a value of `StopReason`) before the call of
+`get_reward`. `get_reward` may set two dicts for reports: `reward_breakdown` (named parts of the
+reward) and `difference` (name: [actual, expected value]).
 
 A class with an attribute `schemas`, the JSON schemas of its tools, and a method `call(name,
 arguments) -> (text, is_error)` gets every call as the model wrote it: unknown tools, missing
@@ -14,18 +14,26 @@ arguments and values of other types included. Its other methods are no tools. Be
 `get_reward`, `messages` is set to a copy of the conversation, prompt included.
 """
 
+import dataclasses
 import inspect
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, ItemsView, KeysView, Mapping, Sequence, ValuesView
 from copy import deepcopy
-from functools import cache, wraps
+from datetime import date, time
+from enum import Enum
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from numbers import Complex, Real
+from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipeline.data.tasks import Message
+from pipeline.environments.discovery import arguments_of, once_a_class, place_of
+from pipeline.environments.discovery import raw_call as raw_call
+from pipeline.environments.discovery import tool_methods as tool_methods
+from pipeline.environments.discovery import tool_schemas as tool_schemas
 from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import MAX_CHARACTERS, describe, is_outage, only_faults, text_of
 from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
@@ -34,81 +42,14 @@ from pipeline.environments.timeouts import awaited
 from pipeline.environments.timeouts import run_steps as run_steps
 from pipeline.environments.timeouts import settled as settled
 
-Value = TypeVar("Value")
 MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
 MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`
-MAX_ITEMS = 100_000  # largest number of values, such as words or tools, that a domain gives
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+", re.IGNORECASE)  # in Python's text of most objects
 MAX_REWARD = 1e30  # largest absolute reward; the reward's square is finite in float64
 
 
 class ToolError(Exception):
     """A tool raises a ToolError for an impossible request; the model sees the error's message."""
-
-
-def taken(values: Iterable[Value]) -> list[Value]:
-    """Return the values of a user's iterable; raises ValueError for more than MAX_ITEMS."""
-    found = list(islice(values, MAX_ITEMS + 1))
-    if len(found) > MAX_ITEMS:
-        raise ValueError(f"gives more than {MAX_ITEMS} values")
-    return found
-
-
-def taken_pairs(values: Any) -> dict[Any, Any]:
-    """Return a dict of a user's mapping or pairs; raises ValueError for more than MAX_ITEMS."""
-    return dict(taken(values.items() if isinstance(values, Mapping) else values))
-
-
-def _once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]], Value]:
-    return cache(function)  # type: ignore[return-value]  # mypy treats classes as unhashable
-
-
-@_once_a_class
-def raw_call(environment_class: type[Any]) -> Callable[..., Any] | None:
-    """Return the method `call` of a class that has the attribute `schemas`, else None."""
-    has_schemas = isinstance(getattr(environment_class, "schemas", None), list | tuple)
-    return getattr(environment_class, "call", None) if has_schemas else None
-
-
-@_once_a_class
-def tool_methods(environment_class: type[Any]) -> dict[str, Callable[..., Any]]:
-    """Return a class's tools by name; if the class gets raw calls, the method of each is `call`."""
-    if raw := raw_call(environment_class):
-        return {of["function"]["name"]: raw for of in tool_schemas(environment_class)}
-    return {
-        name: member
-        for name, member in inspect.getmembers(environment_class, inspect.isfunction)
-        if not name.startswith("_")
-        and name not in ("reset", "get_reward")
-        and not isinstance(inspect.getattr_static(environment_class, name), staticmethod)
-    }
-
-
-@_once_a_class
-def tool_schemas(environment_class: type[Any]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a class's tools: its own, or from type hints and docstrings."""
-    from transformers.utils import get_json_schema
-
-    if raw_call(environment_class):
-        return taken(environment_class.schemas)
-    methods = tool_methods(environment_class).values()
-    return [get_json_schema(m if m.__doc__ else _documented(m)) for m in methods]
-
-
-def _documented(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a method without a docstring; its docstring has the arguments' names."""
-
-    @wraps(method)
-    def copy() -> None: ...
-
-    names = [name for name in inspect.signature(method).parameters if name != "self"]
-    copy.__doc__ = "\n".join([method.__name__, "", "Args:", *(f"    {n}: {n}" for n in names)])
-    return copy
-
-
-@cache
-def _validators(tool: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, TypeAdapter[Any]]]:
-    signature, hints = inspect.signature(tool), get_type_hints(tool)
-    return signature, {k: TypeAdapter(hints[k]) for k in signature.parameters if k in hints}
 
 
 class ToolAnswer(NamedTuple):
@@ -133,7 +74,7 @@ def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps
     try:
         if raw := raw_call(type(environment)):
             text, failed = yield from awaited(raw(environment, name, arguments))
-            content, is_error = writable(text), bool(failed)
+            content, is_error = writable(result_text(text, name, raw)), bool(failed)
         else:
             content = yield from _call(environment, name, arguments)
     except ToolError as error:
@@ -157,11 +98,11 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
     tools = tool_methods(type(environment))
     if name not in tools:
         raise ToolError(f"unknown tool {name}")
-    signature, validators = _validators(tools[name])
+    signature, validators = arguments_of(tools[name])
     try:
-        signature.bind(environment, **arguments)
+        signature.bind(**arguments)
     except TypeError:
-        names = ", ".join(parameter for parameter in signature.parameters if parameter != "self")
+        names = ", ".join(signature.parameters)
         raise ToolError(f"wrong arguments: {name} takes {names}") from None
     checked = dict(arguments)
     for key in (key for key in arguments if key in validators):
@@ -170,20 +111,73 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
         except ValidationError as error:
             raise ToolError(f"wrong arguments: {key}: {error.errors()[0]['msg']}") from None
     result = yield from awaited(tools[name](environment, **checked))
-    if not isinstance(result, str):
-        result = _json_of(result)
-    return writable(result)
+    return writable(result_text(result, name, tools[name]))
 
 
-def _json_of(value: Any) -> str:
+def result_text(result: Any, name: str, tool: Callable[..., Any]) -> str:
+    """Return a tool's result as text; raises TypeError for an object that has no text of its own.
+
+    A text stays as it is, and anything else becomes JSON. Dataclasses and pydantic models become
+    objects, sets sorted arrays, dates ISO texts, enums their values, bytes UTF-8 text; arrays and
+    tensors become numbers and lists. Other objects become their text.
+    """
+    if isinstance(result, str):
+        return result
+    try:
+        return _json(result)
+    except _NoText as error:
+        hint = "return texts, numbers, lists, dicts or dataclasses"
+        raise TypeError(f"{name}{place_of(tool)} returned {error}; {hint}") from None
+
+
+class _NoText(TypeError):
+    """A value in a tool's result that is no JSON and has no text of its own."""
+
+
+def _json(value: Any) -> str:
     """Return JSON text, or its begin with more than MAX_CHARACTERS characters."""
     chunks, size = list[str](), 0
     # `json.dumps` would first read all of a dict whose `items` never end.
-    for chunk in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+    for chunk in json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(value):
         chunks.append(chunk)
         if (size := size + len(chunk)) > MAX_CHARACTERS:
             break
     return "".join(chunks)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON lacks as one that JSON has, or with values that have one."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=_order)
+    if isinstance(value, bytes | bytearray | memoryview):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError:
+            raise _NoText(f"{len(bytes(value))} bytes that are no UTF-8 text") from None
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence | KeysView | ValuesView | ItemsView):
+        return list(value)
+    if callable(to_list := getattr(value, "tolist", None)) and not isinstance(value, type):
+        return to_list()  # an array or a number of numpy, or a tensor
+    text = str(value)
+    if _ADDRESS.search(text):
+        raise _NoText(f"an object of {type(value).__module__}.{type(value).__qualname__}")
+    return text
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Return a key that sorts values of any types: numbers first, then all others by their JSON."""
+    is_number = isinstance(value, int | float) and value == value
+    return not is_number, value if is_number else 0, _json(value)
 
 
 class Started(NamedTuple):
@@ -233,18 +227,24 @@ def reward_of(
 
     Raises ValueError for NaN and for absolute values above MAX_REWARD.
     """
-    if not hasattr(environment, "get_reward"):
-        return 0.0
     environment.stop_reason = stop_reason
     if raw_call(type(environment)):
         environment.messages = deepcopy(list(messages))
+    if not hasattr(environment, "get_reward"):
+        return 0.0
     value = yield from awaited(environment.get_reward())
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
-    reward = float(value)
+    reward = as_number(value, "get_reward")
     if not abs(reward) <= MAX_REWARD:  # the condition is also True for NaN
         raise ValueError(f"get_reward returned {reward:g}, not a number up to {MAX_REWARD:g}")
     return reward
+
+
+def as_number(value: Any, function: str) -> float:
+    """Return a reward as a float. Raises TypeError for texts and complex numbers."""
+    is_complex = isinstance(value, Complex) and not isinstance(value, Real)
+    if is_complex or isinstance(value, (str, bytes, bytearray)):
+        raise TypeError(f"{function} returned {type(value).__name__}, not a number")
+    return float(value)
 
 
 def outcome_of(
@@ -264,7 +264,7 @@ def _explanation(attribute: Any) -> dict[str, Any]:
         name = writable(str(key)[:MAX_SHOWN])
         if isinstance(value, list | tuple):
             shown[name] = [writable(str(item)[:MAX_SHOWN]) for item in islice(value, 2)]
-        elif isinstance(value, int | float) and math.isfinite(value):
+        elif isinstance(value, int | float) and abs(value) <= sys.float_info.max:
             shown[name] = float(value)
     return shown
 
@@ -279,7 +279,7 @@ def may_wait(environment_class: type[Any], environment: Any = None) -> bool:
     return _has_async_calls(environment_class) or inspect.iscoroutinefunction(reply)
 
 
-@_once_a_class
+@once_a_class
 def _has_async_calls(environment_class: type[Any]) -> bool:
     methods: list[Any] = list(tool_methods(environment_class).values())
     methods += [getattr(environment_class, name, None) for name in ("reset", "get_reward")]

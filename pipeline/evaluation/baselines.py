@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
+from pipeline.environments.discovery import taken, taken_pairs
 from pipeline.environments.domains import Call, Domain, refused
 from pipeline.environments.experts import call_message
 from pipeline.environments.random_state import RandomState
@@ -20,13 +21,11 @@ from pipeline.environments.tools import (
     answer_call,
     reward_of,
     started,
-    taken,
-    taken_pairs,
     tool_schemas,
     uses_random_state,
 )
 from pipeline.errors import UserError
-from pipeline.files.untrusted import shown
+from pipeline.files.untrusted import is_plain, shown
 
 LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 ID = re.compile(r"\w*\d\w*")  # a word with a digit
@@ -60,6 +59,8 @@ def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
     with refused(f"{where} fail on task {shown(task.id)}"):
         found = domain.baselines(task)
         policies = {str(name): taken(calls) for name, calls in taken_pairs(found).items()}
+        if not is_plain(policies):
+            raise ValueError("they hold what JSON cannot, such as NaN or half a character")
     for call in chain.from_iterable(policies.values()):
         if not (isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]):
             what = f"task {shown(task.id)} has the call {shown(call)}"

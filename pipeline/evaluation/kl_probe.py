@@ -52,15 +52,18 @@ class KLProbe:
     def load(self, stages: Sequence[Stage]) -> None:
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
-            if path.is_file():
+            try:
                 self._add(json.loads(path.read_text(encoding="utf-8")))
-            elif self._ranks.is_main:
-                print(f"warning: {path} is gone, so there is no KL of {stage.name}")
+            except (OSError, ValueError, TypeError, LookupError, RecursionError):
+                if self._ranks.is_main:
+                    state = "damaged" if path.is_file() else "gone"
+                    print(f"warning: {path} is {state}, so there is no KL of {stage.name}")
 
     def _add(self, episodes: Sequence[dict[str, Any]]) -> None:
-        self.episodes |= {episode["domain"]: [] for episode in episodes}
-        for episode in episodes:
-            self.episodes[episode["domain"]].append(Trajectory(**episode))
+        trajectories = [Trajectory(**episode) for episode in episodes]
+        self.episodes |= {trajectory.domain: [] for trajectory in trajectories}
+        for trajectory in trajectories:
+            self.episodes[trajectory.domain].append(trajectory)
 
     def divergences(self, updater: Updater) -> dict[str, float]:
         """Return the KL estimate (nats per token) of each domain that has kept episodes.

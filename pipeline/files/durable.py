@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.files.console import say
+from pipeline.files.untrusted import shown
 
 
 def write_text(path: Path, text: str) -> None:
@@ -75,13 +77,23 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file except an incomplete last line; [] for a missing file."""
+    """Return the records of a JSONL file except an incomplete last line; [] for a missing file.
+
+    Raises UserError for another line that is no JSON object.
+    """
     if not path.is_file():
         return []
-    *lines, last = path.read_text(encoding="utf-8").split("\n")
-    records = [json.loads(line) for line in lines]
-    with suppress(json.JSONDecodeError):
-        records.append(json.loads(last))
+    records, lines = list[dict[str, Any]](), path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError
+            records.append(record)
+        except (ValueError, RecursionError):
+            if number < len(lines):
+                what = f"is no record of a run ({shown(line)})"
+                raise UserError(f"{path}, line {number}: {what}; restore the file") from None
     return records
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline.errors import UserError
+from pipeline.errors import CtrlC, UserError
 
 MAX_LINE_BYTES = 8 << 20  # largest size of a line in a file of tasks or demonstrations
 MAX_DEPTH = 64  # largest number of nested levels of JSON objects and arrays
@@ -128,7 +128,12 @@ def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 def shown(value: Any) -> str:
     """Return the `repr` of a value, cut to MAX_SHOWN characters, with passwords masked."""
-    text = masked(repr(value))
+    try:
+        text = masked(repr(value))
+    except CtrlC:
+        raise
+    except (Exception, SystemExit, KeyboardInterrupt):  # raised by the user's class
+        return f"a {type(value).__name__} whose text cannot be made"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

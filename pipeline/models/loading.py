@@ -58,7 +58,12 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
     """
     if settings.model == "tiny":
         return tiny_tokenizer(domains)
-    return _from_files(AutoTokenizer.from_pretrained, settings.model, "tokenizer", settings)
+    tokenizer = _from_files(AutoTokenizer.from_pretrained, settings.model, "tokenizer", settings)
+    most = tokenizer.model_max_length
+    if type(most) not in (int, float) or not most >= 0:
+        got = f"model_max_length {shown(most)} in its tokenizer_config.json"
+        raise UserError(f"model: {settings.model} has the {got}; give a number, or take it out")
+    return tokenizer
 
 
 def load_model(

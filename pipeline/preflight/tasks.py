@@ -18,9 +18,9 @@ from pipeline.data.splits import (
     seen_of,
 )
 from pipeline.data.tasks import Message, Task, Tasks
+from pipeline.environments.discovery import no_tools, raw_call, tool_methods, tool_schemas
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.environments.tools import raw_call, tool_methods, tool_schemas
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -118,6 +118,7 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
     for tool in undocumented(domain.environment):
         why = "has no docstring, so a model sees only its name"
         sets.notes.append(f"{name}: the tool {tool} {why}")
+    sets.notes += [f"{name}: {note}" for note in no_tools(domain.environment)]
     return sets
 
 

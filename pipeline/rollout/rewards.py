@@ -7,7 +7,7 @@ task, so that rewards do not depend on the number of ranks.
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import imported
 from pipeline.environments.event_loop import Steps
-from pipeline.environments.faults import EnvironmentFault, FaultLog
+from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.timeouts import Calls, Guard, awaited
-from pipeline.environments.tools import MAX_REWARD, writable
+from pipeline.environments.tools import MAX_REWARD, as_number, writable
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.rollout.trajectory import StopReason, Trajectory
 
 MAX_LOGGED = 2000  # largest number of characters of a value of `log_extra`
-NO_LISTS = (str, bytes, Mapping)  # iterables that are no lists of rewards
+NO_LISTS = (str, bytes, Mapping, Set)  # iterables without an order of rewards, or texts
 ATTEMPTS = 3  # maximum number of attempts at a call, unless its service is busy
 BACKOFF_S = 1.0  # seconds before the second attempt; each further wait is twice as long
 MAX_BACKOFF_S = 20.0
@@ -327,13 +327,13 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
         else:
             given = shown(returned)
         raise EnvironmentFault(f"{where} {given}, not a list of {count} numbers")
+    numbers, why = f"not numbers up to {MAX_REWARD:g}", ""
     try:
-        rewards = [math.nan if value is None else float(value) for value in returned]
-        is_good = not any(isinstance(value, str) for value in returned)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-        is_good = False
-    if not is_good or any(abs(reward) > MAX_REWARD for reward in rewards):
-        raise EnvironmentFault(f"{where} {shown(returned)}, not numbers up to {MAX_REWARD:g}")
+        rewards = [math.nan if v is None else as_number(v, name) for v in returned]
+    except BaseException as error:  # `__float__` may be code of the user
+        rewards, why = [math.inf], f" ({describe(only_faults(error))})"
+    if any(abs(reward) > MAX_REWARD for reward in rewards):
+        raise EnvironmentFault(f"{where} {shown(returned)}, {numbers}{why}")
     return [None if math.isnan(reward) else reward for reward in rewards]
 
 

@@ -58,19 +58,21 @@ def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
         if raw_call(environment_class):
             why = "its class takes raw calls (`schemas` and `call`), and TRL calls methods"
             raise UserError(f"{domain}: {why}; train it with `three-domain-grpo train`")
-        tools = {name: _tool(method) for name, method in tool_methods(environment_class).items()}
+        methods = tool_methods(environment_class).items()
+        tools = {name: _tool(name, method) for name, method in methods}
         members = {**tools, "_environment_class": environment_class}
         adapters[domain] = type(environment_class.__name__, (_Adapter,), members)
     return adapters
 
 
-def _tool(method: Callable[..., Any]) -> Callable[..., str]:
+def _tool(name: str, method: Callable[..., Any]) -> Callable[..., str]:
     @wraps(method)  # keeps the name, signature and docstring for TRL
     def tool(self: _Adapter, **arguments: Any) -> str:
         if is_done(self._environment):
             return error_result("the conversation has ended")
-        return call_tool(self._environment, method.__name__, arguments)
+        return call_tool(self._environment, name, arguments)
 
+    tool.__name__ = name
     return tool
 
 

@@ -144,6 +144,8 @@ def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path, run
     assert ": done" not in again.out
     other = run_sweep(*words, "--replay", "0.2", code=1)
     assert "seed-1: done before, with other flags; give another --output-dir" in other.out
+    (tmp_path / "sweep" / "mixed-seed-1.done.json").write_bytes(b"{\xff")  # damaged
+    assert "mixed-seed-1: done before, with other flags" in run_sweep(*words, code=1).out
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path, run_sweep):

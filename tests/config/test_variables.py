@@ -1,6 +1,8 @@
 """What the environment of a process says besides changes nothing of a run, or is refused."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ import torch
 
 from pipeline.config import variables
 from pipeline.config.cli import parse
-from pipeline.run import main
+from pipeline.run import guarded, main
 from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
+from tests.support import ROOT
 from tests.support.helpers import start_unwatched
 from tests.support.messages import refusal
 
@@ -96,6 +99,9 @@ def test_what_cannot_be_pinned_is_refused_by_name(
         ("OMP_NUM_THREADS", "4,2", "give a number of threads"),
         ("MKL_NUM_THREADS", "-1", "give a number of threads"),
         ("WANDB_MODE", "banana", "give one of online, offline, "),
+        ("PYTORCH_ALLOC_CONF", "banana", "give KEY:VALUE pairs"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:abc", "give KEY:VALUE pairs"),
+        ("PYTORCH_HIP_ALLOC_CONF", "a:1;b:2", "give KEY:VALUE pairs"),
     ],
 )
 def test_what_a_library_could_not_read_is_refused_in_one_line(
@@ -107,7 +113,52 @@ def test_what_a_library_could_not_read_is_refused_in_one_line(
 
 
 def test_empty_variables_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*variables.COUNTS, "WANDB_MODE"):
+    for name in (*variables.COUNTS, *variables.ALLOCATOR, *variables.REFUSED, "WANDB_MODE"):
         monkeypatch.setenv(name, "")
     variables.refuse()
-    assert not {*variables.COUNTS} & {*os.environ}
+    assert not {*variables.COUNTS, *variables.REFUSED} & {*os.environ}
+
+
+def test_options_of_the_allocator_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,"
+    options += "backend:cudaMallocAsync,roundup_power2_divisions:[256:1,512:2,>:8]"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
+    variables.refuse()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "library", "reason"),
+    [
+        ("TORCH_LOGS", "banana", "torch", "Invalid log settings: banana, "),
+        ("TORCH_LOGS_OUT", "/nonexistent/log", "torch", "[Errno 2] No such file or directory"),
+        ("HF_HUB_ETAG_TIMEOUT", "abc", "huggingface_hub.constants", "invalid literal for int()"),
+    ],
+)
+def test_what_a_library_cannot_read_as_it_is_imported_is_one_line(
+    name: str, value: str, library: str, reason: str
+) -> None:
+    program = f"from pipeline.run import guarded; exit(guarded(lambda: __import__({library!r})))"
+    environment = {**os.environ, name: value}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"error: {name}: got {value!r} in the environment, which cannot be read")
+    assert reason in line and line.endswith("; mend it, or unset it")
+
+
+def port() -> int:
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_what_is_read_later_is_named_and_other_errors_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "abc")
+    assert guarded(port) == 2
+    assert capsys.readouterr().err.startswith("error: MASTER_PORT: got 'abc' in the environment")
+    assert guarded(lambda: variables.refuse() or main(["--no-such-flag"])) == 2
+    assert "MASTER_PORT" not in capsys.readouterr().err
+    assert guarded(lambda: int("abc")) == 1
+    assert "Traceback" in capsys.readouterr().err

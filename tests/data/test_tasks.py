@@ -511,6 +511,32 @@ def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, 
     assert config.HF_HUB_OFFLINE  # so nothing was asked of a hub that is not there
 
 
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_dataset_is_refused_in_one_line(tmp_path, own_cache, kind, damage):
+    """A read of an Arrow file with wrong offsets would end the process."""
+    rows = Dataset.from_list([{**ROW, "id": f"row-{n}", "payload": "{}"} for n in range(3000)])
+    folder = tmp_path / "bank"
+    if kind == "arrow":
+        rows.save_to_disk(folder)
+    else:
+        folder.mkdir()
+        rows.to_parquet(folder / "train.parquet")
+    (path,) = folder.glob(f"*.{kind}")
+    whole = path.read_bytes()
+    middle, size = len(whole) // 2, len(whole) // 3
+    flipped = bytes(byte ^ 0x5A for byte in whole[middle - size : middle])
+    rest = whole[middle:] if damage == "flipped" else b""
+    path.write_bytes(whole[: middle - size] + flipped + rest)
+    says(source_refusal(folder), "tasks: airline", str(folder), "the split train (")
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.csv"])
+def test_a_file_of_a_dataset_says_that_its_folder_is_wanted(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PAR1")
+    says(source_refusal(tmp_path / name), "tasks: airline", name, "give its folder")
+
+
 def test_a_held_out_task_is_found_among_those_that_train(tmp_path):
     tasks = airline_tasks(5, 6, "train", "medium")
     save_tasks(tasks, path := tmp_path / "airline.jsonl")

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import signal
 from contextlib import redirect_stderr
@@ -53,7 +54,21 @@ def test_a_torn_last_line_is_dropped(tmp_path, cut):
     assert AnswerCache(tmp_path, "rank-1").num_calls == 2
 
 
-@pytest.mark.parametrize("line", ["{}", "x", "[1]", '{"key": "a"}', "\n"])
+def entry(**changes):
+    return json.dumps({"key": "b", "message": YES, "num_tokens": 1, **changes})
+
+
+DAMAGED = [
+    *("{}", "x", "[1]", '{"key": "a"}', "\n", "[" * 100_000, "\\xff", '"key"'),
+    *(entry(key=["b"]), entry(key=None), entry(num_tokens="1"), entry(num_tokens=1.5)),
+    *(entry(num_tokens=-1), entry(num_tokens=True), entry(message="yes"), entry(message=[])),
+    *(entry(message={}), entry(message={"content": None}), entry(message={"content": "\ud800"})),
+    *(entry(message={**YES, "tool_calls": calls}) for calls in ("x", [1], [{"function": {}}])),
+    entry(message={**YES, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
 def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path, line):
     AnswerCache(tmp_path, "rank-0").put("a", YES, 10)
     with (tmp_path / "rank-0.jsonl").open("a") as file:

@@ -354,6 +354,11 @@ def test_a_module_need_not_offer_anything(own):
     assert vocabulary == tokenizer().get_vocab()
 
 
+def test_slots_with_all_that_an_episode_sets_are_fine(own):
+    names = "('account', 'user', 'frozen', 'final_message', 'stop_reason')"
+    prepare(own(BANK.replace(CLASS, f"{CLASS}\n    __slots__ = {names}"), "slotted_bank"))
+
+
 def test_words_may_be_a_function(own):
     code = BANK.replace("WORDS = (", "WORDS = lambda: (")
     (bank,) = load_domains(own(code, "lazy_bank").data).values()
@@ -549,7 +554,88 @@ MODULES = [
     ),
     ("has an odd limit", BANK + "\nMAX_TASKS = 'a'", "whose MAX_TASKS is 'a'; give a whole number"),
 ]
+CLASS = "class BankEnvironment:"
+DATACLASS = "@__import__('dataclasses').dataclass"
+HALF = "'\\ud800'"  # half of a surrogate pair, as a module writes it
+MODULES += [
+    (
+        "has slots",
+        BANK.replace(CLASS, f"{CLASS}\n    __slots__ = ('account', 'user', 'frozen')"),
+        "whose __slots__ lack final_message, stop_reason, which an episode sets; add them, or ",
+    ),
+    (
+        "is a dataclass with slots",
+        BANK.replace(CLASS, f"{DATACLASS}(slots=True)\n{CLASS}\n    final_message: str = ''"),
+        "whose __slots__ lack stop_reason, which an episode sets; add them, or take the slots out",
+    ),
+    (
+        "is frozen",
+        BANK.replace(CLASS, f"{DATACLASS}(frozen=True)\n{CLASS}"),
+        "which is a frozen dataclass, but an episode changes it; take out frozen=True",
+    ),
+    (
+        "is a named tuple",
+        BANK.replace(
+            CLASS, "class BankEnvironment(__import__('typing').NamedTuple):\n    account: str = ''"
+        ),
+        "which is a NamedTuple, but an episode changes it; write a class",
+    ),
+    (
+        "computes its stop reason",
+        BANK.replace(CLASS, f"{CLASS}\n    stop_reason = property(lambda self: 'a')"),
+        "whose stop_reason is a property, but an episode sets it; give it a setter, or another",
+    ),
+    (
+        "has half a letter in its words",
+        BANK + f"\nWORDS = ['a', {HALF}]",
+        "whose WORDS have '\\ud800', half of a surrogate pair; mend it",
+    ),
+    (
+        "has half a letter in a docstring",
+        BANK.replace("Show an account.", "Show \\ud800."),
+        "(TypeError: show (bank_that_has_half_a_letter_in_a_docstring.py, line 26): its docstring",
+    ),
+]
 GENERATORS = [
+    *(
+        (
+            f"has tasks with half a letter in {what}",
+            BANK.replace(before, after),
+            "gave the task '",
+        )
+        for what, before, after in (
+            ("a prompt", '"content": "freeze it"', f'"content": {HALF}'),
+            ("an id", 'id=f"', f'id={HALF} + f"'),
+            ("a family", "prompt=prompt,", f"prompt=prompt, family={HALF},"),
+        )
+    ),
+    (
+        "has tasks without messages",
+        BANK.replace("prompt=prompt,", "prompt='freeze it',"),
+        "gave the task 'validation-0' (ValueError: prompt: bad message 'f'; give role and content",
+    ),
+    (
+        "has tasks with numbers for ids",
+        BANK.replace('id=f"{split}-{i}"', "id=i"),
+        "gave the task 0 (ValueError: id: got 0; give a non-empty string); mend it",
+    ),
+    *(
+        (
+            f"has an expert that writes half a letter {where}",
+            BANK.replace(before, after),
+            "the expert does not solve task 'train-0' (ValueError: it wrote what JSON cannot hold",
+        )
+        for where, before, after in (
+            ("to the user", 'agent.ask("Which account?")', f'agent.ask("Which?" + {HALF})'),
+            ("at the end", 'return "Done."', f"return {HALF}"),
+            ("in a call", "account=account)", f"account=account + {HALF})"),
+        )
+    ),
+    (
+        "has baselines with half a letter",
+        BANK + f"\ndef baselines(task): return {{{HALF}: [('show', {{'account': 'K1'}})]}}\n",
+        "baselines of bank fail on task 'test-0' (ValueError: they hold what JSON cannot",
+    ),
     ("has no generator", BANK.replace("def generate_tasks", "def make"), "has no generate_tasks("),
     (
         "fails to generate",

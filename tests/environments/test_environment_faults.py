@@ -10,11 +10,21 @@ import math
 import re
 import sys
 import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
 from itertools import count
-from types import SimpleNamespace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from pydantic import BaseModel
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments import timeouts, tools
@@ -270,6 +280,9 @@ def test_a_tool_whose_arguments_cannot_be_checked_is_a_tool_that_failed():
             "ValueError: get_reward returned nan, not a number up to 1e+30",
         ),
         ("0.5", 0.0, "TypeError: get_reward returned str, not a number"),
+        (bytearray(b"1"), 0.0, "TypeError: get_reward returned bytearray, not a number"),
+        (1j, 0.0, "TypeError: get_reward returned complex, not a number"),
+        (np.complex128(1), 0.0, "TypeError: get_reward returned complex128, not a number"),
         (10**400, 0.0, "OverflowError: int too large to convert to float"),
         (
             None,
@@ -603,3 +616,175 @@ def test_a_rollout_that_is_stopped_at_any_pass_leaves_no_conversation_open(concu
             assert passes == number
     assert number > 6
     assert found == undisturbed
+
+
+# Coroutines that cancel others
+
+
+def cancel_all():
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+class Canceller(Desk):
+    """Cancels every task of the event loop, where its payload says."""
+
+    async def _may_cancel(self, where):
+        await asyncio.sleep(0)
+        if self._payload.get("cancels") == where:
+            cancel_all()
+
+    async def reset(self, **row):
+        addition = Desk.reset(self, **row)
+        await self._may_cancel("reset")
+        return addition
+
+    async def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        await self._may_cancel("look")
+        return item
+
+    async def get_reward(self) -> float:
+        await self._may_cancel("get_reward")
+        return Desk.get_reward(self)
+
+
+@pytest.mark.parametrize("place", ["reset", "look", "get_reward"])
+def test_a_coroutine_that_cancels_all_others_is_a_failure_that_is_told(place):
+    script = [call("look", item="lamp"), say("done")]
+    scripts = [("desk", {"cancels": place} if n == 1 else {}, script) for n in range(4)]
+    trajectories = play({"desk": Canceller}, scripts)
+    assert len(trajectories) == 4
+    own = trajectories[1]
+    assert own.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert own.error.startswith("CancelledError: code that shares its event loop cancelled it; ")
+    for trajectory in trajectories:
+        told = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+        is_hit = "CancelledError" in trajectory.error + "".join(told)
+        assert is_hit or trajectory.stop_reason is StopReason.COMPLETED
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'Canceller.reset' was never awaited")
+def test_a_call_that_is_cancelled_before_it_starts_is_a_failure(monkeypatch):
+    """As another coroutine of the same turn of the event loop may do."""
+
+    def cancelled(coroutine):
+        coroutine.close()
+        future = Future()
+        future.cancel()
+        return future
+
+    monkeypatch.setattr(timeouts.environment_loop, "run", cancelled)
+    trajectory = play_one(Canceller, say("done"))
+    assert (trajectory.stop_reason, trajectory.left_out) == (StopReason.ENVIRONMENT_ERROR, "reset")
+    assert trajectory.error.startswith("CancelledError: code that shares its event loop ")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]
+)
+def test_what_a_coroutine_raises_ends_its_episode_alone(error):
+    class Raises(Canceller):
+        async def get_reward(self):
+            if self._payload.get("cancels"):
+                raise error("mine")
+            return Desk.get_reward(self)
+
+    scripts = [("desk", {"cancels": "x"} if n == 1 else {}, [say("done")]) for n in range(3)]
+    first, own, last = play({"desk": Raises}, scripts)
+    assert {first.stop_reason, last.stop_reason} == {StopReason.COMPLETED}
+    assert own.error.startswith(f"{error.__name__}: mine (test_environment_faults.py, line ")
+
+
+# What tools return
+
+
+@dataclass
+class Ticket:
+    number: int
+    due: date
+    tags: set[str]
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Order(BaseModel):
+    ids: set[str]
+    at: datetime
+
+
+class Named:
+    def __str__(self):
+        return "a lamp"
+
+
+RESULTS = [
+    # as before
+    *(("plain é", "plain é"), ({"a": 1, "b": None}, '{"a": 1, "b": null}'), (3, "3")),
+    *(([1, 2.5, True, (1,)], "[1, 2.5, true, [1]]"), (None, "null"), ({1: 2}, '{"1": 2}')),
+    *((Decimal("1.50"), '"1.50"'), (Path("/a"), '"/a"'), (Named(), '"a lamp"')),
+    *((timedelta(days=1), '"1 day, 0:00:00"'), (np.float64(1.5), "1.5")),
+    # as JSON
+    (
+        Ticket(1, date(2024, 5, 1), {"b", "a", "c"}),
+        '{"number": 1, "due": "2024-05-01", "tags": ["a", "b", "c"]}',
+    ),
+    (
+        [Order(ids={"b", "a"}, at=datetime(2024, 5, 1, 12))],
+        '[{"ids": ["a", "b"], "at": "2024-05-01T12:00:00"}]',
+    ),
+    *(({10, 9, "a", None}, '[9, 10, "a", null]'), (time(3), '"03:00:00"')),
+    (frozenset({frozenset("ab"), frozenset("c")}), '[["a", "b"], ["c"]]'),
+    *(({"is": Colour.RED}, '{"is": "red"}'), (datetime(2024, 5, 1), '"2024-05-01T00:00:00"')),
+    *((np.float32(0.5), "0.5"), (np.bool_(True), "true"), (np.ones((1, 2)), "[[1.0, 1.0]]")),
+    *((torch.tensor([1, 2]), "[1, 2]"), (torch.tensor(3), "3")),
+    *((b"text", '"text"'), (MappingProxyType({"a": 1}), '{"a": 1}'), (range(2), "[0, 1]")),
+    *((deque([1]), "[1]"), ({"a": 1}.keys(), '["a"]'), ({"a": 1}.items(), '[["a", 1]]')),
+]
+
+
+def answer_of(result, environment=SyncDesk):
+    class Answers(environment):
+        def look(self, item: str) -> str:
+            return result
+
+        def call(self, name, arguments):
+            return result, False
+
+    return run_steps(answer_call(Answers(), "look", {"item": "lamp"}))
+
+
+class Raw(SyncDesk):
+    schemas = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+
+
+@pytest.mark.parametrize("environment", [SyncDesk, Raw])
+@pytest.mark.parametrize(("result", "text"), RESULTS)
+def test_what_a_tool_returns_is_json_where_it_can_be(result, text, environment):
+    answer = answer_of(result, environment)
+    assert (answer.content, answer.is_error, answer.raised) == (text, False, "")
+
+
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        (object(), "an object of builtins.object"),
+        ({"a": [Desk()]}, "an object of tests.support.helpers.Desk"),
+        ((n for n in "ab"), "an object of builtins.generator"),
+        (Image.new("RGB", (2, 2)), "an object of PIL.Image.Image"),
+        (b"\xff\x00", "2 bytes that are no UTF-8 text"),
+    ],
+)
+def test_no_address_in_memory_reaches_the_model_and_the_user_is_told(result, what):
+    answer = answer_of(result)
+    told = f" returned {what}; return texts, numbers, lists, dicts or dataclasses"
+    assert answer.is_error and answer.raised.endswith(told)
+    assert answer.raised.startswith("TypeError: look (test_environment_faults.py, line ")
+    assert "0x" not in answer.content
+    assert told in json.loads(answer.content)["error"]

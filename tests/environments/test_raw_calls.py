@@ -1,11 +1,13 @@
 """Classes that get calls as the model wrote them, tools called `done`, and the stop reason."""
 
 import json
+import re
 from typing import Any, ClassVar
 
 import pytest
 
-from pipeline.environments import Domain
+from pipeline.config.settings import DataSettings
+from pipeline.environments import Domain, load_domains
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import (
     call_tool,
@@ -21,7 +23,9 @@ from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.bench.trl_adapter import factories
 from tests.rollout.test_rollout import LIMITS
+from tests.support import trl_forms
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.messages import refusal
 
 
 def schema(name, description="Tool."):
@@ -76,6 +80,39 @@ def test_its_schemas_are_its_tools():
     assert tool_schemas(Counter) == [*Counter.schemas]
     assert list(tool_methods(Counter)) == ["pay", "done"]
     assert undocumented(Counter) == ["done"]
+
+
+NAMELESS = 'has no name: .*; write {"type": "function", "function": {"name": ...'
+OF_OBJECT = "has the parameters .*; give a JSON schema of an object"
+
+
+@pytest.mark.parametrize(
+    ("schemas", "problem"),
+    [
+        *(([of], f"whose schemas[0] {NAMELESS}") for of in (3, None, {}, {"name": "pay"})),
+        *(([{"function": of}], f"whose schemas[0] {NAMELESS}") for of in ("pay", {}, {"name": 3})),
+        ([schema("pay"), {"function": {"name": ""}}], f"whose schemas[1] {NAMELESS}"),
+        *(
+            ([{"function": {"name": "pay", "parameters": of}}], f"whose schemas[0] {OF_OBJECT}")
+            for of in (None, [], {"properties": None}, {"properties": {"a": 3}})
+        ),
+        ([schema("pay"), schema("pay")], "whose schemas have 'pay' twice; give each its own name"),
+        ({"pay": schema("pay")}, "whose schemas are .*; give a list of JSON schemas in the class"),
+        (property(lambda self: ()), "whose schemas are <property .*; give a list of JSON schemas"),
+        ([schema("pay", "\ud800")], "ValueError: a schema holds what JSON cannot"),
+        ([{"function": {"name": "pay", "x": {1}}}], "TypeError: Object of type set is not JSON"),
+    ],
+)
+def test_schemas_that_no_model_could_get_are_refused_in_one_line(schemas, problem, monkeypatch):
+    class Wrong(Counter):
+        pass
+
+    Wrong.schemas = schemas
+    monkeypatch.setattr(trl_forms, "Wrong", Wrong, raising=False)
+    settings = DataSettings(domains=["desk"], environments={"desk": f"{trl_forms.__name__}:Wrong"})
+    said = refusal(load_domains, settings)
+    pattern = ".*".join(map(re.escape, problem.split(".*")))
+    assert re.search(rf"^environments: desk: got '[^']*', .*{pattern}", said), said
 
 
 @pytest.mark.parametrize("environment", [Counter, AsyncCounter])

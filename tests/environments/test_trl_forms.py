@@ -3,7 +3,10 @@
 import gzip
 import json
 import random
+import re
 from collections import defaultdict
+from functools import cache, cached_property, partial, partialmethod, singledispatchmethod, wraps
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ from datasets import Dataset
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.environments import load_domains
+from pipeline.environments.discovery import no_tools, tool_problem
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.tools import reset_arguments, tool_methods, tool_schemas
+from pipeline.environments.tools import call_tool, reset_arguments, tool_methods, tool_schemas
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import prepare
@@ -188,7 +192,8 @@ def test_long_texts_of_reset_are_measured_before_a_run():
     message = refusal(prepare, config_of({"own": f"{FORMS}:Safe"}, {"max_tokens": 50}))
     assert message.startswith("limits are too low: a prompt of own has ")
     notes = prepare(config_of({"own": f"{FORMS}:Safe"}, {**LIMITS, "max_tool_result_tokens": 9}))
-    (note,) = notes.notes
+    forgotten, note = notes.notes
+    assert forgotten.startswith("own: the static method describe (trl_forms.py, line ")
     assert note.startswith("own: reset returns ")
     assert note.endswith("tool results of more than max_tool_result_tokens (9) become errors")
 
@@ -245,6 +250,128 @@ def test_static_methods_are_no_tools():
     (schema,) = tool_schemas(trl_forms.Safe)
     assert schema["function"]["parameters"]["properties"]["way"]["enum"] == ["left", "right"]
     assert schema["function"]["parameters"]["required"] == ["number"]
+
+
+def test_members_that_may_be_meant_as_tools_are_notes():
+    class Desk(trl_forms.Safe):
+        uses_random_state = False
+        Kind, limit, _hidden = dict[str, int], 3, len
+
+        @classmethod
+        def open(cls): ...
+
+        @property
+        def number_of_turns(self): ...
+
+        @cached_property
+        def sounds(self): ...
+
+        @property
+        def scenario(self): ...
+
+        class Settings: ...
+
+    kinds = [re.sub(r" \(test_trl_forms.py, line \d+\)", "", note) for note in no_tools(Desk)]
+    advice = "is no tool; write a method if the model shall call it, or name it _"
+    assert kinds[1:] == [
+        f"the property number_of_turns {advice}number_of_turns",
+        f"the class method open {advice}open",
+        f"the property sounds {advice}sounds",
+    ]
+    assert kinds[0].startswith("the static method describe (trl_forms.py, line 34) is no tool")
+    assert tool_problem(Desk) == ""
+
+
+def without_wraps(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def with_wraps(function):
+    return wraps(function)(without_wraps(function))
+
+
+def by_place(function):
+    @wraps(function)
+    def wrapper(self, *args):
+        return function(self, *args)
+
+    return wrapper
+
+
+class Retry:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def give(self, item: str, to: str = "me") -> str:
+    return f"{item} {to}"
+
+
+def of_none(item: str) -> str: ...
+def alone() -> str: ...
+def by_place_only(self, item: str, /) -> str: ...
+def by_place_or_not(self, item: str = "lamp", /, to: str = "me") -> str: ...
+def many(self, *items: str) -> str: ...
+def named(self, **items: str) -> str: ...
+def yields(self, item: str) -> str:
+    yield item
+
+
+async def yields_later(self, item: str) -> str:
+    yield item
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (by_place_only, "takes item by position only, but a model gives names; take out the `/`"),
+        (by_place_or_not, "takes item by position only"),
+        (many, "takes *items, which a model cannot see; give each argument a name"),
+        (named, "takes **items, which a model cannot see"),
+        (without_wraps(give), "takes *args, which a model cannot see; give each argument a name ("),
+        (by_place(give), "has a decorator that does not pass its arguments on by name (got an un"),
+        (of_none, "does not take self first; add it"),
+        (alone, "does not take self first; add it"),
+        (yields, "yields its result, which no model sees; return it"),
+        (yields_later, "yields its result"),
+        (partial(give, to="you"), "is a partial, so no model can call it; write it as a method"),
+        (partialmethod(give, to="you"), "is a partialmethod, so no model can call it"),
+        (singledispatchmethod(give), "is a singledispatchmethod, so no model"),
+        (cache(give), "is a _lru_cache_wrapper, so no model can call it"),
+        (Retry(give), "is a Retry, so no model can call it; write it as a method, or name it _"),
+    ],
+)
+def test_a_tool_that_no_model_can_call_is_refused_by_name_and_place(member, words, monkeypatch):
+    monkeypatch.setattr(trl_forms.Total, "hand", member, raising=False)
+    monkeypatch.setattr(trl_forms, "Copy", type("Copy", (trl_forms.Total,), {}), raising=False)
+    message = refusal(partial(domain_of, "Copy", reward_funcs=HITS))
+    place = "" if isinstance(member, Retry) else r" \(test_trl_forms.py, line \d+\)"
+    begin = rf"environments: own: got '{FORMS}:Copy', whose hand{place} "
+    assert re.match(begin + re.escape(words), message), message
+
+
+def test_wrapped_methods_aliases_and_lambdas_are_tools_under_their_own_names():
+    class Desk:
+        hand = with_wraps(give)
+        pass_on = give
+        look = lambda self: "lamp"  # noqa: E731
+
+        def take(self: Any, item: str) -> str: ...
+
+    assert tool_problem(Desk) == ""
+    functions = [schema["function"] for schema in tool_schemas(Desk)]
+    names = ["hand", "look", "pass_on", "take"]
+    assert [f["name"] for f in functions] == [*tool_methods(Desk)] == names
+    assert list(functions[0]["parameters"]["properties"]) == ["item", "to"]
+    assert call_tool(Desk(), "hand", {"item": "lamp"}) == "lamp me"
+    assert call_tool(Desk(), "pass_on", {"item": "lamp", "to": "you"}) == "lamp you"
+    assert call_tool(Desk(), "look", {}) == "lamp"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,22 @@ def direct(model, trajectory):
     return total
 
 
+@pytest.mark.parametrize("text", ["[{", "[" * 100_000, '[{"domain": "a", "odd": 1}]', "[3]", None])
+def test_kept_episodes_that_are_gone_or_damaged_are_a_warning(tmp_path, text, capsys):
+    (tmp_path / "kl_probe").mkdir()
+    if text is not None:
+        (tmp_path / "kl_probe" / "mixed.json").write_text(text)
+    kept = KLProbe(tmp_path, Config(), ALONE)
+    kept.is_wanted = True
+    kept.load([SimpleNamespace(name="mixed")])
+    state = "gone" if text is None else "damaged"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: ") and line.endswith(
+        f"kl_probe/mixed.json is {state}, so there is no KL of mixed"
+    )
+    assert kept.episodes == {}
+
+
 def probe(model, anchors, deterministic=False):
     config = Config.model_validate({"run": {"deterministic": deterministic}})
     updater = SimpleNamespace(

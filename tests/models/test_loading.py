@@ -29,6 +29,26 @@ END = 0  # the end of turn of the small models
 VOCABULARY = 16
 
 
+def with_max_length(folder, most) -> ModelSettings:
+    """The settings of a model in a folder whose tokenizer has this `model_max_length`."""
+    tokenizer().save_pretrained(folder)
+    tiny_model(tokenizer(), 0).config.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": most}))
+    return ModelSettings(model=str(folder))
+
+
+@pytest.mark.parametrize("most", ["abc", "512", -1, True, [1], {"a": 1}, float("nan")])
+def test_a_wrong_model_max_length_is_refused_by_name(tmp_path, most):
+    with pytest.raises(UserError, match=r"model_max_length .* in its tokenizer_config\.json; give"):
+        load_tokenizer(with_max_length(tmp_path, most))
+
+
+@pytest.mark.parametrize("most", [None, 512, 1e30, 10**40])
+def test_a_model_max_length_may_be_any_number_or_null(tmp_path, most):
+    assert load_tokenizer(with_max_length(tmp_path, most))("a")["input_ids"]
+
+
 def sampler_of(model, temperature=1.0, dtype=torch.float32) -> RowSampler:
     return RowSampler(model, END, temperature, dtype)
 

@@ -8,6 +8,8 @@ import math
 import random
 import time
 from collections import Counter
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from urllib.error import HTTPError
 
@@ -213,6 +215,22 @@ class Endless(list):
         return itertools.count()
 
 
+class Unreadable:
+    """An object of a user's class that can be neither a number nor a text."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __float__(self):
+        raise self.error("no number")
+
+    def __repr__(self):
+        raise self.error("no text")
+
+
+NO_TEXT = ("a list whose text cannot be made", "no number (test_rewards.py, line ")
+
+
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
@@ -227,6 +245,21 @@ class Endless(list):
         ([1.0, math.inf], ("inf", "not numbers")),
         ([torch.zeros(2), 1.0], ("tensor", "not numbers")),
         (None, ("None", "not a list of 2")),
+        ({1.0, 0.0}, ("{0.0, 1.0}", "not a list of 2")),  # the order of a set is not the answers'
+        ([10**400, 1.0], ("not numbers", "int too large to convert to float")),
+        ([10**5000, 1.0], ("a list whose text cannot be made", "int too large")),
+        ([Fraction(10**400), 1.0], ("not numbers", "too large for a float")),
+        ([Decimal("1e400"), 1.0], ("Decimal('1E+400')", "not numbers")),
+        ([Decimal("sNaN"), 1.0], ("not numbers", "cannot convert signaling NaN")),
+        ([1j, 1.0], ("1j", "not numbers", "returned complex")),
+        ([np.complex64(1), 1.0], ("not numbers", "returned complex64")),
+        ([np.array([True, False]), 1.0], ("array([ True, False])", "not numbers")),
+        ([b"1", 1.0], ("b'1'", "not numbers", "returned bytes")),
+        ([bytearray(b"1"), 1.0], ("not numbers", "returned bytearray")),
+        ([object(), 1.0], ("<object object", "not numbers", "not 'object'")),
+        ([Unreadable(ArithmeticError), 1.0], ("ArithmeticError", *NO_TEXT)),
+        ([Unreadable(SystemExit), 1.0], ("SystemExit", *NO_TEXT)),
+        (Unreadable(KeyError), ("a Unreadable whose text cannot be made, not a list of 2",)),
     ],
 )
 def test_a_wrong_result_is_told_and_leaves_the_task_out(returned, words):
