@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config import rules
 from pipeline.config.section import Section
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config
+from pipeline.config.settings import DEFAULT_DOMAINS, Config
 from pipeline.config.trl_names import instead
 from pipeline.errors import UserError, nearest
 from pipeline.files.layout import shipped
@@ -123,7 +123,7 @@ def own_domains(tree: Mapping[str, Any]) -> list[str]:
     if not path.is_file():
         return []  # the user's own recipe
     known = read_recipe(path)["data"].get("domains", ())
-    own = {*data["tasks"], *data["environments"]}.difference(EMBEDDED_DOMAINS, known)
+    own = {*data["tasks"], *data["environments"]}.difference(DEFAULT_DOMAINS, known)
     return [name for name in data["domains"] if name in own]
 
 
